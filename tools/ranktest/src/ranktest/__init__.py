@@ -1,0 +1,1 @@
+"""Test bodies that run on many ranks."""
