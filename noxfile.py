@@ -1,0 +1,267 @@
+"""The sessions of this repository. `nox` runs the default ones, `nox --list` names them all.
+
+Packages are found by globbing (`tools/repo.py`); nothing here lists them by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import repo  # noqa: E402
+import wheelhouse  # noqa: E402
+
+ROOT = Path(__file__).parent.resolve()
+PACKAGES = list(repo.packages())
+TOOLS = ROOT / "tools"
+RANKTEST = TOOLS / "ranktest"
+TORCH = f"torch=={repo.TORCH}"
+OTHER_TORCHES = ["2.11.0", "2.14.1", "2.15.0"]
+PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.error_on_missing_interpreters = True
+nox.options.stop_on_first_error = False
+nox.options.sessions = ["lint", "types", "tests", "build", "isolation", "integration"]
+
+if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local wheels then serve both
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+# One torch thread per process: several ranks share a machine's cores in every multi-rank session.
+RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff, import layers, changelog headers."""
+    session.install("ruff==0.17.5", "import-linter==2.16")
+    session.run("ruff", "check", "--config", "tools/ruff.toml", ".")
+    session.run("ruff", "format", "--config", "tools/ruff.toml", "--check", ".")
+    session.run("python", "tools/lint_layers.py")
+    session.run("python", "tools/lint_changelogs.py")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """`mypy --strict` on every package's sources and tests, against installed siblings."""
+    tests = {r for p in repo.packages().values() for r in p.test_requirements if repo.requirement_name(r) not in PACKAGES}
+    session.install(TORCH, "numpy", "mypy==2.4.1", "types-PyYAML", "nox", *sorted(tests))
+    _install_editable(session, PACKAGES)
+    cache = f"--cache-dir={ROOT / '.mypy_cache'}"
+    mypy = ("mypy", "--config-file", "tools/mypy.ini", cache)
+    for package in repo.packages().values():
+        session.run(*mypy, str(package.path / "src"), str(package.path / "tests"))
+    session.run(*mypy, str(RANKTEST / "src"), str(RANKTEST / "tests"))
+    session.run(*mypy, "integration_tests", *_present("docs/examples"))
+    session.run(*mypy, "tools", "noxfile.py", "--exclude", "tools/ranktest", env={"MYPYPATH": str(TOOLS)})
+
+
+@nox.session
+@nox.parametrize("package", [*PACKAGES, "tools"], ids=[*PACKAGES, "tools"])
+def tests(session: nox.Session, package: str) -> None:
+    """A package's own tests, on an editable install of it and its sibling closure."""
+    if package == "tools":
+        _tools_tests(session)
+        return
+    found = repo.packages()[package]
+    third_party = [r for r in found.test_requirements if repo.requirement_name(r) not in PACKAGES]
+    session.install(TORCH, "numpy", "pytest", *third_party)
+    _install_editable(session, repo.test_closure(package))
+    session.chdir(found.path)
+    session.run("python", "-m", "pytest", *session.posargs, env=RANK_ENV)
+
+
+def _tools_tests(session: nox.Session) -> None:
+    """The tests of the rank plugin and of the release tools."""
+    session.install(TORCH, "numpy", "pytest", "hatch")
+    _install_editable(session, [])
+    session.run("python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"), str(RANKTEST / "tests"), env=RANK_ENV)
+    session.run(
+        "python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"), "--rootdir", str(TOOLS), str(TOOLS / "tests")
+    )
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Sdist and wheel of each package, built twice with equal hashes, and the wheel again from the sdist."""
+    session.install("hatch")
+    session.run("python", "tools/check_build.py", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def isolation(session: nox.Session, package: str) -> None:
+    """A package alone: only its wheel and what that declares, and its tests on the wheel."""
+    found = repo.packages()[package]
+    house = wheelhouse.build_current(repo.closure(package))
+    _install(session, house, TORCH, package)
+    session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
+    session.install("numpy", "pytest", str(RANKTEST))
+    _check_requirements(session)
+    workplace = Path(session.create_tmp()) / "on-wheel"  # tests and README without src: only the wheel can be imported
+    shutil.rmtree(workplace, ignore_errors=True)
+    shutil.copytree(found.path, workplace, ignore=shutil.ignore_patterns("src", "dist", "__pycache__", ".*"))
+    session.chdir(workplace)
+    session.run("python", "-m", "pytest", "--without-extras", "-p", "no:cacheprovider", *session.posargs, env=RANK_ENV)
+
+
+@nox.session
+@nox.parametrize("ranks", [2, 4], ids=["2", "4"])
+def integration(session: nox.Session, ranks: int) -> None:
+    """Several packages together, wheels only, torchrun with gloo."""
+    house = wheelhouse.build_current(PACKAGES)
+    _install(session, house, TORCH, "numpy", *PACKAGES)
+    _integration_tools(session)
+    _torchrun_integration(session, ranks)
+
+
+@nox.session(default=False)
+def integration_gpu(session: nox.Session) -> None:
+    """The integration tests under NCCL; world size = device count, or times --ranks-per-gpu N."""
+    house = wheelhouse.build_current(PACKAGES)
+    _install(session, house, TORCH, "numpy", *PACKAGES)
+    _integration_tools(session)
+    count = "import torch; print(torch.cuda.device_count())"
+    devices = int(str(session.run("python", "-c", count, silent=True)).strip())
+    if devices == 0:
+        session.error("integration_gpu needs a CUDA device and found none (on a CPU machine: nox -s integration)")
+    per_gpu = int(session.posargs[session.posargs.index("--ranks-per-gpu") + 1]) if "--ranks-per-gpu" in session.posargs else 1
+    _torchrun_integration(session, devices * per_gpu)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def oldest(session: nox.Session, package: str) -> None:
+    """A package's tests with every lower bound as ==, siblings from their first fitting release tag."""
+    found = repo.packages()[package]
+    bounds = [r for r in found.requirements if repo.requirement_name(r) not in PACKAGES]
+    siblings = [name for name in repo.closure(package) if name != package]
+    house = wheelhouse.build_released({name: wheelhouse.oldest_tag(name, package) for name in siblings})
+    _install(session, house, *map(wheelhouse.lower_bound, bounds), *siblings)
+    session.install("--no-deps", str(found.path))
+    session.install("numpy", "pytest", "--no-deps", str(RANKTEST))
+    session.chdir(found.path)
+    session.run("python", "-m", "pytest", "--without-extras", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def compat(session: nox.Session, package: str) -> None:
+    """The new wheel of a package under the last released wheels and tests of its dependents."""
+    house = wheelhouse.build_current([package])
+    released = {name: tags[-1] for name in repo.dependents(package) if (tags := repo.release_tags(name))}
+    if not released:
+        session.log(f"no released dependents of {package}: nothing that a new version could break")
+        return
+    trees = wheelhouse.released_trees(released)
+    siblings = {s: t[-1] for n in released for s in repo.closure(n) if s != package and (t := repo.release_tags(s))}
+    old = wheelhouse.build_released(siblings | released)
+    _install(session, [house, old], TORCH, "numpy", package, *released)
+    session.install("pytest", str(RANKTEST))
+    _check_requirements(session)
+    for name in released:
+        session.chdir(trees[name] / "packages" / name)
+        session.run("python", "-m", "pytest", "--without-extras", "-p", "no:cacheprovider", env=RANK_ENV)
+
+
+@nox.session(default=False)
+@nox.parametrize("file", PIN_FILES, ids=[file.stem for file in PIN_FILES])
+def pins(session: nox.Session, file: Path) -> None:
+    """Install with one published pin file (`docs/pins/*.txt`) and run the integration tests."""
+    house = wheelhouse.build_for_pins(file)
+    _install(session, house, "-c", str(file), TORCH, "numpy", *PACKAGES)
+    _integration_tools(session)
+    _check_requirements(session)
+    _torchrun_integration(session, 2)
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
+def versions(session: nox.Session, torch: str) -> None:
+    """Every package's tests on another torch (about 5.5 GB an environment where only CUDA builds exist)."""
+    session.install(f"torch=={torch}", "numpy", "pytest")
+    _install_editable(session, PACKAGES)
+    for package in repo.packages().values():
+        session.chdir(package.path)
+        session.run("python", "-m", "pytest", "--without-extras", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """The main job, from a plan to serving, on four ranks."""
+    house = wheelhouse.build_current(PACKAGES)
+    _install(session, house, TORCH, "numpy", "matplotlib", "rich", *PACKAGES)
+    session.run("python", "docs/examples/plan_to_serving/run.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Every package's benchmarks, side by side with their peers; tables and plots into docs/benchmarks."""
+    extras = ["matplotlib", "rich", "highspy", "transformers>=5,<6", "safetensors"]
+    session.install(TORCH, "numpy", *extras)
+    _install_editable(session, PACKAGES)
+    session.run("python", "tools/bench.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Every code block of the docs is run; then the site is built into site/."""
+    session.install(TORCH, "numpy", "pytest", "zensical==0.1.1", "mkdocstrings-python==2.0.11", "transformers>=5,<6", "rich", "matplotlib")
+    _install_editable(session, PACKAGES)
+    session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
+    session.run("zensical", "build", "--clean", "--config-file", "docs/mkdocs.yml")
+    session.run("python", "tools/check_docs.py", "links", "site")
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """`release -- shard-spec minor`: version, dated changelog, tag name. Pushes nothing."""
+    session.install("hatch")
+    session.run("python", "tools/release.py", *session.posargs)
+
+
+def _install(session: nox.Session, houses: Path | list[Path], *what: str) -> None:
+    """Install with wheels of this repository in reach, beside whatever local wheels the machine names."""
+    folders = [str(house) for house in (houses if isinstance(houses, list) else [houses])]
+    uv = [*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *folders]
+    pip = [*os.environ.get("PIP_FIND_LINKS", "").split(), *folders]
+    session.install(*what, env={"UV_FIND_LINKS": ",".join(uv), "PIP_FIND_LINKS": " ".join(pip)})
+
+
+def _install_editable(session: nox.Session, names: list[str]) -> None:
+    for path in [RANKTEST, *(repo.packages()[name].path for name in names)]:
+        session.install("--no-deps", "-e", str(path))
+
+
+def _integration_tools(session: nox.Session) -> None:
+    session.install("pytest", "transformers>=5,<6", "safetensors", str(RANKTEST))
+    _check_requirements(session)
+
+
+def _torchrun_integration(session: nox.Session, ranks: int) -> None:
+    """Run from a copy, so that no source of a package lies on the path."""
+    workplace = Path(session.create_tmp()) / "integration"
+    shutil.rmtree(workplace, ignore_errors=True)
+    shutil.copytree(ROOT / "integration_tests", workplace, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    session.chdir(workplace)
+    session.run(
+        "python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        "-m", "pytest", "-c", "pytest.ini", *session.posargs, env=RANK_ENV,
+    )  # fmt: skip
+
+
+def _check_requirements(session: nox.Session) -> None:
+    """`pip check`, by the tool that made the environment."""
+    if session.venv_backend == "uv":
+        session.run("uv", "pip", "check", external=True)
+    else:
+        session.run("python", "-m", "pip", "check")
+
+
+def _present(*paths: str) -> list[str]:
+    return [path for path in paths if (ROOT / path).exists()]

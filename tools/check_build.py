@@ -1,0 +1,67 @@
+"""Build every package twice with hatch and once more from its sdist; the files must be equal byte for byte."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+import repo
+
+
+def hatch_build(source: Path, into: Path, *options: str) -> dict[str, str]:
+    """Build and return file name -> SHA-256."""
+    subprocess.run(["hatch", "--quiet", "build", *options, str(into)], cwd=source, check=True)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(into.iterdir())}
+
+
+def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
+    """Build one package in `folder`; returns the folder of its files and what is wrong with them."""
+    first = hatch_build(package.path, folder / "first")
+    second = hatch_build(package.path, folder / "second")
+    wrong = [f"{name}: two builds differ" for name in first if first[name] != second.get(name)]
+    sdist = next((folder / "first").glob("*.tar.gz"))
+    with tarfile.open(sdist) as tar:
+        tar.extractall(folder / "sdist", filter="data")
+    (unpacked,) = (folder / "sdist").iterdir()
+    again = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
+    wrong += [f"{name}: the wheel from the sdist differs" for name, digest in again.items() if digest != first[name]]
+    wrong += wheel_problems(package, next((folder / "first").glob("*.whl")))
+    return folder / "first", wrong
+
+
+def wheel_problems(package: repo.Package, wheel: Path) -> list[str]:
+    """A wheel holds the module, its type marker, the licence and nothing else."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    info = f"{package.module}-{package.version}.dist-info"
+    wrong = [f"{wheel.name}: {name} is missing" for name in (f"{package.module}/py.typed", f"{info}/licenses/LICENSE") if name not in names]
+    strangers = [n for n in names if not n.startswith((f"{package.module}/", f"{info}/"))]
+    return wrong + [f"{wheel.name}: {name} does not belong in it" for name in strangers]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="keep the built files here")
+    out: Path | None = parser.parse_args().out
+    wrong = []
+    for package in repo.packages().values():
+        with tempfile.TemporaryDirectory() as folder:
+            built, problems = check(package, Path(folder))
+            wrong += problems
+            for file in sorted(built.iterdir()):
+                print(f"{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}  {file.stat().st_size:>8}  {file.name}")
+                if out is not None:
+                    out.mkdir(parents=True, exist_ok=True)
+                    (out / file.name).write_bytes(file.read_bytes())
+    print("\n".join(wrong) or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Facts about this repository that its sessions share: packages, their closures, their wheels and their tags.
+
+Standard library only: `noxfile.py` and the scripts beside this file import it before any environment exists.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "2.13.0"  # the one place that pins torch for the repository's own sessions; packages declare lower bounds only
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution of the repository, read from its `pyproject.toml`."""
+
+    dist: str
+    path: Path
+    requirements: tuple[str, ...]
+    extras: tuple[tuple[str, tuple[str, ...]], ...]
+    test_requirements: tuple[str, ...]
+
+    @property
+    def module(self) -> str:
+        return self.dist.replace("-", "_")
+
+    @property
+    def version(self) -> str:
+        about = (self.path / "src" / self.module / "__about__.py").read_text()
+        return about.split('"')[1]
+
+    @property
+    def changelog(self) -> Path:
+        return self.path / "CHANGELOG.md"
+
+
+def requirement_name(requirement: str) -> str:
+    """`"shard-spec>=0.1,<0.2"` -> `"shard-spec"`."""
+    match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement)
+    if match is None:
+        raise ValueError(f"not a requirement: {requirement!r}")
+    return match.group().lower().replace("_", "-")
+
+
+def read_package(path: Path) -> Package:
+    data: dict[str, Any] = tomllib.loads((path / "pyproject.toml").read_text())
+    project = data["project"]
+    return Package(
+        dist=project["name"],
+        path=path,
+        requirements=tuple(project["dependencies"]),
+        extras=tuple((k, tuple(v)) for k, v in project.get("optional-dependencies", {}).items()),
+        test_requirements=tuple(data.get("dependency-groups", {}).get("test", ())),
+    )
+
+
+@functools.cache
+def packages() -> dict[str, Package]:
+    """Every package, by distribution name, dependencies before dependents."""
+    found = {p.dist: p for p in map(read_package, sorted((ROOT / "packages").iterdir()))}
+    ordered: dict[str, Package] = {}
+
+    def visit(package: Package) -> None:
+        for sibling in _siblings(package.requirements, found):
+            visit(found[sibling])
+        ordered.setdefault(package.dist, package)
+
+    for package in found.values():
+        visit(package)
+    return ordered
+
+
+def _siblings(requirements: tuple[str, ...], among: dict[str, Package]) -> list[str]:
+    return [name for name in map(requirement_name, requirements) if name in among]
+
+
+def needs(dist: str) -> list[str]:
+    """The siblings that `dist` cannot be imported without."""
+    return _siblings(packages()[dist].requirements, packages())
+
+
+def closure(dist: str) -> list[str]:
+    """`dist` and every sibling that it needs, dependencies first."""
+    wanted = {dist}
+    for name in reversed(packages()):
+        if name in wanted:
+            wanted.update(needs(name))
+    return [name for name in packages() if name in wanted]
+
+
+def test_closure(dist: str) -> list[str]:
+    """The closure, with the siblings that only the package's tests of its extras use."""
+    package = packages()[dist]
+    optional = _siblings(package.test_requirements, packages())
+    wanted = {name for top in (dist, *optional) for name in closure(top)}
+    return [name for name in packages() if name in wanted]
+
+
+def dependents(dist: str) -> list[str]:
+    """The siblings that need `dist`, directly or through an extra."""
+    found = []
+    for name, package in packages().items():
+        requirements = (*package.requirements, *(r for _, extra in package.extras for r in extra))
+        if name != dist and dist in map(requirement_name, requirements):
+            found.append(name)
+    return found
+
+
+def git(*args: str, cwd: Path | None = None) -> str:
+    return subprocess.run(["git", *args], cwd=cwd or ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def tag_name(dist: str, version: str) -> str:
+    return f"{dist}-v{version}"
+
+
+def release_tags(dist: str) -> list[str]:
+    """Tags of released versions of `dist`, oldest first."""
+    tags = git("tag", "--list", f"{dist}-v*").split()
+    return sorted(tags, key=lambda tag: [int(n) for n in re.findall(r"\d+", tag.removeprefix(f"{dist}-v"))])
+
+
+def export_tag(tag: str, into: Path) -> Path:
+    """Write the tree of a tag under `into`; the working tree and its index are not touched."""
+    archive = subprocess.run(["git", "archive", "--format=tar", tag], cwd=ROOT, check=True, capture_output=True).stdout
+    target = into / tag
+    with tarfile.open(fileobj=BytesIO(archive)) as tar:
+        tar.extractall(target, filter="data")
+    return target
+
+
+def _source_files(path: Path) -> Iterator[Path]:
+    ignored = {"__pycache__", "dist", ".pytest_cache", ".mypy_cache", ".hypothesis"}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and not ignored.intersection(file.relative_to(path).parts):
+            yield file
+
+
+def source_digest(path: Path) -> str:
+    """A hash of a folder's files, so that a wheel is built again only when they changed."""
+    digest = hashlib.sha256()
+    for file in _source_files(path):
+        digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def python_version() -> str:
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
