@@ -1,0 +1,1 @@
+"""Planners: from a module to a `ShardingPlan`."""
