@@ -1,0 +1,80 @@
+"""Run every package's benchmarks and keep their tables under docs/benchmarks.
+
+    python tools/bench.py                        all of them        (nox -s bench)
+    python tools/bench.py shard-reshard          one package's      (nox -s bench -- shard-reshard)
+
+A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--json FILE` and writes
+`{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares against
+its peers in one interleaved run. A row without a peer's or a floor's figure is an error here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import repo
+
+OUT = repo.ROOT / "docs" / "benchmarks"
+
+
+def scripts(names: list[str]) -> list[tuple[str, Path]]:
+    """(package, script) of every benchmark of the named packages."""
+    chosen = names or list(repo.packages())
+    unknown = [name for name in chosen if name not in repo.packages()]
+    if unknown:
+        raise SystemExit(f"bench: no package {', '.join(unknown)}; there are {', '.join(repo.packages())}")
+    return [(name, s) for name in chosen for s in sorted((repo.packages()[name].path / "benchmarks").glob("bench_*.py"))]
+
+
+def machine() -> str:
+    import os
+
+    import torch
+
+    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else (platform.processor() or platform.machine())
+    return f"{device}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def run(script: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "result.json"
+        subprocess.run([sys.executable, str(script), "--json", str(file)], check=True)
+        result: dict[str, Any] = json.loads(file.read_text())
+    bare = [row["what"] for row in result["rows"] if not row.get("peer")]
+    if bare:
+        raise SystemExit(f"bench: {script.name} has rows without a peer: {', '.join(bare)}")
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"## {result['title']}", "", f"`{result['command']}`", "", "| what | target | measured | peer |", "|---|---|---|---|"]
+    lines += [f"| {r['what']} | {r['target']} | {r['measured']} | {r['peer']} |" for r in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="*")
+    arguments = parser.parse_args()
+    pages: dict[str, list[str]] = {}
+    for name, script in scripts(arguments.package):
+        print(f"bench: {script.relative_to(repo.ROOT)}", flush=True)
+        pages.setdefault(name, []).append(table(run(script)))
+    for name, tables in pages.items():
+        head = f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
+        OUT.mkdir(parents=True, exist_ok=True)
+        (OUT / f"{name}.md").write_text(head + "\n".join(tables))
+        print(head + "\n".join(tables))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
