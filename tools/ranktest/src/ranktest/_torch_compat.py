@@ -1,0 +1,79 @@
+"""Every private torch name this plugin uses.
+
+Read against torch 2.13.0 (CPU build); the names used here exist in 2.11 with the same meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+#: Every collective, point-to-point call and barrier passes through an operator of this namespace: `ProcessGroup`'s
+#: methods call it, and its kernels call the backend (gloo, NCCL). Python, DDP's C++ reducer and functional
+#: collectives all come by here.
+NAMESPACE = "c10d"
+
+
+def collective_schemas() -> dict[str, list[str]]:
+    """Operator name without namespace -> names of its arguments, for every c10d operator that takes a group."""
+    found = {}
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        arguments = [argument.name for argument in schema.arguments]
+        if namespace == NAMESPACE and "process_group" in arguments:
+            found[name] = arguments
+    return found
+
+
+def schema_defaults(name: str) -> dict[str, Any]:
+    """Default values of a c10d operator's arguments."""
+    schema = torch._C._get_schema(f"{NAMESPACE}::{name}", "")
+    return {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether a c10d operator has a kernel for a dispatch key."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key))
+
+
+def kernel_of(name: str, key: str) -> Any:
+    """A function that calls the kernel that is registered now, also after another one was put before it."""
+    kernel = torch.library.get_kernel(f"{NAMESPACE}::{name}", key)
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def call(*args: Any) -> Any:
+        return kernel.call_boxed(keyset, *args)
+
+    return call
+
+
+def unbox_group(boxed: Any) -> Any:
+    """The Python ProcessGroup inside the script object that a c10d kernel receives."""
+    return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
+
+
+def unbox_work(boxed: Any) -> Any:
+    """The Python Work inside the script object that a c10d kernel returns."""
+    return boxed if isinstance(boxed, Work) else Work.unbox(boxed)
+
+
+def group_label(group: Any) -> str:
+    """A group's description if it was given one ("default_pg", "mesh_tp"), else its name."""
+    description = str(group.group_desc)
+    return str(group.group_name) if description in ("", "undefined") else description
+
+
+__all__ = [
+    "NAMESPACE",
+    "ProcessGroup",
+    "Work",
+    "collective_schemas",
+    "schema_defaults",
+    "has_kernel",
+    "kernel_of",
+    "unbox_group",
+    "unbox_work",
+    "group_label",
+]

@@ -1,0 +1,75 @@
+"""The `ranks` fixture: what a test body knows of its ranks, and the ways to watch them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ranktest import intercept
+from ranktest.recording import Log
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This rank, its world, and the means to record or delay its communication.
+
+    Attributes:
+        rank: this rank's number in the default group.
+        world_size: number of ranks.
+        device: the device tensors of this rank belong on.
+        backend: name of the default group's backend (`gloo`, `nccl`).
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, backend: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.backend = backend
+
+    @classmethod
+    def of_default_group(cls, device: torch.device | None = None) -> Ranks:
+        """The ranks of the default process group."""
+        return cls(dist.get_rank(), dist.get_world_size(), device or torch.device("cpu"), dist.get_backend())
+
+    def __repr__(self) -> str:
+        return f"Ranks(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """A DeviceMesh over all ranks on this rank's kind of device."""
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    @contextmanager
+    def record(self, *, allow_empty: bool = False) -> Iterator[Log]:
+        """Log every communication call of every group that is issued inside the block.
+
+        Args:
+            allow_empty: without it, leaving the block with no event raises: a test of communication that
+                communicated nothing tested nothing.
+
+        Raises:
+            AssertionError: nothing was communicated and `allow_empty` is False.
+        """
+        log = Log()
+        intercept.add(log)
+        try:
+            yield log
+        finally:
+            intercept.remove(log)
+        if not log.events and not allow_empty:
+            raise AssertionError(
+                f"rank {self.rank} communicated nothing inside ranks.record(); "
+                "if that is what the test is about, say ranks.record(allow_empty=True)"
+            )
+
+    def gather(self, obj: T) -> list[T]:
+        """All ranks' objects, in rank order, on every rank. Not recorded."""
+        found: list[Any] = [None] * self.world_size
+        with intercept.unobserved():
+            dist.all_gather_object(found, obj)
+        return found

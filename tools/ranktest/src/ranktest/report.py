@@ -1,0 +1,83 @@
+"""From what the ranks did to one pytest outcome."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from ranktest.pool import Member, Report
+
+
+def judge(report: Report) -> None:
+    """Return if every rank passed; else raise the one outcome that pytest shows.
+
+    Raises:
+        pytest.fail.Exception: a rank failed, died or was silent, or ranks disagree about skipping.
+        pytest.skip.Exception: every rank skipped.
+        pytest.xfail.Exception: every rank called `pytest.xfail`.
+    """
+    statuses = {member.outcome.status if member.outcome else "gone" for member in report.members}
+    if statuses == {"passed"}:
+        return
+    reasons = {member.outcome.text for member in report.members if member.outcome}
+    if statuses == {"skipped"}:
+        pytest.skip("; ".join(sorted(reasons)))
+    if statuses == {"xfailed"}:
+        pytest.xfail("; ".join(sorted(reasons)))
+    pytest.fail(describe(report), pytrace=False)
+
+
+def describe(report: Report) -> str:
+    """Every rank's story: a line each, then tracebacks, stacks and output."""
+    lines = [headline(report)]
+    lines += [f"  rank {member.rank}: {fate(member)}" for member in report.members]
+    for member in report.members:
+        if member.outcome is not None and member.outcome.status == "failed":
+            lines += ["", _rule(f"rank {member.rank}: traceback"), member.outcome.text]
+        if member.outcome is None and member.rank in report.stacks:
+            lines += ["", _rule(f"rank {member.rank}: stack"), report.stacks[member.rank].rstrip()]
+    for rank, output in report.output.items():
+        if output.strip():
+            lines += ["", _rule(f"rank {rank}: output"), output.rstrip()]
+    return "\n".join(lines)
+
+
+def headline(report: Report) -> str:
+    """The first line: it is what pytest's short summary shows."""
+    size = len(report.members)
+    failed = [m for m in report.members if m.outcome is not None and m.outcome.status == "failed"]
+    dead = [m for m in report.members if m.lost]
+    if dead:
+        return f"rank {dead[0].rank} of {size} died: {ending(dead[0].exit_code)}"
+    if failed:
+        assert failed[0].outcome is not None
+        return f"rank {failed[0].rank} of {size}: {failed[0].outcome.summary}"
+    silent = [m.rank for m in report.members if m.silent]
+    if silent:
+        return f"ranks {silent} of {size} did not finish in time ({report.seconds:.0f} s)"
+    return f"ranks disagree: {[m.outcome.status for m in report.members if m.outcome]}"
+
+
+def fate(member: Member) -> str:
+    """One rank's fate in a line."""
+    if member.lost:
+        return f"died, {ending(member.exit_code)}"
+    if member.outcome is None:
+        return "silent: stack below, then killed"
+    return f"{member.outcome.status}{': ' if member.outcome.summary else ''}{member.outcome.summary}"
+
+
+def ending(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "exit code unknown"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _rule(title: str) -> str:
+    return f"{' ' + title + ' ':-^100}"
