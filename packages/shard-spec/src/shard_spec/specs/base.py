@@ -1,0 +1,93 @@
+"""ShardingSpec: the base of everything that says how one tensor is cut into shards on devices."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shard_spec.boxes import Box
+from shard_spec.problems import Problem, raise_problems
+from shard_spec.specs.geometry import cover_problems, overlap_problems
+from shard_spec.specs.shards import ShardMetadata, TensorShards
+
+if TYPE_CHECKING:
+    from shard_spec.layout import Layout
+
+
+class ShardingSpec(abc.ABC):
+    """How one tensor is cut into shards, and on which device each shard lies.
+
+    Subclass it for a scheme of your own: ``build_metadata`` is the only method to write. Make the subclass picklable
+    and free of state that differs between ranks; every rank asks it the same question and has to get the same answer.
+    """
+
+    @abc.abstractmethod
+    def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
+        """Cut a tensor of global shape ``tensor_sizes``.
+
+        Args:
+            tensor_sizes: Global shape.
+            tensor_properties: Handed through to the answer.
+
+        Returns:
+            The shards; together they hold every element once.
+        """
+
+    def shards_for(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
+        """The shards of a tensor of global ``shape``, checked.
+
+        Raises:
+            PlanError: When shards overlap, leave holes, lie outside the tensor or name no rank.
+        """
+        shards = tuple(self.build_metadata(tuple(shape)).shards_metadata)
+        boxes = [shard.box for shard in shards]
+        problems = cover_problems(boxes, shape)
+        if not any(problem.code == "shard-rank-mismatch" for problem in problems):
+            problems += overlap_problems(boxes)
+        problems += [_no_rank(shard.placement) for shard in shards if shard.rank is None]
+        raise_problems(problems, f"{type(self).__name__} does not fit a tensor of shape {tuple(shape)}")
+        return shards
+
+    def boxes(self, shape: Sequence[int]) -> dict[int, tuple[Box, ...]]:
+        """The boxes of every global rank that the spec names, in the order in which it names them."""
+        held: dict[int, tuple[Box, ...]] = {}
+        for shard in self.shards_for(shape):
+            assert shard.rank is not None
+            held[shard.rank] = (*held.get(shard.rank, ()), shard.box)
+        return held
+
+    def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
+        """The boxes of global rank ``rank``: ``()`` where the spec does not name it. Empty boxes are left out."""
+        return tuple(box for box in self.boxes(shape).get(rank, ()) if box.numel)
+
+    def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:
+        """Whether both put the same elements of a tensor of ``shape`` on the same ranks: -1 and 1 are one dim of two.
+
+        Torch compares dims as they are written, and takes -1 -> 1 for a change of layout.
+        """
+        return _nonempty(self.boxes(shape)) == _nonempty(other.boxes(shape))
+
+    def to_layout(self, shape: Sequence[int]) -> Layout:
+        """The layout of a tensor of ``shape``: ranks on a mesh, and placements.
+
+        Raises:
+            PlanError: ``not-a-grid`` or ``several-shards-per-rank`` when no mesh can say it.
+        """
+        from shard_spec.specs.layouts import spec_to_layout
+
+        return spec_to_layout(self, shape)
+
+
+def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
+    kept = {rank: tuple(sorted((box for box in held if box.numel), key=str)) for rank, held in boxes.items()}
+    return {rank: held for rank, held in kept.items() if held}
+
+
+def _no_rank(placement: object) -> Problem:
+    return Problem(
+        "placement-without-rank",
+        "placements",
+        found=f"{placement}",
+        hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
+    )

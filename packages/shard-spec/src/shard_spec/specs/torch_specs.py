@@ -1,0 +1,125 @@
+"""Torch's own spec objects: read them, write them, and take them wherever ours are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shard_spec import _torch_compat
+from shard_spec.problems import PlanError, Problem
+from shard_spec.specs.base import ShardingSpec
+from shard_spec.specs.chunk import ChunkShardingSpec
+from shard_spec.specs.devices import RemoteDevice
+from shard_spec.specs.enumerable import EnumerableShardingSpec
+from shard_spec.specs.sharder import Sharder
+from shard_spec.specs.shards import ShardMetadata, TensorShards
+
+
+@dataclass(frozen=True)
+class TorchShardingSpec(ShardingSpec):
+    """A user's own subclass of torch's ``ShardingSpec``, as one of ours; made by ``from_torch``."""
+
+    spec: Any
+
+    def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
+        """Ask the torch spec; its shards become ours."""
+        answer = _torch_compat.build_torch_metadata(self.spec, tensor_sizes)
+        return TensorShards([_shard(shard) for shard in answer.shards_metadata], tensor_sizes, tensor_properties)
+
+
+def from_torch(value: object) -> Any:
+    """Our object for one of ``torch.distributed._shard``'s.
+
+    Args:
+        value: A chunk, enumerable or user-defined sharding spec, a shard metadata, or a remote device of torch.
+
+    Returns:
+        The same as a value of this package.
+
+    Raises:
+        PlanError: ``unknown-spec`` when it is none of these.
+    """
+    kind = _torch_compat.shard_kind(value)
+    known: Any = value
+    if kind == "chunk":
+        return ChunkShardingSpec(known.dim, known.placements)
+    if kind == "enumerable":
+        return EnumerableShardingSpec(known.shards)
+    if kind == "spec":
+        return TorchShardingSpec(known)
+    if kind == "shard":
+        return _shard(known)
+    if kind == "device":
+        return RemoteDevice(known)
+    raise PlanError(unknown_spec("", value))
+
+
+def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence[int] | None = None) -> Any:
+    """Torch's object for one of ours.
+
+    Args:
+        value: A spec, a shard or a device.
+        shape: Global shape; needed for a ``ShardingSpec`` subclass of your own, which becomes an enumerable spec.
+
+    Raises:
+        PlanError: ``shape-needed`` when it is needed and missing, ``unknown-spec`` for other objects.
+    """
+    if isinstance(value, RemoteDevice):
+        return _torch_compat.torch_remote_device(value.text)
+    if isinstance(value, ShardMetadata):
+        return _torch_shard(value)
+    if isinstance(value, ChunkShardingSpec):
+        devices = [to_torch(device) for device in value.placements]
+        return _torch_compat.torch_chunk_spec(value.dim, devices)
+    if isinstance(value, EnumerableShardingSpec):
+        return _torch_compat.torch_enumerable_spec([_torch_shard(shard) for shard in value.shards])
+    if isinstance(value, TorchShardingSpec):
+        return value.spec
+    if isinstance(value, ShardingSpec):
+        if shape is None:
+            found = f"a {type(value).__qualname__}, which torch does not know"
+            raise PlanError(Problem("shape-needed", "shape", found=found, hint="pass shape=, the global shape"))
+        return to_torch(EnumerableShardingSpec(value.shards_for(shape)))
+    raise PlanError(unknown_spec("", value))
+
+
+def as_spec(value: object) -> ShardingSpec | None:
+    """``value`` as one of our specs if it is one, ours or torch's; else None."""
+    if isinstance(value, ShardingSpec):
+        return value
+    if _torch_compat.shard_kind(value) in ("chunk", "enumerable", "spec"):
+        spec: ShardingSpec = from_torch(value)
+        return spec
+    return None
+
+
+def as_sharder(value: object) -> Sharder | None:
+    """``value`` if it is a sharder, ours or torch's; else None."""
+    if isinstance(value, Sharder):
+        return value
+    if _torch_compat.shard_kind(value) == "sharder":
+        sharder: Any = value  # torch's class asks for the same one method
+        return sharder  # type: ignore[no-any-return]  # ruled out by its kind
+    return None
+
+
+def unknown_spec(name: str, value: object) -> Problem:
+    """The problem of an object that is no spec."""
+    return Problem(
+        "unknown-spec",
+        name,
+        found=f"{value!r} of type {type(value).__qualname__}",
+        hint="use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module",
+    )
+
+
+def _shard(shard: Any) -> ShardMetadata:
+    if isinstance(shard, ShardMetadata):
+        return shard
+    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
+
+
+def _torch_shard(shard: ShardMetadata) -> Any:
+    placement = None if shard.placement is None else to_torch(shard.placement)
+    return _torch_compat.torch_shard_metadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)
