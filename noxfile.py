@@ -211,10 +211,11 @@ def bench(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Every code block of the docs is run; then the site is built into site/."""
-    session.install(TORCH, "numpy", "pytest", "zensical==0.1.1", "mkdocstrings-python==2.0.11", "transformers>=5,<6", "rich", "matplotlib")
+    session.install("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11")
+    session.install(TORCH, "numpy", "transformers>=5,<6", "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
     _install_editable(session, PACKAGES)
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
-    session.run("zensical", "build", "--clean", "--config-file", "docs/mkdocs.yml")
+    session.run("mkdocs", "build", "--clean", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "links", "site")
 
 

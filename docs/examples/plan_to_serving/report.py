@@ -1,0 +1,112 @@
+"""The job's report: one self-contained HTML page with plots."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
+h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem; border-top: 1px solid #d0d7de; padding-top: 1rem }
+table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid #eaeef2 }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: #f6f8fa; padding: 1rem; overflow-x: auto; font-size: 13px; line-height: 1.35 }
+svg { max-width: 100%; height: auto } p.note { color: #57606a }
+"""
+
+
+@dataclass
+class Report:
+    """Sections of the page, in the order in which they were added."""
+
+    title: str
+    subtitle: str
+    sections: list[str] = field(default_factory=list)
+
+    def text(self, heading: str, body: str, note: str = "") -> None:
+        self._section(heading, f"<pre>{html.escape(body)}</pre>", note)
+
+    def table(self, heading: str, columns: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:
+        head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
+        body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows)
+        self._section(heading, f"<table><tr>{head}</tr>{body}</table>", note)
+
+    def picture(self, heading: str, figure: Any, note: str = "") -> None:
+        """A matplotlib figure, inlined as SVG."""
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", bbox_inches="tight")
+        self._section(heading, buffer.getvalue()[buffer.getvalue().index("<svg") :], note)
+
+    def markup(self, heading: str, fragment: str, note: str = "") -> None:
+        """A fragment of HTML or SVG made by one of the packages."""
+        self._section(heading, fragment, note)
+
+    def _section(self, heading: str, body: str, note: str) -> None:
+        remark = f'<p class="note">{html.escape(note)}</p>' if note else ""
+        self.sections.append(f"<h2>{html.escape(heading)}</h2>{remark}{body}")
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        page = folder / "index.html"
+        head = f"<meta charset='utf-8'><title>{html.escape(self.title)}</title><style>{STYLE}</style>"
+        body = f"<h1>{html.escape(self.title)}</h1><p class='note'>{html.escape(self.subtitle)}</p>" + "".join(self.sections)
+        page.write_text(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>")
+        return page
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, int | float):
+        return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f'<td class="n">{value:.4g}</td>'
+    return f"<td>{html.escape(str(value))}</td>"
+
+
+def loss_curves(curves: dict[str, Sequence[float]]) -> Any:
+    """Loss over steps, all runs in one picture; markers make curves that lie on each other visible."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4))
+    axes = figure.subplots()
+    for number, (name, losses) in enumerate(curves.items()):
+        axes.plot(range(1, len(losses) + 1), losses, label=name, marker="o^sDv"[number % 5], markevery=(number, 5), markersize=5, linewidth=1.2)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def memory_bars(measured: dict[str, dict[str, int]], predicted: dict[str, dict[str, int]]) -> Any:
+    """Static memory per rank, measured beside predicted, stacked by what holds it; both: label -> kind -> bytes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5))
+    axes = figure.subplots()
+    kinds = ["parameters", "gradients", "optimizer"]
+    for position, (label, wanted) in enumerate(predicted.items()):
+        for shift, values, alpha in ((-0.2, wanted, 0.5), (0.2, measured[label], 1.0)):
+            bottom = 0.0
+            for kind, colour in zip(kinds, ("#0969da", "#bf8700", "#1a7f37"), strict=True):
+                height = values[kind] / 2**20
+                axes.bar(position + shift, height, 0.36, bottom, color=colour, alpha=alpha)
+                bottom += height
+    axes.set_xticks(range(len(predicted)), list(predicted))
+    axes.set_ylabel("MiB: left predicted, right measured")
+    axes.legend(kinds, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.15))
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def step_times(seconds: dict[str, Sequence[float]]) -> Any:
+    """Distribution of step times per run, the first three steps (tracing, buckets, allocation) left out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3))
+    axes = figure.subplots()
+    axes.boxplot([[1e3 * s for s in times[3:]] for times in seconds.values()], orientation="horizontal", showfliers=False)
+    axes.set_yticks(range(1, len(seconds) + 1), list(seconds))
+    axes.set_xlabel("ms per step on this machine")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
