@@ -13,8 +13,8 @@ from pathlib import Path
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent / "tools"))
-import repo  # noqa: E402
-import wheelhouse  # noqa: E402
+import repo
+import wheelhouse
 
 ROOT = Path(__file__).parent.resolve()
 PACKAGES = list(repo.packages())
@@ -49,7 +49,9 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """`mypy --strict` on every package's sources and tests, against installed siblings."""
-    tests = {r for p in repo.packages().values() for r in p.test_requirements if repo.requirement_name(r) not in PACKAGES}
+    tests = {
+        r for p in repo.packages().values() for r in p.test_requirements if repo.requirement_name(r) not in PACKAGES
+    }
     session.install(TORCH, "numpy", "mypy==2.4.1", "types-PyYAML", "nox", *sorted(tests))
     _install_editable(session, PACKAGES)
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"
@@ -130,7 +132,11 @@ def integration_gpu(session: nox.Session) -> None:
     devices = int(str(session.run("python", "-c", count, silent=True)).strip())
     if devices == 0:
         session.error("integration_gpu needs a CUDA device and found none (on a CPU machine: nox -s integration)")
-    per_gpu = int(session.posargs[session.posargs.index("--ranks-per-gpu") + 1]) if "--ranks-per-gpu" in session.posargs else 1
+    per_gpu = (
+        int(session.posargs[session.posargs.index("--ranks-per-gpu") + 1])
+        if "--ranks-per-gpu" in session.posargs
+        else 1
+    )
     _torchrun_integration(session, devices * per_gpu)
 
 
@@ -211,7 +217,9 @@ def bench(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Every code block of the docs is run; then the site is built into site/."""
-    session.install("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11")
+    session.install(
+        "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11"
+    )
     session.install(TORCH, "numpy", "transformers>=5,<6", "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
     _install_editable(session, PACKAGES)
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)

@@ -4,8 +4,8 @@
     python tools/bench.py shard-reshard          one package's      (nox -s bench -- shard-reshard)
 
 A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--json FILE` and writes
-`{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares against
-its peers in one interleaved run. A row without a peer's or a floor's figure is an error here.
+`{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares
+against its peers in one interleaved run. A row without a peer's or a floor's figure is an error here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def scripts(names: list[str]) -> list[tuple[str, Path]]:
     unknown = [name for name in chosen if name not in repo.packages()]
     if unknown:
         raise SystemExit(f"bench: no package {', '.join(unknown)}; there are {', '.join(repo.packages())}")
-    return [(name, s) for name in chosen for s in sorted((repo.packages()[name].path / "benchmarks").glob("bench_*.py"))]
+    return [
+        (name, s) for name in chosen for s in sorted((repo.packages()[name].path / "benchmarks").glob("bench_*.py"))
+    ]
 
 
 def machine() -> str:
@@ -39,8 +41,11 @@ def machine() -> str:
 
     import torch
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else (platform.processor() or platform.machine())
-    return f"{device}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    device = (
+        torch.cuda.get_device_name(0) if torch.cuda.is_available() else (platform.processor() or platform.machine())
+    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{device}, {os.cpu_count()} cores, {platform.system()}, {versions}"
 
 
 def run(script: Path) -> dict[str, Any]:
@@ -55,7 +60,14 @@ def run(script: Path) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"## {result['title']}", "", f"`{result['command']}`", "", "| what | target | measured | peer |", "|---|---|---|---|"]
+    lines = [
+        f"## {result['title']}",
+        "",
+        f"`{result['command']}`",
+        "",
+        "| what | target | measured | peer |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {r['what']} | {r['target']} | {r['measured']} | {r['peer']} |" for r in result["rows"]]
     return "\n".join(lines) + "\n"
 
@@ -69,7 +81,9 @@ def main() -> int:
         print(f"bench: {script.relative_to(repo.ROOT)}", flush=True)
         pages.setdefault(name, []).append(table(run(script)))
     for name, tables in pages.items():
-        head = f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
+        head = (
+            f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
+        )
         OUT.mkdir(parents=True, exist_ok=True)
         (OUT / f"{name}.md").write_text(head + "\n".join(tables))
         print(head + "\n".join(tables))

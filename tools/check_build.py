@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import tarfile
@@ -13,10 +14,17 @@ from pathlib import Path
 
 import repo
 
+HATCH_DATA = repo.ROOT / ".nox" / "hatch"
+
 
 def hatch_build(source: Path, into: Path, *options: str) -> dict[str, str]:
     """Build and return file name -> SHA-256."""
-    subprocess.run(["hatch", "--quiet", "build", *options, str(into)], cwd=source, check=True)
+    variables = os.environ | {"HATCH_DATA_DIR": str(HATCH_DATA)}  # no build environment of another checkout is used
+    variables.pop("UV_PYTHON", None)  # nox sets it, and hatch would then install into nox's environment, not its own
+    command = ["hatch", "build", *options, str(into)]
+    done = subprocess.run(command, cwd=source, check=False, env=variables, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{source}: {' '.join(command)}\n{done.stdout}{done.stderr}")
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(into.iterdir())}
 
 
@@ -40,7 +48,11 @@ def wheel_problems(package: repo.Package, wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     info = f"{package.module}-{package.version}.dist-info"
-    wrong = [f"{wheel.name}: {name} is missing" for name in (f"{package.module}/py.typed", f"{info}/licenses/LICENSE") if name not in names]
+    wrong = [
+        f"{wheel.name}: {name} is missing"
+        for name in (f"{package.module}/py.typed", f"{info}/licenses/LICENSE")
+        if name not in names
+    ]
     strangers = [n for n in names if not n.startswith((f"{package.module}/", f"{info}/"))]
     return wrong + [f"{wheel.name}: {name} does not belong in it" for name in strangers]
 

@@ -3,9 +3,9 @@
     python tools/check_docs.py run            every code block of docs/ and of the packages' READMEs
     python tools/check_docs.py links site     every link inside the built site
 
-Python blocks of one page run in order, in one process and one namespace. `<!-- run: torchrun 4 -->` before a block runs it, with
-the page's earlier torchrun blocks, on that many ranks. Of shell blocks, the packages' own commands run; what installs, launches
-sessions or needs a cluster is listed as not run.
+Python blocks of one page run in order, in one process and one namespace. `<!-- run: torchrun 4 -->` before a block runs
+it, with the page's earlier torchrun blocks, on that many ranks. Of shell blocks, the packages' own commands run; what
+installs, launches sessions or needs a cluster is listed as not run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from urllib.parse import unquote, urlsplit
 
 import repo
 
-FENCE = re.compile(r"(?:<!-- run: (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"(?:<!-- run: (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+)
 COMMANDS = tuple(repo.packages())
 
 
@@ -37,7 +39,11 @@ class Block:
 
 
 def pages() -> list[Path]:
-    return [repo.ROOT / "README.md", *sorted((repo.ROOT / "docs").rglob("*.md")), *(p.path / "README.md" for p in repo.packages().values())]
+    return [
+        repo.ROOT / "README.md",
+        *sorted((repo.ROOT / "docs").rglob("*.md")),
+        *(p.path / "README.md" for p in repo.packages().values()),
+    ]
 
 
 def blocks(page: Path) -> list[Block]:
@@ -81,8 +87,14 @@ def _run_python(code: str, ranks: int, page: Path) -> list[str]:
 def _call(command: list[str], page: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         variables = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
-    return [] if done.returncode == 0 else [f"{page.relative_to(repo.ROOT)}: {command[-1][:80]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"]
+        done = subprocess.run(
+            command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300
+        )
+    return (
+        []
+        if done.returncode == 0
+        else [f"{page.relative_to(repo.ROOT)}: {command[-1][:80]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"]
+    )
 
 
 def run() -> int:

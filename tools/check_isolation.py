@@ -1,6 +1,6 @@
 """In an environment that holds one package's wheel: every public module imports, and no undeclared sibling is there.
 
-    python tools/check_isolation.py shard-spec
+python tools/check_isolation.py shard-spec
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ def main(dist: str) -> int:
     package = repo.packages()[dist]
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch without numpy says so; we need none
-    wrong = [f"{other} can be imported, but {dist} does not declare it" for other in _strangers(dist) if importlib.util.find_spec(other)]
+    wrong = [
+        f"{other} can be imported, but {dist} does not declare it"
+        for other in _strangers(dist)
+        if importlib.util.find_spec(other)
+    ]
     top = importlib.import_module(package.module)
     where = Path(top.__file__ or "")
     if repo.ROOT / "packages" in where.parents:
         wrong.append(f"{where} is the source tree, not an installed wheel")
-    modules = [m.name for m in pkgutil.walk_packages(top.__path__, f"{package.module}.") if not m.name.endswith("__main__")]
+    modules = [
+        m.name for m in pkgutil.walk_packages(top.__path__, f"{package.module}.") if not m.name.endswith("__main__")
+    ]
     for name in modules:
         importlib.import_module(name)
     missing = [name for name in top.__all__ if not hasattr(top, name)]

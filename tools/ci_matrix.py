@@ -1,6 +1,6 @@
-"""Turn `nox --list --json` into a GitHub Actions matrix: the default sessions, and the named ones that a CPU runner can do.
+"""Turn `nox --list --json` into a GitHub Actions matrix: every session that a CPU runner can do.
 
-    python tools/ci_matrix.py sessions.json >> "$GITHUB_OUTPUT"
+python tools/ci_matrix.py sessions.json >> "$GITHUB_OUTPUT"
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
     python3 tools/dev.py                 the tests: nox's default sessions
     python3 tools/dev.py demo            the main job, on four ranks
-    python3 tools/dev.py SESSION [...]   other sessions ("tests(shard-spec)", bench, docs, ...); what follows `--` goes to them
+    python3 tools/dev.py SESSION [...]   other sessions ("tests(shard-spec)", bench, ...); what follows `--` is theirs
     python3 tools/dev.py --list          every session
 
 It makes a private environment in `.dev/` that holds a pinned nox, once, and hands over to it. Where nox is installed
@@ -24,7 +24,7 @@ PINS = ("nox[uv]==2026.10.20", "uv==0.13.8")
 
 
 def main(argv: list[str]) -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  # this file is what an older interpreter meets first
         print(f"dev.py: CPython 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
         return 2
     if argv[:1] in (["-h"], ["--help"]):

@@ -31,7 +31,9 @@ def problems(dist: str, version: str, text: str, released: list[str]) -> list[st
 def main() -> int:
     wrong = 0
     for package in repo.packages().values():
-        for problem in problems(package.dist, package.version, package.changelog.read_text(), repo.release_tags(package.dist)):
+        for problem in problems(
+            package.dist, package.version, package.changelog.read_text(), repo.release_tags(package.dist)
+        ):
             print(f"{package.changelog.relative_to(repo.ROOT)}: {problem}")
             wrong += 1
     print(f"changelogs: {len(repo.packages())} checked, {wrong} problems")

@@ -20,10 +20,18 @@ PUBLIC_SUBMODULES = ("legacy",)
 def contracts() -> str:
     """An import-linter configuration for the packages as they stand."""
     found = repo.packages()
-    lines = ["[tool.importlinter]", "root_packages = " + _array(p.module for p in found.values()), "include_external_packages = true"]
+    lines = [
+        "[tool.importlinter]",
+        "root_packages = " + _array(p.module for p in found.values()),
+        "include_external_packages = true",
+    ]
     for package in found.values():
         optional = [repo.requirement_name(r) for _, extra in package.extras for r in extra]
-        allowed = {package.dist, *repo.closure(package.dist), *(s for o in optional if o in found for s in repo.closure(o))}
+        allowed = {
+            package.dist,
+            *repo.closure(package.dist),
+            *(s for o in optional if o in found for s in repo.closure(o)),
+        }
         forbidden = [p.module for p in found.values() if p.dist not in allowed]
         if forbidden:
             lines += _contract(f"{package.dist} imports only what it declares", "forbidden", package.module, forbidden)
@@ -55,7 +63,11 @@ def _contract(name: str, kind: str, source: str, forbidden: list[str]) -> list[s
 def _submodules(package: repo.Package) -> list[str]:
     """The modules directly under a package; a contract on one covers what lies below it."""
     folder = package.path / "src" / package.module
-    names = {p.stem if p.suffix == ".py" else p.name for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    names = {
+        p.stem if p.suffix == ".py" else p.name
+        for p in folder.iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     return [f"{package.module}.{name}" for name in sorted(names - {"__init__", "__about__"})]
 
 

@@ -1,6 +1,6 @@
 """Prepare a release of one package: new version, dated changelog section, tag name. Commits and pushes nothing.
 
-    python tools/release.py shard-spec minor        (nox -s release -- shard-spec minor)
+python tools/release.py shard-spec minor        (nox -s release -- shard-spec minor)
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def build_released(tags: Mapping[str, str]) -> Path:
 
 
 def build_for_pins(file: Path) -> Path:
-    """A folder with the wheels that a pin file asks for: from release tags, or from the tree where no tag exists yet."""
+    """A folder with the wheels that a pin file asks for: of release tags, or of the tree where none exists yet."""
     tagged: dict[str, str] = {}
     current: list[str] = []
     for name, version in read_pins(file).items():
@@ -42,7 +42,9 @@ def build_for_pins(file: Path) -> Path:
         elif version == repo.packages()[name].version:
             current.append(name)
         else:
-            raise SystemExit(f"{file}: {name}=={version} has no tag {tag} and is not the tree's {repo.packages()[name].version}")
+            raise SystemExit(
+                f"{file}: {name}=={version} has no tag {tag} and is not the tree's {repo.packages()[name].version}"
+            )
     trees = {name: tree / "packages" / name for name, tree in released_trees(tagged).items()}
     return _build(trees | {name: repo.packages()[name].path for name in current})
 
@@ -86,7 +88,9 @@ def oldest_tag(name: str, for_package: str) -> str:
     least = _key(bound.group(1)) if bound else []
     fitting = [tag for tag in tags if _key(tag.removeprefix(f"{name}-v")) >= least]
     if not fitting:
-        raise SystemExit(f"oldest: no release tag of {name} fits {wanted!r}; release it first: nox -s release -- {name} minor")
+        raise SystemExit(
+            f"oldest: no release tag of {name} fits {wanted!r}; release it first: nox -s release -- {name} minor"
+        )
     return fitting[0]
 
 

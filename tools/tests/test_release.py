@@ -80,7 +80,11 @@ def test_an_empty_release_is_refused_and_changes_nothing(clone: Path) -> None:
     folder = clone / "packages" / "tp-styles"
     (folder / "CHANGELOG.md").write_text("# Changelog of tp-styles\n\n## [Unreleased]\n")
     done = subprocess.run(
-        [sys.executable, "tools/release.py", "tp-styles", "minor"], cwd=clone, capture_output=True, text=True, check=False
+        [sys.executable, "tools/release.py", "tp-styles", "minor"],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0
     assert "nothing to release" in done.stderr
@@ -120,7 +124,7 @@ def test_lower_bounds_are_read_as_written() -> None:
 def test_a_pin_file_that_leaves_a_package_out_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "pins.txt"
     file.write_text("shard-spec==0.1.0\n")
-    with pytest.raises(SystemExit, match="no version of .*tp-styles"):
+    with pytest.raises(SystemExit, match=r"no version of .*tp-styles"):
         wheelhouse.read_pins(file)
 
 

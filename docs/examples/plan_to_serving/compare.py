@@ -60,7 +60,9 @@ class Comparisons:
 
     def _add(self, comparison: Comparison) -> None:
         if not comparison.greatest <= comparison.limit:  # also refuses NaN
-            raise NotEqual(f"{comparison.what}: {comparison.kind} difference {comparison.greatest:.2e} > {comparison.limit:.0e}")
+            raise NotEqual(
+                f"{comparison.what}: {comparison.kind} difference {comparison.greatest:.2e} > {comparison.limit:.0e}"
+            )
         self.done.append(comparison)
 
     def table(self) -> str:

@@ -53,7 +53,9 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / "index.html"
         head = f"<meta charset='utf-8'><title>{html.escape(self.title)}</title><style>{STYLE}</style>"
-        body = f"<h1>{html.escape(self.title)}</h1><p class='note'>{html.escape(self.subtitle)}</p>" + "".join(self.sections)
+        body = f"<h1>{html.escape(self.title)}</h1><p class='note'>{html.escape(self.subtitle)}</p>" + "".join(
+            self.sections
+        )
         page.write_text(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>")
         return page
 
@@ -71,7 +73,15 @@ def loss_curves(curves: dict[str, Sequence[float]]) -> Any:
     figure = Figure(figsize=(9, 4))
     axes = figure.subplots()
     for number, (name, losses) in enumerate(curves.items()):
-        axes.plot(range(1, len(losses) + 1), losses, label=name, marker="o^sDv"[number % 5], markevery=(number, 5), markersize=5, linewidth=1.2)
+        axes.plot(
+            range(1, len(losses) + 1),
+            losses,
+            label=name,
+            marker="o^sDv"[number % 5],
+            markevery=(number, 5),
+            markersize=5,
+            linewidth=1.2,
+        )
     axes.set(xlabel="step", ylabel="loss (nats per byte)")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -105,7 +115,9 @@ def step_times(seconds: dict[str, Sequence[float]]) -> Any:
 
     figure = Figure(figsize=(9, 3))
     axes = figure.subplots()
-    axes.boxplot([[1e3 * s for s in times[3:]] for times in seconds.values()], orientation="horizontal", showfliers=False)
+    axes.boxplot(
+        [[1e3 * s for s in times[3:]] for times in seconds.values()], orientation="horizontal", showfliers=False
+    )
     axes.set_yticks(range(1, len(seconds) + 1), list(seconds))
     axes.set_xlabel("ms per step on this machine")
     axes.spines[["top", "right"]].set_visible(False)
