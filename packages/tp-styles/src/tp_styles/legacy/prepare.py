@@ -1,0 +1,164 @@
+"""The functions that prepare a module's input and output for tensor parallelism over a 1-D mesh.
+
+Each takes the tensor (or, called from a hook, the tuple of inputs, of which it prepares the first) and the mesh; a
+DTensor brings its own mesh.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tp_styles.legacy.checks import input_and_mesh, output_and_mesh, refuse_partial
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+def make_input_shard_1d(
+    input: torch.Tensor | DTensor,
+    device_mesh: DeviceMesh | None = None,
+    dim: int = 0,
+) -> DTensor:
+    """The input as a DTensor sharded on `dim`: a plain tensor is this rank's shard, a DTensor is redistributed.
+
+    Shards are taken as equally long on every rank; make a DTensor with `shape=` and `stride=` for others.
+
+    Args:
+        input: This rank's shard, or a DTensor.
+        device_mesh: 1-D mesh; by default the DTensor's.
+        dim: Dim of the input that is sharded.
+
+    Raises:
+        StyleInputError: No tensor, no 1-D mesh, or not the DTensor's mesh (also a `RuntimeError`).
+    """
+    return _as_dtensor(input, device_mesh, Shard(dim))
+
+
+def make_input_shard_1d_last_dim(
+    input: torch.Tensor | DTensor,
+    device_mesh: DeviceMesh | None = None,
+) -> DTensor:
+    """`make_input_shard_1d` on the last dim.
+
+    Args:
+        input: This rank's shard, or a DTensor.
+        device_mesh: 1-D mesh; by default the DTensor's.
+
+    Raises:
+        StyleInputError: As `make_input_shard_1d`.
+    """
+    tensor, device_mesh = input_and_mesh(input, device_mesh)
+    return _as_dtensor(tensor, device_mesh, Shard(tensor.dim() - 1))
+
+
+def make_input_replicate_1d(
+    input: torch.Tensor | DTensor,
+    device_mesh: DeviceMesh | None = None,
+) -> DTensor:
+    """The input as a replicated DTensor: a plain tensor is the same on every rank, a DTensor is redistributed.
+
+    Args:
+        input: The whole input, or a DTensor.
+        device_mesh: 1-D mesh; by default the DTensor's.
+
+    Raises:
+        StyleInputError: As `make_input_shard_1d`.
+    """
+    return _as_dtensor(input, device_mesh, Replicate())
+
+
+def make_input_reshard_replicate(
+    input: torch.Tensor | DTensor,
+    device_mesh: DeviceMesh | None = None,
+) -> DTensor:
+    """The rows of every rank's input one after the other, on every rank (an all-gather on dim 0).
+
+    Args:
+        input: This rank's rows.
+        device_mesh: 1-D mesh.
+
+    Raises:
+        StyleInputError: As `make_input_shard_1d`.
+    """
+    return make_input_replicate_1d(make_input_shard_1d(input, device_mesh, dim=0), device_mesh)
+
+
+def _as_dtensor(input: object, device_mesh: DeviceMesh | None, placement: Placement) -> DTensor:
+    tensor, device_mesh = input_and_mesh(input, device_mesh)
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(device_mesh, [placement])
+    return DTensor.from_local(tensor, device_mesh, [placement], run_check=False)
+
+
+# ---------------------------------------------------------------------------------------------- outputs
+
+
+def make_output_shard_1d(output: DTensor, device_mesh: DeviceMesh | None = None, dim: int = 0) -> DTensor:
+    """The output redistributed to shards of `dim`.
+
+    Args:
+        output: The module's output.
+        device_mesh: 1-D mesh; by default the output's.
+        dim: Dim to shard.
+
+    Raises:
+        StyleOutputError: No DTensor, no 1-D mesh, or not the DTensor's mesh (also an `AssertionError`).
+    """
+    output, device_mesh = output_and_mesh(output, device_mesh)
+    return output.redistribute(device_mesh, [Shard(dim)])
+
+
+def make_output_replicate_1d(output: DTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The output redistributed to be whole on every rank.
+
+    Args:
+        output: The module's output.
+        device_mesh: 1-D mesh; by default the output's.
+
+    Raises:
+        StyleOutputError: As `make_output_shard_1d`.
+    """
+    output, device_mesh = output_and_mesh(output, device_mesh)
+    return output.redistribute(device_mesh, [Replicate()])
+
+
+def make_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """The whole output as a plain tensor on every rank.
+
+    Args:
+        output: The module's output.
+        device_mesh: 1-D mesh; by default the output's.
+
+    Raises:
+        StyleOutputError: As `make_output_shard_1d`.
+    """
+    return make_output_replicate_1d(output, device_mesh).to_local()
+
+
+def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """This rank's shard of the output as a plain tensor.
+
+    Args:
+        output: The module's output, not a partial sum.
+        _device_mesh: Only checked; it is there because output functions are called with one.
+
+    Raises:
+        StyleOutputError: As `make_output_shard_1d`, or the output is a partial sum.
+    """
+    output, _ = output_and_mesh(output, _device_mesh)
+    refuse_partial(output)
+    return output.to_local()
+
+
+def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """This rank's rows of the output as a plain tensor (a reduce-scatter on dim 0 of a partial sum).
+
+    Args:
+        output: The module's output.
+        device_mesh: 1-D mesh; by default the output's.
+
+    Raises:
+        StyleOutputError: As `make_output_shard_1d`.
+    """
+    return make_output_shard_1d(output, device_mesh).to_local()

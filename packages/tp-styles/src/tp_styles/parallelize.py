@@ -1,0 +1,72 @@
+"""`parallelize_module`: the entry that the first styles and today's have in common."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_styles._torch_compat import TorchParallelStyle, current_mesh
+from tp_styles.apply import apply_plan
+from tp_styles.plan.match import is_style
+from tp_styles.problems import PlanError, Problem, StyleTypeError
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: TorchParallelStyle | Mapping[str, TorchParallelStyle] | None = None,
+    tp_mesh_dim: int = 0,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Make a module tensor parallel, in place, and return it. `apply_plan` does the same and returns a handle.
+
+    Args:
+        module: The module.
+        device_mesh: The mesh; by default that of the innermost `with mesh:` block.
+        parallelize_plan: One style for the module, or FQN pattern -> style; patterns that mean nothing are an error.
+        tp_mesh_dim: Which dim of a mesh with several is the tensor-parallel one.
+        src_data_rank: Rank in the group whose parameters count; None takes each rank's own.
+
+    Raises:
+        PlanError: Everything that is wrong with the plan, before anything is changed.
+    """
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
+        return module
+    if not is_style(parallelize_plan) and not isinstance(parallelize_plan, Mapping):
+        found = type(parallelize_plan)
+        raise StyleTypeError(
+            Problem(
+                "not-a-plan", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"
+            ),
+            f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",
+        )
+    device_mesh = device_mesh if device_mesh is not None else current_mesh()
+    if device_mesh is None:
+        raise PlanError(
+            Problem("no-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
+        )
+    apply_plan(module, one_dim(device_mesh, tp_mesh_dim), parallelize_plan, src_data_rank=src_data_rank)
+    return module
+
+
+def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    """One dim of a mesh as a 1-D mesh over the ranks of this rank's group; makes no new process group.
+
+    Raises:
+        PlanError: The mesh has no such dim.
+    """
+    if mesh.ndim == 1:
+        return mesh
+    if not -mesh.ndim <= dim < mesh.ndim:
+        raise PlanError(
+            Problem("mesh-dim", "tp_mesh_dim", found=str(dim), hint=f"the mesh has {mesh.ndim} dims: {mesh}")
+        )
+    dim %= mesh.ndim
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[dim]]
+    return DeviceMesh.from_group(mesh.get_group(dim), mesh.device_type)

@@ -1,0 +1,190 @@
+"""A plan as text and as plain values, with the collectives that it will cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tp_styles.spec import Flow
+from tp_styles.split import Split
+from tp_styles.transfer import NoTransfer, Step
+
+if TYPE_CHECKING:
+    from tp_styles.plan.planned import PlannedModule, TPPlan
+
+ACTIVATION_DIMS = 3
+"""Dims of an activation that a plan assumes where it has to: batch, sequence, features."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication that a module causes.
+
+    Attributes:
+        module: FQN.
+        where: Argument, `->` for the output, or the parameter whose gradient is summed.
+        when: `"forward"` or `"backward"`.
+        step: What is done.
+        elements_per_token: Elements that a rank sends to others for each token of the whole batch (by the meaning of
+            the operation, not by an algorithm's; an all-reduce counts once); 0 where it does not depend on tokens.
+        elements: Elements sent that do not depend on tokens.
+    """
+
+    module: str
+    where: str
+    when: str
+    step: Step
+    elements_per_token: float = 0.0
+    elements: int = 0
+
+
+def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collective]:
+    """Every communication of one forward and one backward pass, in the order of the modules.
+
+    Backward ones take place where a gradient is asked for: the input of the first layer usually needs none.
+
+    Args:
+        plan: The plan.
+        ndim: Dims of the activations (batch, sequence, features).
+    """
+    for module in plan.modules:
+        # Ids have one dim less than activations.
+        for where, flow in module.spec.flows():
+            dims = ndim if flow.width or where.startswith("->") else ndim - 1
+            for when, step in _steps(flow, dims):
+                if step.communicates:
+                    whole = flow.width if flow.width else 1
+                    yield Collective(
+                        module.name, where, when, step, elements_per_token=_sent(step, whole, plan.tp_size)
+                    )
+        for name, parameter in module.spec.parameters:
+            if parameter.sum_gradient:
+                info = module.info.parameter(name)
+                count = 1
+                for size in info.shape if info is not None else ():
+                    count *= size
+                yield Collective(module.name, name, "backward", Step("all_reduce"), elements=count)
+
+
+def _steps(flow: Flow, ndim: int) -> list[tuple[str, Step]]:
+    try:
+        found = flow.transfer(ndim)
+    except NoTransfer:
+        return []
+    return [("forward", found.forward), ("backward", found.backward)]
+
+
+def _sent(step: Step, whole: int, tp_size: int) -> float:
+    """Elements sent of an activation with `whole` elements over all ranks."""
+    if step.op == "all_reduce":
+        return whole if tp_size > 1 else 0
+    others = (tp_size - 1) / tp_size
+    return whole * others / tp_size if step.op == "all_to_all" else whole * others
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def plan_as_dict(plan: TPPlan) -> dict[str, Any]:
+    """The plan in plain values."""
+    return {
+        "tp_size": plan.tp_size,
+        "modules": [_module_as_dict(module) for module in plan.modules],
+        "left_alone": [
+            {"name": left.name, "shape": list(left.shape), "bytes": left.num_bytes} for left in plan.left_alone
+        ],
+        "problems": [vars(problem) for problem in plan.problems],
+    }
+
+
+def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
+    spec = module.spec
+    return {
+        "name": module.name,
+        "type": module.info.kind.__qualname__,
+        "pattern": module.pattern,
+        "style": repr(module.style),
+        "compute": spec.compute,
+        "parameters": [
+            {
+                "name": name,
+                "shape": list(info.shape) if (info := module.info.parameter(name)) is not None else None,
+                "dtype": str(info.dtype) if info is not None else None,
+                "requires_grad": info.requires_grad if info is not None else None,
+                "split": str(parameter.split),
+                "sum_gradient": parameter.sum_gradient,
+            }
+            for name, parameter in spec.parameters
+        ],
+        "flows": [
+            {"where": where, "source": str(flow.source), "wanted": str(flow.wanted), "width": flow.width}
+            for where, flow in spec.flows()
+        ],
+        "local_output": spec.local_output,
+        "attributes": {name: str(value) for name, value in spec.attributes},
+    }
+
+
+# ---------------------------------------------------------------------------------------------- text
+
+
+def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
+    """The plan as text; see `TPPlan.explain`."""
+    chosen = [m for m in plan.modules if name is None or m.name == name or m.name.startswith(name + ".")]
+    lines = [f"tensor parallel over {plan.tp_size} ranks: {len(chosen)} modules"]
+    for module in chosen:
+        lines.append(f"{module.name or '(the model)'}  {module.info.kind.__name__}  {module.style!r}")
+        lines += [f"    {line}" for line in _parameter_lines(module, plan.tp_size)]
+        lines += [
+            f"    {found.when:<8}  {found.where}: {found.step}  {_amount(found, module, num_tokens)}"
+            for found in collectives(plan)
+            if found.module == module.name
+        ]
+    if name is None and plan.left_alone:
+        total = sum(left.num_bytes for left in plan.left_alone)
+        lines.append(f"whole on every rank: {len(plan.left_alone)} parameters, {total:,} bytes")
+        lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.left_alone]
+    if plan.problems:
+        lines.append(f"problems: {len(plan.problems)}")
+        lines += [f"    {problem}" for problem in plan.problems]
+    return "\n".join(lines)
+
+
+def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:
+    for name, parameter in module.spec.parameters:
+        info = module.info.parameter(name)
+        if info is None:
+            continue
+        text = f"{name}: {_shape(info.shape)} -> {_local(info.shape, parameter.split, tp_size)}  {parameter.split}"
+        if parameter.sum_gradient:
+            text += ", gradient summed"
+        if not info.requires_grad:
+            text += ", frozen"
+        yield text
+
+
+def _local(shape: tuple[int, ...], split: Split, tp_size: int) -> str:
+    try:
+        shapes = {rank: tuple(split.local_shape(shape, rank, tp_size)) for rank in range(tp_size)}
+    except ValueError:
+        return "?"
+    first, last = shapes[0], shapes[tp_size - 1]
+    return _shape(first) if len(set(shapes.values())) == 1 else f"{_shape(first)} .. {_shape(last)}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(str(size) for size in shape) + "]"
+
+
+def _amount(found: Collective, module: PlannedModule, num_tokens: int | None) -> str:
+    itemsize = _itemsize(module)
+    if found.elements:
+        return f"{found.elements * itemsize:,} bytes"
+    if num_tokens is None:
+        return f"{found.elements_per_token * itemsize:,.0f} bytes a token"
+    return f"{found.elements_per_token * itemsize * num_tokens:,.0f} bytes"
+
+
+def _itemsize(module: PlannedModule) -> int:
+    return max((info.dtype.itemsize for info in module.info.parameters if info.dtype.is_floating_point), default=4)

@@ -1,0 +1,79 @@
+"""Which module gets which style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.plan.patterns import matches, specificity
+from tp_styles.problems import Problem
+
+
+@dataclass(frozen=True)
+class Match:
+    """One module, its style, and the pattern that brought them together."""
+
+    name: str
+    pattern: str
+    style: TorchParallelStyle
+
+
+def match_plan(
+    names: Iterable[str], plan: Mapping[str, TorchParallelStyle], *, strict: bool
+) -> tuple[list[Match], list[Problem]]:
+    """Give every named module at most one style; the most specific pattern wins.
+
+    Args:
+        names: FQNs of all modules, in the model's order.
+        plan: Pattern -> style.
+        strict: A pattern that means no module is a problem.
+
+    Returns:
+        Matches in the order of `names`, and the problems: no match, not a style, two equally specific patterns.
+    """
+    problems = [_not_a_style(pattern, style) for pattern, style in plan.items() if not is_style(style)]
+    names = list(names)
+    used: set[str] = set()
+    found: list[Match] = []
+    for name in names:
+        patterns = [pattern for pattern in plan if matches(pattern, name)]
+        used.update(patterns)
+        if not patterns:
+            continue
+        patterns.sort(key=specificity, reverse=True)
+        first, *others = patterns
+        rivals = [other for other in others if specificity(other) == specificity(first) and plan[other] != plan[first]]
+        if rivals:
+            problems.append(
+                Problem(
+                    "ambiguous-pattern",
+                    name,
+                    found=", ".join(repr(pattern) for pattern in (first, *rivals)),
+                    hint="equally specific patterns give it different styles; make one of them more specific",
+                )
+            )
+        if is_style(plan[first]):
+            found.append(Match(name, first, plan[first]))
+    if strict:
+        problems += [_unmatched(pattern, names) for pattern in plan if pattern not in used]
+    return found, problems
+
+
+def is_style(style: object) -> bool:
+    """Whether it is a style of ours, of torch's, or of a user's."""
+    return isinstance(style, TorchParallelStyle)
+
+
+def _not_a_style(pattern: str, style: object) -> Problem:
+    hint = "pass an instance: ColwiseParallel()" if isinstance(style, type) else "pass a ParallelStyle"
+    return Problem("not-a-style", pattern, found=repr(style), hint=hint)
+
+
+def _unmatched(pattern: str, names: list[str]) -> Problem:
+    import difflib
+
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
+    near = near or [name for name in names if name and name.rpartition(".")[2] == pattern.rpartition(".")[2]][:3]
+    hint = "modules with similar names: " + ", ".join(near) if near else "`*` is one name, `**` any number of them"
+    return Problem("unmatched-pattern", pattern, found="no module of that name", hint=hint)

@@ -1,0 +1,300 @@
+"""The decision for a whole model: which module gets which style, and what that means. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.plan.match import match_plan
+from tp_styles.problems import PlanError, Problem
+from tp_styles.spec import ModuleInfo, StyleSpec, describe
+from tp_styles.styles.base import ParallelStyle
+
+FORMAT = 1
+"""Number of the JSON form that `to_json` writes."""
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """One module with its style and what the style does to it."""
+
+    info: ModuleInfo
+    pattern: str
+    style: TorchParallelStyle
+    spec: StyleSpec
+
+    @property
+    def name(self) -> str:
+        """FQN of the module."""
+        return self.info.name
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A parameter that no style speaks of: it stays whole on every rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TPPlan:
+    """What tensor parallelism over `tp_size` ranks does to a model.
+
+    Attributes:
+        tp_size: Number of ranks.
+        modules: Modules that are touched, in the model's order.
+        left_alone: Parameters that stay whole.
+        problems: What makes the plan impossible; `apply_plan` raises them all.
+    """
+
+    tp_size: int
+    modules: tuple[PlannedModule, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()
+    problems: tuple[Problem, ...] = field(default=())
+
+    def explain(self, name: str | None = None, *, num_tokens: int | None = None) -> str:
+        """The plan as text: styles, global and local shapes, collectives, what is left whole, problems.
+
+        Args:
+            name: Only the modules at or below this FQN.
+            num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
+        """
+        from tp_styles.plan.explain import explain_plan
+
+        return explain_plan(self, name, num_tokens)
+
+    def to_json(self) -> str:
+        """The plan as JSON, byte-stable."""
+        from tp_styles.plan.explain import plan_as_dict
+
+        return json.dumps({"format": FORMAT, **plan_as_dict(self)}, indent=1, sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything that ranks have to agree on."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def raise_problems(self) -> None:
+        """Raise all problems at once.
+
+        Raises:
+            PlanError: There are some. It is also a `StyleModuleError` (`NotImplementedError`) where all of them are
+                about kinds of modules.
+        """
+        if not self.problems:
+            return
+        from tp_styles.problems import StyleModuleError
+
+        kind = StyleModuleError if all(p.code == "module-kind" for p in self.problems) else PlanError
+        count = len(self.problems)
+        raise kind(self.problems, f"{count} problem{'' if count == 1 else 's'} in the plan for tp_size={self.tp_size}:")
+
+
+Plan = Mapping[str, TorchParallelStyle]
+
+
+def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool = True) -> TPPlan:
+    """Decide, for every module that the plan means, what is split and what moves. No process group, no communication.
+
+    Args:
+        model: Any model, on any device, the meta device too.
+        plan: FQN pattern -> style (see `plan.patterns`; `""` is the model itself), or one style for the model.
+        tp_size: Number of ranks.
+        strict: A pattern that means nothing is a problem.
+
+    Returns:
+        The plan; look at its `.problems`.
+    """
+    if isinstance(plan, TorchParallelStyle):
+        plan = {"": plan}
+    given: object = plan
+    if not isinstance(given, Mapping):
+        problem = Problem("not-a-plan", found=str(type(plan)), hint="a plan is a dict of pattern and style, or a style")
+        return TPPlan(tp_size, problems=(problem,))
+    if tp_size < 1:
+        return TPPlan(tp_size, problems=(Problem("tp-size", found=str(tp_size), hint="at least one rank"),))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    matches, problems = match_plan(modules, plan, strict=strict)
+    planned: dict[str, PlannedModule] = {}
+    for match in matches:
+        for found in _expanded(modules, match.name, match.pattern, match.style, tp_size):
+            rival = planned.get(found.name)
+            if rival is not None and rival.style != found.style:
+                problems.append(_two_styles(found, rival))
+                continue
+            planned[found.name] = found
+    ordered = [planned[name] for name in modules if name in planned]
+    ordered = _without_shared(ordered, modules, problems)
+    for found in ordered:
+        problems += found.spec.problems
+        problems += _state_problems(found, modules[found.name])
+    claims = _claims(ordered, problems)
+    problems += _tied_problems(model, claims, ordered)
+    left = [
+        LeftAlone(name, tuple(parameter.shape), parameter.numel() * parameter.element_size())
+        for name, parameter in model.named_parameters()
+        if name not in claims and not any(_is_below(name, f.name) for f in ordered if f.spec.compute == "foreign")
+    ]
+    return TPPlan(tp_size, tuple(ordered), tuple(left), tuple(dict.fromkeys(problems)))
+
+
+def explain(
+    model: nn.Module,
+    plan: Plan | TorchParallelStyle,
+    tp_size: int,
+    *,
+    num_tokens: int | None = None,
+    strict: bool = True,
+) -> str:
+    """What a plan does to a model, as text: no process group, any device.
+
+    Args:
+        model: The model.
+        plan: FQN pattern -> style, or one style.
+        tp_size: Number of ranks.
+        num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
+        strict: A pattern that means nothing is a problem.
+    """
+    return plan_styles(model, plan, tp_size, strict=strict).explain(num_tokens=num_tokens)
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def _expanded(
+    modules: dict[str, nn.Module], name: str, pattern: str, style: TorchParallelStyle, tp_size: int
+) -> Iterator[PlannedModule]:
+    """The module with its style, then the modules below that the style speaks of."""
+    info = describe(modules[name], name)
+    if not isinstance(style, ParallelStyle) or style.is_foreign:
+        yield PlannedModule(info, pattern, style, StyleSpec(compute="foreign"))
+        return
+    spec = style.spec(info, tp_size)
+    yield PlannedModule(info, pattern, style, spec)
+    for child, below in spec.children:
+        assert isinstance(below, TorchParallelStyle)
+        yield from _expanded(modules, info.where(child), f"{pattern} ({type(style).__name__})", below, tp_size)
+
+
+def _two_styles(found: PlannedModule, rival: PlannedModule) -> Problem:
+    return Problem(
+        "two-styles",
+        found.name,
+        found=f"{rival.style!r} by {rival.pattern!r} and {found.style!r} by {found.pattern!r}",
+        hint="a module takes one style",
+    )
+
+
+def _without_shared(
+    ordered: list[PlannedModule], modules: dict[str, nn.Module], problems: list[Problem]
+) -> list[PlannedModule]:
+    """One entry for a module that stands in the model under several names."""
+    kept: dict[int, PlannedModule] = {}
+    for found in ordered:
+        rival = kept.setdefault(id(modules[found.name]), found)
+        if rival.style != found.style:
+            problems.append(_two_styles(found, rival))
+    return list(kept.values())
+
+
+def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem]:
+    """What a module has become already that speaks against splitting it."""
+    if found.spec.compute in ("foreign", "none"):
+        return
+    if "forward" in vars(module) and found.spec.compute != "hooks":
+        yield Problem(
+            "forward-replaced",
+            found.name,
+            found=repr(type(vars(module)["forward"]).__name__),
+            hint="the module is parallel already (undo it first), or something else has replaced its forward",
+        )
+    for name, _ in found.spec.parameters:
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        parameter = owner._parameters.get(attribute)
+        if parameter is None:
+            yield Problem(
+                "computed-parameter",
+                found.info.where(name),
+                found="no plain parameter of that name (a parametrization or weight norm)",
+                hint="remove it before, and put it back after",
+            )
+        elif isinstance(parameter, DTensor):
+            yield Problem(
+                "already-sharded",
+                found.info.where(name),
+                found=f"a DTensor with {parameter.placements}",
+                hint="tensor parallelism comes first, before FSDP and before another plan",
+            )
+
+
+def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:
+    """Parameter FQN -> the module whose style splits it."""
+    claims: dict[str, PlannedModule] = {}
+    for found in ordered:
+        for name, _ in found.spec.parameters:
+            fqn = found.info.where(name)
+            rival = claims.setdefault(fqn, found)
+            if rival is not found:
+                problems.append(
+                    Problem(
+                        "claimed-twice",
+                        fqn,
+                        found=f"{rival.style!r} on {rival.name!r} and {found.style!r} on {found.name!r}",
+                        hint="a parameter belongs to one style",
+                    )
+                )
+    return claims
+
+
+def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule]) -> list[Problem]:
+    """Tied parameters have to be split in the same way everywhere, or they would come apart."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    foreign = [found for found in ordered if found.spec.compute == "foreign"]
+    problems = []
+    for tied in names.values():
+        if len(tied) < 2 or _same_module(model, tied):
+            continue
+        splits = {}
+        for name in tied:
+            owner = claims.get(name)
+            if owner is not None:
+                split = dict(owner.spec.parameters)[name.removeprefix(owner.name + ".") if owner.name else name].split
+                splits[name] = str(split)
+            elif any(_is_below(name, found.name) for found in foreign):
+                splits[name] = "foreign style"
+            else:
+                splits[name] = "no style"
+        kinds = set(splits.values())
+        if kinds == {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
+            continue
+        problems.append(
+            Problem(
+                "tied-weights",
+                tied[0],
+                found="; ".join(f"{name}: {kind}" for name, kind in splits.items()),
+                hint="one tensor under several names: give every one of them a style that splits it alike "
+                "(an embedding by RowwiseParallel and a head by ColwiseParallel do)",
+            )
+        )
+    return problems
+
+
+def _same_module(model: nn.Module, tied: list[str]) -> bool:
+    """Whether the names differ only because one module stands in the model under several names."""
+    owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
+    return len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return parent == "" or name == parent or name.startswith(parent + ".")

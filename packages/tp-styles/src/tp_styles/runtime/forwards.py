@@ -1,0 +1,320 @@
+"""What runs in place of a module's forward: local compute between explicit collectives.
+
+Each class stands as the instance attribute `forward` of its module. They are picklable and copy with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.moves import Move, as_dtensor
+from tp_styles.runtime.parameters import computing_parameter, local_parameter
+from tp_styles.spec import Flow, StyleSpec
+from tp_styles.transfer import normalized
+
+
+class Forward:
+    """Base of all: moves inputs, computes locally, moves outputs.
+
+    Args:
+        module: Whose forward it stands for.
+        spec: What to do.
+        axis: Over which ranks.
+        name: The module's FQN, for errors.
+    """
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        self.module = module
+        self.spec = spec
+        self.axis = axis
+        self.name = name
+        self.moves = {key: Move(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
+        self.sums = frozenset(key for key, parameter in spec.parameters if parameter.sum_gradient)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        raise AssertionError("subclasses compute")
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """A parameter to compute with."""
+        return computing_parameter(self.module, name, self.axis, name in self.sums)
+
+
+class Output:
+    """Brings one local output to the layout and form that was asked for."""
+
+    def __init__(self, flow: Flow, axis: Axis, name: str, *, local: bool, fresh: bool) -> None:
+        self.flow = flow
+        self.axis = axis
+        self.local = local
+        self.move = Move(flow, axis, name, fresh=fresh, uneven=not local)
+
+    def __call__(self, produced: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        moved = self.move(produced)
+        return moved if self.local else self.wrapped(moved, produced.shape)
+
+    def wrapped(self, moved: torch.Tensor, produced: torch.Size) -> DTensor:
+        """A DTensor around the moved output; `produced` is the local shape before the move."""
+        source = normalized(self.flow.source, len(produced))
+        whole = list(produced)
+        if isinstance(source, Shard):
+            last = source.dim == len(produced) - 1 and self.flow.width
+            whole[source.dim] = self.flow.width if last else produced[source.dim] * self.axis.size
+        return as_dtensor(moved, self.flow.wanted, self.axis, torch.Size(whole))
+
+
+class ColumnLinear(Forward):
+    """`nn.Linear` of which this rank holds some output features."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        ((_, self.enter),) = self.moves.items()
+        self.leave = Output(_only(spec), axis, f"{name} ->", local=spec.local_output, fresh=False)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map on this rank's features."""
+        weight = local_parameter(self.module, "weight")
+        assert weight is not None
+        return self.leave(F.linear(self.enter(input), weight, local_parameter(self.module, "bias")))
+
+
+class RowLinear(Forward):
+    """`nn.Linear` of which this rank holds some input features: partial results are summed, then the bias is added."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        ((_, self.enter),) = self.moves.items()
+        self.leave = Output(_only(spec), axis, f"{name} ->", local=spec.local_output, fresh=True)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map, summed over the ranks."""
+        return self.finish(self.partial(self.enter(input)))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum."""
+        weight = local_parameter(self.module, "weight")
+        assert weight is not None
+        return F.linear(x, weight)
+
+    def finish(self, produced: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, with the bias, in the layout that was asked for."""
+        moved = self.leave.move(produced)
+        bias = self.parameter("bias")
+        if bias is not None:
+            moved = moved + self._bias_part(bias, moved.dim())
+        return moved if self.leave.local else self.leave.wrapped(moved, produced.shape)
+
+    def _bias_part(self, bias: torch.Tensor, ndim: int) -> torch.Tensor:
+        wanted = normalized(self.leave.flow.wanted, ndim)
+        if isinstance(wanted, Shard) and wanted.dim == ndim - 1:
+            assert self.leave.flow.split is not None
+            return self.axis.slice(bias, 0, self.leave.flow.split.sizes(self.axis.size))
+        if isinstance(wanted, Partial) and self.axis.rank != 0:
+            return bias * 0  # one rank adds it; the others stay in the graph, their gradients are summed
+        return bias
+
+
+class RowEmbedding(Forward):
+    """`nn.Embedding` of which this rank holds some rows: ids of other rows give zeros, and lookups are summed."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        ((_, self.enter),) = self.moves.items()
+        self.leave = Output(_only(spec), axis, f"{name} ->", local=spec.local_output, fresh=True)
+        split = dict(spec.parameters)["weight"].split
+        ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
+        self.num_rows = split.global_size
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of the ids."""
+        ids = self.enter(input)
+        weight = local_parameter(self.module, "weight")
+        assert weight is not None
+        elsewhere = (ids < self.start) | (ids >= self.stop)
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_ids(ids)
+        if self.stop == self.start:  # no rows here: a zero that depends on the weight keeps the ranks' graphs alike
+            found = weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
+        else:
+            local = (ids - self.start).masked_fill(elsewhere, 0)
+            found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+            found = self._without_padding_gradient(found, ids)
+        return self.leave(found)
+
+    def _without_padding_gradient(self, found: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        padding = cast(nn.Embedding, self.module).padding_idx
+        if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
+            return found
+        return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        # On CPU, where it costs no synchronisation, as nn.Embedding does it; elsewhere such an id gives zeros.
+        if ids.numel() and not bool(((ids >= 0) & (ids < self.num_rows)).all()):
+            raise IndexError(f"{self.name}: an id is outside of 0..{self.num_rows - 1}")
+
+
+class OwnForward(Forward):
+    """The module's own forward, on local parameters."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.names = _positions(module)
+        self.leaves = [
+            None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, fresh=False)
+            for flow in spec.outputs
+        ]
+        self.places = [(*_owner(module, key), key) for key, _ in spec.parameters]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with its parameters replaced by local ones for as long as it runs."""
+        moved_args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
+        return self.finish(self.run_inside(moved_args, kwargs))
+
+    def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The class's own forward, on local parameters."""
+        kept: list[tuple[nn.Module, str, Any]] = []
+        try:
+            for owner, attribute, key in self.places:
+                found = owner._parameters.get(attribute)
+                if found is None:
+                    continue
+                local = computing_parameter(owner, attribute, self.axis, key in self.sums)
+                if local is not found:
+                    kept.append((owner, attribute, found))
+                    owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
+            return type(self.module).forward(self.module, *args, **kwargs)
+        finally:
+            for owner, attribute, found in kept:
+                owner._parameters[attribute] = found
+
+    def finish(self, output: Any) -> Any:
+        """Outputs in the layouts that were asked for, in the structure that they came in."""
+        if not self.leaves:
+            return output
+        return move_outputs(self.leaves, output, self.name)
+
+
+class OwnRowLinear(OwnForward):
+    """A linear layer with a forward of its own, by input features: it runs without its bias, which is added after."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.row = RowLinear(module, spec, axis, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The module's forward on this rank's features, summed, with the bias."""
+        args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
+        bias = self.module._parameters.get("bias")
+        try:
+            if bias is not None:
+                zeros = torch.zeros_like(bias.to_local() if isinstance(bias, DTensor) else bias)
+                self.module._parameters["bias"] = zeros  # type: ignore[assignment]  # for the time of the call
+            produced = self.run_inside(args, kwargs)
+        finally:
+            if bias is not None:
+                self.module._parameters["bias"] = bias
+        return self.row.finish(produced)
+
+
+# ---------------------------------------------------------------------------------------------- inputs and outputs
+
+
+def move_inputs(
+    moves: dict[str, Any], names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply each move to its argument, wherever the caller put it; the others are kept."""
+    moved = list(args)
+    kwargs = dict(kwargs)
+    for name, move in moves.items():
+        index = names.index(name) if name in names else -1
+        if 0 <= index < len(moved):
+            moved[index] = _moved(move, moved[index], name)
+        elif name in kwargs:
+            kwargs[name] = _moved(move, kwargs[name], name)
+    return tuple(moved), kwargs
+
+
+def _moved(move: Callable[[torch.Tensor], torch.Tensor], value: Any, name: str) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        raise StyleInputError(
+            Problem("not-a-tensor", name, found=str(type(value)), hint="the style lays out a tensor here"),
+            f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(value)}!",
+        )
+    return move(value)
+
+
+def move_outputs(leaves: list[Any], output: Any, name: str) -> Any:
+    """Apply each output's move, keeping the structure: a bare tensor, a tuple, a list, a dict in its order."""
+    if isinstance(output, torch.Tensor):
+        _check_count(leaves, 1, name)
+        return output if leaves[0] is None else leaves[0](output)
+    if isinstance(output, dict):
+        _check_count(leaves, len(output), name)
+        values = [_leave(leave, value) for leave, value in zip(leaves, output.values(), strict=True)]
+        moved = dict(zip(output, values, strict=True))
+        return moved if type(output) is dict else type(output)(moved)
+    if isinstance(output, tuple | list):
+        _check_count(leaves, len(output), name)
+        values = [_leave(leave, value) for leave, value in zip(leaves, output, strict=True)]
+        if hasattr(output, "_fields"):
+            return type(output)(*values)
+        return type(output)(values)
+    raise StyleInputError(
+        Problem("not-a-tensor", f"{name} ->", found=str(type(output)), hint="an output has to be a tensor")
+    )
+
+
+def _leave(leave: Any, value: Any) -> Any:
+    return value if leave is None or value is None else leave(value)
+
+
+def _check_count(leaves: list[Any], count: int, name: str) -> None:
+    if len(leaves) != count:
+        raise StyleInputError(
+            Problem(
+                "output-count",
+                f"{name} ->",
+                found=f"{count} outputs",
+                hint=f"the style lays out {len(leaves)}; give None for an output to leave alone",
+            ),
+            "module outputs and output_layouts should have same length!",
+        )
+
+
+def _only(spec: StyleSpec) -> Flow:
+    (flow,) = spec.outputs
+    assert flow is not None
+    return flow
+
+
+def _positions(module: nn.Module) -> tuple[str, ...]:
+    from tp_styles.spec import describe
+
+    return describe(module).arguments
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+FORWARDS: dict[str, type[Forward]] = {
+    "column-linear": ColumnLinear,
+    "row-linear": RowLinear,
+    "row-embedding": RowEmbedding,
+    "own": OwnForward,
+    "own-row-linear": OwnRowLinear,
+}
+
+__all__ = ["FORWARDS", "Forward", "OwnForward", "Output", "Replicate", "move_inputs", "move_outputs"]

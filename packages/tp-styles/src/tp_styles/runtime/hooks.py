@@ -1,0 +1,110 @@
+"""Hooks as picklable classes: around modules whose own forward runs unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.forwards import Output, move_inputs, move_outputs
+from tp_styles.runtime.moves import Move, as_dtensor
+from tp_styles.spec import Flow, StyleSpec, describe
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.transfer import normalized
+
+
+class KeepOffFastPath:
+    """A hook that does nothing: modules that read their children's weights directly look for hooks before they do."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Nothing."""
+
+
+class MoveInputs:
+    """Pre-hook with keywords: lays out inputs by argument name."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        self.names = describe(module).arguments or _numbered(spec)
+        self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The inputs in their layouts."""
+        return move_inputs(self.moves, self.names, args, kwargs)
+
+
+class InputMove:
+    """Brings one input to its layout, as a plain tensor or as a DTensor."""
+
+    def __init__(self, flow: Flow, axis: Axis, name: str, *, local: bool) -> None:
+        self.local = local
+        self.flow = flow
+        self.axis = axis
+        self.move = Move(flow, axis, name)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The input."""
+        if self.local:
+            return self.move(x)
+        if isinstance(x, DTensor):
+            return self.move.redistributed(x)
+        wrapped = DTensor.from_local(x, self.axis.mesh, (normalized(self.flow.source, x.dim()),), run_check=False)
+        return self.move.redistributed(wrapped)
+
+
+class MoveOutputs:
+    """Forward hook: lays out outputs."""
+
+    def __init__(self, spec: StyleSpec, axis: Axis, name: str) -> None:
+        self.name = name
+        self.leaves = [
+            None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, fresh=False)
+            for flow in spec.outputs
+        ]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The outputs in their layouts."""
+        return move_outputs(self.leaves, output, self.name)
+
+
+class PrepareInput:
+    """Pre-hook of the first styles: the style's function prepares the first input, later ones are kept."""
+
+    def __init__(self, style: ParallelStyle, axis: Axis, names: tuple[str, ...]) -> None:
+        assert style._prepare_input is not None
+        self.function = style._prepare_input
+        self.mesh = axis.mesh
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All inputs, the first one prepared, wherever the caller put it."""
+        if args:
+            prepared = self.function(args, self.mesh)
+            return (prepared if isinstance(prepared, tuple) else (prepared, *args[1:])), kwargs
+        name = next((name for name in self.names if name in kwargs), None)
+        if name is None:
+            return args, kwargs
+        prepared = self.function((kwargs[name],), self.mesh)
+        return args, {**kwargs, name: prepared[0] if isinstance(prepared, tuple) else prepared}
+
+
+class PrepareOutput:
+    """Forward hook of the first styles: the style's function prepares the output."""
+
+    def __init__(self, style: ParallelStyle, axis: Axis) -> None:
+        assert style._prepare_output is not None
+        self.function = style._prepare_output
+        self.mesh = axis.mesh
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The prepared output."""
+        return self.function(output, self.mesh)
+
+
+def _numbered(spec: StyleSpec) -> tuple[str, ...]:
+    return tuple(name for name, _ in spec.inputs)
+
+
+__all__ = ["InputMove", "KeepOffFastPath", "MoveInputs", "MoveOutputs", "PrepareInput", "PrepareOutput", "as_dtensor"]

@@ -1,0 +1,54 @@
+"""Puts a decision on a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from tp_styles.plan.planned import PlannedModule
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.forwards import FORWARDS
+from tp_styles.runtime.hooks import KeepOffFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
+from tp_styles.styles.base import ParallelStyle
+
+
+def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[Callable[[], None]]:
+    """Give the module its forward or its hooks.
+
+    Args:
+        found: What was decided for it.
+        module: The module; its parameters are local already.
+        axis: Over which ranks.
+
+    Returns:
+        Functions that take everything back.
+    """
+    spec = found.spec
+    if spec.compute == "none":
+        return []
+    if spec.compute == "dtensor":
+        return _prepare_hooks(found, module, axis)
+    if spec.compute == "hooks":
+        removers: list[Callable[[], None]] = []
+        if spec.inputs:
+            hook = MoveInputs(module, spec, axis, found.name)
+            removers.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if spec.outputs:
+            removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
+        return removers
+    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
+    handle = module.register_forward_pre_hook(KeepOffFastPath())
+    return [handle.remove, lambda: vars(module).pop("forward", None) and None]
+
+
+def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: Axis) -> list[Callable[[], None]]:
+    style = found.style
+    assert isinstance(style, ParallelStyle)
+    removers: list[Callable[[], None]] = []
+    if style._prepare_input is not None:
+        before = PrepareInput(style, axis, found.info.arguments)
+        removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    if style._prepare_output is not None:
+        removers.append(module.register_forward_hook(PrepareOutput(style, axis)).remove)
+    return removers

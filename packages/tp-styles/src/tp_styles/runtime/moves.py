@@ -1,0 +1,180 @@
+"""Changes of layout with gradients, on local tensors and on DTensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.axis import Axis
+from tp_styles.spec import Flow
+from tp_styles.split import Section
+from tp_styles.transfer import Step, Transfer, gradient_layout, normalized
+
+
+class Move:
+    """Carries out one flow: callable on the activation.
+
+    Args:
+        flow: What to do.
+        axis: Over which ranks.
+        name: What is moved, for errors.
+        fresh: The tensor was made by the caller for this call alone and may be reduced in place.
+        uneven: Shards of a dim of unknown size may differ: the caller keeps the global size.
+    """
+
+    def __init__(self, flow: Flow, axis: Axis, name: str = "", *, fresh: bool = False, uneven: bool = False) -> None:
+        self.uneven = uneven
+        self.flow = flow
+        self.axis = axis
+        self.name = name
+        self.fresh = fresh
+        self._transfers: dict[int, Transfer] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
+        if isinstance(x, DTensor):
+            x = self.redistributed(x)
+            gradient = self.flow.gradient or gradient_layout(self.flow.wanted)
+            return x.to_local(grad_placements=(normalized(gradient, x.dim()),))
+        found = self._transfers.get(x.dim())
+        if found is None:
+            found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
+        if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
+            return x
+        moved: torch.Tensor = _Moved.apply(x, found, self)  # type: ignore[no-untyped-call]  # torch's Function
+        return moved
+
+    def redistributed(self, x: DTensor) -> DTensor:
+        """A DTensor in the wanted layout, from whatever layout it has."""
+        if x.device_mesh != self.axis.mesh:
+            raise StyleInputError(
+                Problem(
+                    "foreign-mesh",
+                    self.name,
+                    found=f"a DTensor on {x.device_mesh}",
+                    hint=f"the module is on {self.axis.mesh}; redistribute over that mesh before the call",
+                )
+            )
+        wanted = (normalized(self.flow.wanted, x.dim()),)
+        return x if x.placements == wanted else x.redistribute(placements=wanted)
+
+    # ------------------------------------------------------------------ the steps
+
+    def run(self, step: Step, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Carry out one step on a plain tensor, without autograd."""
+        axis = self.axis
+        match step.op:
+            case "none":
+                return x
+            case "all_reduce":
+                return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
+            case "all_gather":
+                assert step.dim is not None
+                return axis.all_gather(x, step.dim, self._shard_sizes(x, step.dim))
+            case "slice":
+                assert step.dim is not None
+                return axis.slice(x, step.dim, self._sizes_of_whole(x, step.dim))
+            case "reduce_scatter":
+                assert step.dim is not None
+                return axis.reduce_scatter(x, step.dim, self._sizes_of_whole(x, step.dim))
+            case "all_to_all":
+                assert step.dim is not None
+                assert step.source_dim is not None
+                source = self._shard_sizes(x, step.source_dim) or [x.shape[step.source_dim]] * axis.size
+                return axis.all_to_all(x, step.source_dim, step.dim, source, self._sizes_of_whole(x, step.dim))
+
+    def _feature_sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...] | None:
+        if dim != x.dim() - 1 or self.flow.split is None:
+            return None
+        return self.flow.split.sizes(self.axis.size)
+
+    def _shard_sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...] | None:
+        sizes = self._feature_sizes(x, dim)
+        if sizes is not None and x.shape[dim] != sizes[self.axis.rank]:
+            raise StyleInputError(
+                Problem(
+                    "wrong-shard-size",
+                    self.name,
+                    dim=dim,
+                    found=f"{x.shape[dim]} on rank {self.axis.rank}",
+                    hint=f"this rank's shard of a global size of {sum(sizes)} has {sizes[self.axis.rank]}",
+                )
+            )
+        return sizes
+
+    def _sizes_of_whole(self, x: torch.Tensor, dim: int) -> tuple[int, ...]:
+        sizes = self._feature_sizes(x, dim)
+        whole = x.shape[dim]
+        if sizes is None:
+            if self.uneven:
+                return chunk_sizes(whole, self.axis.size)
+            if whole % self.axis.size:
+                # Shards of a plain tensor carry no global size: whoever gathers them has to take them as even.
+                raise StyleInputError(
+                    Problem(
+                        "uneven-shards",
+                        self.name,
+                        dim=dim,
+                        found=f"size {whole} over {self.axis.size} ranks",
+                        hint="pad it to a multiple of the tp size, or hand over a DTensor, which knows its global size",
+                    )
+                )
+            return (whole // self.axis.size,) * self.axis.size
+        if sum(sizes) != whole:
+            raise StyleInputError(
+                Problem("wrong-size", self.name, dim=dim, found=f"{whole}", hint=f"the module takes {sum(sizes)}")
+            )
+        return sizes
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, move: Move) -> torch.Tensor:
+        ctx.transfer, ctx.move = transfer, move
+        if transfer.forward.op == "none":
+            return x.view_as(x)
+        in_place = move.fresh and transfer.forward.op == "all_reduce"
+        moved = move.run(transfer.forward, x, in_place=in_place)
+        if moved is x:
+            ctx.mark_dirty(x)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.move.run(ctx.transfer.backward, gradient), None, None
+
+
+def summed_gradient(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The tensor itself; in backward the ranks' gradients of it are summed."""
+    if not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    summed: torch.Tensor = _SummedGradient.apply(parameter, axis)  # type: ignore[no-untyped-call]  # torch's Function
+    return summed
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.axis.all_reduce(gradient), None
+
+
+def as_dtensor(local: torch.Tensor, placement: Placement, axis: Axis, shape: torch.Size) -> DTensor:
+    """A DTensor of global `shape` around a local tensor."""
+    stride = torch.empty(shape, device="meta").stride()
+    placements = (normalized(placement, local.dim()),)
+    return DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def chunk_sizes(size: int, tp_size: int) -> tuple[int, ...]:
+    """How long each rank's shard of a dim of `size` is, as `torch.chunk` has it."""
+    section = Section(size)
+    return tuple(stop - start for start, stop in (section.bounds(rank, tp_size) for rank in range(tp_size)))

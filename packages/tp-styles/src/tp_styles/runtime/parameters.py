@@ -1,0 +1,196 @@
+"""Parameters that hold one rank's part, and how they are made, read and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from tp_styles._torch_compat import all_gather_into
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.moves import summed_gradient
+from tp_styles.spec import ParameterSpec
+from tp_styles.split import Section, Split
+
+Mode = Literal["dtensor", "local"]
+
+ShardingInfo = tuple[Any, ...]
+"""`(device_mesh, placements, global_shape, global_stride)`, and for sections a fifth element:
+`((size, unit, copies), ...)` along the sharded dim. This is how a local parameter says what it is a shard of."""
+
+
+class ShardParameter(nn.Parameter):
+    """A plain local parameter that is one rank's part of a global one, and remembers of which.
+
+    Copies and pickles keep `_sharding_info`, which an ordinary parameter would lose.
+    """
+
+    _sharding_info: ShardingInfo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
+        if id(self) in memo:
+            found: ShardParameter = memo[id(self)]
+            return found
+        copied = ShardParameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied.__dict__.update(self.__dict__)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
+
+
+def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
+    parameter = ShardParameter(data, requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+# ---------------------------------------------------------------------------------------------- making
+
+
+def make_parameter(
+    original: nn.Parameter, spec: ParameterSpec, axis: Axis, mode: Mode, src_data_rank: int | None
+) -> nn.Parameter:
+    """A parameter with this rank's part of `original`, which is left as it is.
+
+    Args:
+        original: The whole parameter, on every rank.
+        spec: Which part.
+        axis: Over which ranks.
+        mode: `"dtensor"`, or `"local"` for a plain tensor with `_sharding_info`. What a DTensor cannot say (fused
+            sections, copies) is local in either mode.
+        src_data_rank: Rank in the group whose values count; None takes each rank's own.
+    """
+    full = agreed_values(original.detach(), axis, src_data_rank)
+    local = spec.split.take(full, axis.rank, axis.size)
+    return wrap_local(local, original, spec.split, axis, mode)
+
+
+def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: Axis, mode: Mode) -> nn.Parameter:
+    """A parameter around this rank's part; shape, `requires_grad` and user attributes come from `original`."""
+    shape, stride = original.shape, contiguous_stride(original.shape)
+    placements = (split.placement(),)
+    parameter: nn.Parameter
+    if mode == "dtensor" and split.is_plain(axis.size):
+        wrapped = DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
+        parameter = nn.Parameter(wrapped, requires_grad=original.requires_grad)
+        parameter.__dict__.update(original.__dict__)
+        return parameter
+    parameter = ShardParameter(local, original.requires_grad)
+    parameter.__dict__.update(original.__dict__)
+    parameter._sharding_info = sharding_info(split, axis.mesh, shape)
+    return parameter
+
+
+def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> ShardingInfo:
+    """The house's description of a local parameter."""
+    info: ShardingInfo = (mesh, (split.placement(),), shape, contiguous_stride(shape))
+    if split.is_plain(mesh.size()):
+        return info
+    return (*info, tuple((section.size, section.unit, section.copies) for section in split.sections))
+
+
+def split_of(info: ShardingInfo) -> Split:
+    """The split that a `_sharding_info` over a 1-D mesh describes."""
+    placement: Placement = info[1][0]
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        return Split.replicated()
+    if len(info) > 4:
+        return Split(dim, tuple(Section(*section) for section in info[4]))
+    return Split.along(dim, info[2][dim])
+
+
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """Stride of a contiguous tensor of that shape."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def agreed_values(value: torch.Tensor, axis: Axis, src_data_rank: int | None) -> torch.Tensor:
+    """The values of the source rank on every rank; the tensor itself where there is nothing to agree on."""
+    if src_data_rank is None or value.is_meta or axis.size == 1:
+        return value
+    agreed = value.clone(memory_format=torch.contiguous_format)
+    as_bytes = agreed.view(torch.uint8) if agreed.dim() else agreed.view(1).view(torch.uint8)
+    dist.broadcast(as_bytes, group=axis.group, group_src=src_data_rank)
+    return agreed
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The module's parameter as a local tensor with gradient; None where the module has none of that name.
+
+    A plain tensor that stands in `_parameters` is this rank's part already, whatever a subclass of the module may
+    show to those who read the attribute.
+    """
+    parameter: torch.Tensor | None = module._parameters.get(name)
+    if parameter is None:
+        parameter = getattr(module, name, None)
+        if parameter is None:
+            return None
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter
+
+
+def computing_parameter(module: nn.Module, name: str, axis: Axis, sum_gradient: bool) -> torch.Tensor | None:
+    """`local_parameter`, with its gradient summed over the ranks if that is asked for."""
+    parameter = local_parameter(module, name)
+    if parameter is None or not sum_gradient:
+        return parameter
+    return summed_gradient(parameter, axis)
+
+
+# ---------------------------------------------------------------------------------------------- putting together
+
+
+def full_tensor(parameter: torch.Tensor, axis: Axis, split: Split) -> torch.Tensor:
+    """The global value, on every rank, without gradient.
+
+    Args:
+        parameter: A DTensor, or this rank's part.
+        axis: Over which ranks.
+        split: How it is divided.
+    """
+    local = parameter.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    if split.dim is None or local.is_meta:
+        if split.dim is not None:
+            return local.new_empty(_global_shape(local, split))
+        return local.clone()
+    return split.join(gather_parts(local, axis, split))
+
+
+def gather_parts(local: torch.Tensor, axis: Axis, split: Split) -> list[torch.Tensor]:
+    """Every rank's part, in rank order, on every rank."""
+    assert split.dim is not None
+    sizes = split.sizes(axis.size)
+    moved = local.movedim(split.dim, 0).contiguous()
+    padded = moved.new_zeros((max(sizes), *moved.shape[1:]))
+    padded[: moved.shape[0]] = moved
+    gathered = padded.new_empty((axis.size, *padded.shape))
+    all_gather_into(_bytes(gathered), _bytes(padded), axis.group)
+    return [part[:size].movedim(0, split.dim) for part, size in zip(gathered.unbind(0), sizes, strict=True)]
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _global_shape(local: torch.Tensor, split: Split) -> list[int]:
+    assert split.dim is not None
+    shape = list(local.shape)
+    shape[split.dim] = split.global_size
+    return shape
+
+
+ParameterMaker = Callable[[nn.Parameter, ParameterSpec], nn.Parameter]

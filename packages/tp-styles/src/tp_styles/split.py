@@ -1,0 +1,188 @@
+"""Which part of a parameter lies on which rank of the tensor-parallel axis: index arithmetic, no tensors moved.
+
+One `Split` serves sharding, state dicts, undo and `explain`. Vocabulary:
+
+* a **section** is a run of rows that is divided over the ranks on its own (the q, k and v rows of one fused weight);
+* a **unit** is the number of rows that may not be cut (the rows of one head);
+* **copies** says how many neighbouring ranks hold the same part (few key-value heads over many ranks);
+* a **part** is what one rank holds of one section. Parts follow `torch.chunk`, as DTensor's `Shard` does: as many units
+  as fit evenly, rounded up, to the first ranks; the last ones may hold less, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of `size` rows, cut between units of `unit` rows, each part held by `copies` neighbouring ranks."""
+
+    size: int
+    unit: int = 1
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or self.unit < 1 or self.copies < 1 or self.size % self.unit:
+            raise ValueError(f"{self}: size must be a multiple of unit, and unit and copies at least 1")
+
+    @property
+    def num_units(self) -> int:
+        """How many indivisible runs of rows the section has."""
+        return self.size // self.unit
+
+    def bounds(self, rank: int, tp_size: int) -> tuple[int, int]:
+        """First row and end of `rank`'s part, counted from the section's start."""
+        if tp_size % self.copies:
+            raise ValueError(f"{self}: copies={self.copies} does not divide tp_size={tp_size}")
+        parts = tp_size // self.copies
+        step = -(-self.num_units // parts)
+        start = min(rank // self.copies * step, self.num_units)
+        stop = min(start + step, self.num_units)
+        return start * self.unit, stop * self.unit
+
+    def is_even(self, tp_size: int) -> bool:
+        """Whether every rank's part has the same size."""
+        return tp_size % self.copies == 0 and self.num_units % (tp_size // self.copies) == 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one dim of a parameter is divided over the ranks; `dim=None` means every rank holds all of it.
+
+    Args:
+        dim: Tensor dim, not negative, or None for a replicated parameter.
+        sections: The sections of that dim, in order.
+    """
+
+    dim: int | None = None
+    sections: tuple[Section, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if (self.dim is None) != (not self.sections):
+            raise ValueError(f"{self}: a split has a dim and sections, a replicated parameter neither")
+        if self.dim is not None and self.dim < 0:
+            raise ValueError(f"{self}: the dim must not be negative")
+
+    @classmethod
+    def replicated(cls) -> Split:
+        """Every rank holds all of it."""
+        return cls()
+
+    @classmethod
+    def along(cls, dim: int, size: int, *, unit: int = 1, copies: int = 1) -> Split:
+        """One section of `size` rows along `dim`."""
+        return cls(dim, (Section(size, unit, copies),))
+
+    @classmethod
+    def fused(cls, dim: int, sizes: Sequence[int], *, unit: int = 1) -> Split:
+        """Several sections along `dim`, each divided on its own."""
+        return cls(dim, tuple(Section(size, unit) for size in sizes))
+
+    # what it is
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.dim is None
+
+    @property
+    def global_size(self) -> int:
+        """Rows of all sections together."""
+        return sum(section.size for section in self.sections)
+
+    def is_even(self, tp_size: int) -> bool:
+        """Whether every rank's part of every section has the same size."""
+        return all(section.is_even(tp_size) for section in self.sections)
+
+    def is_plain(self, tp_size: int) -> bool:
+        """Whether DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
+        if self.is_replicated:
+            return True
+        if len(self.sections) > 1 or self.sections[0].copies > 1:
+            return False
+        (section,) = self.sections
+        return section.unit == 1 or section.is_even(tp_size)
+
+    def placement(self) -> Placement:
+        """The placement nearest to it: exact where `is_plain`, else only the dim is right."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    def num_copies(self) -> int:
+        """How many ranks hold each part (of the first section; sections with different copies exist)."""
+        return 1 if self.is_replicated else self.sections[0].copies
+
+    # where its rows are
+
+    def ranges(self, rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
+        """Global `(start, stop)` of `rank`'s part of each section, in order."""
+        found = []
+        offset = 0
+        for section in self.sections:
+            start, stop = section.bounds(rank, tp_size)
+            found.append((offset + start, offset + stop))
+            offset += section.size
+        return tuple(found)
+
+    def local_size(self, rank: int, tp_size: int) -> int:
+        """Rows that `rank` holds."""
+        return sum(stop - start for start, stop in self.ranges(rank, tp_size))
+
+    def sizes(self, tp_size: int) -> tuple[int, ...]:
+        """Rows that each rank holds."""
+        return tuple(self.local_size(rank, tp_size) for rank in range(tp_size))
+
+    def local_shape(self, shape: Sequence[int], rank: int, tp_size: int) -> torch.Size:
+        """Shape of `rank`'s part of a tensor of global `shape`."""
+        local = list(shape)
+        if self.dim is not None:
+            local[self.dim] = self.local_size(rank, tp_size)
+        return torch.Size(local)
+
+    # acting on tensors, without communication
+
+    def take(self, full: torch.Tensor, rank: int, tp_size: int) -> torch.Tensor:
+        """`rank`'s part of a full tensor, as a contiguous tensor of its own."""
+        if self.dim is None:
+            return full.clone(memory_format=torch.contiguous_format)
+        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, tp_size)]
+        if len(pieces) == 1:
+            return pieces[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(pieces, dim=self.dim)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The full tensor from every rank's part, in rank order."""
+        if self.dim is None:
+            return parts[0].clone()
+        tp_size = len(parts)
+        shape = list(parts[0].shape)
+        shape[self.dim] = self.global_size
+        full = parts[0].new_empty(shape)
+        for rank, part in enumerate(parts):
+            offset = 0
+            for start, stop in self.ranges(rank, tp_size):
+                length = stop - start
+                full.narrow(self.dim, start, length).copy_(part.narrow(self.dim, offset, length))
+                offset += length
+        return full
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "replicated"
+        text = f"dim {self.dim}"
+        if len(self.sections) > 1:
+            text += " in sections " + "+".join(str(section.size) for section in self.sections)
+        if any(section.unit > 1 for section in self.sections):
+            text += " by " + "/".join(str(section.unit) for section in self.sections)
+        if any(section.copies > 1 for section in self.sections):
+            text += ", copies " + "/".join(str(section.copies) for section in self.sections)
+        return text

@@ -1,0 +1,144 @@
+"""Which kinds of layers column and row styles have a meaning for, and where their rows and columns are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import Placement
+
+from tp_styles.problems import Problem, StyleTypeError
+from tp_styles.spec import ModuleInfo, ParameterSpec
+from tp_styles.split import Split
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """Sizes of a linear layer and which dim of its weight is which (GPT-2's `Conv1D` has them the other way round)."""
+
+    in_features: int
+    out_features: int
+    in_dim: int = 1
+    out_dim: int = 0
+
+
+def is_conv1d(kind: type[nn.Module]) -> bool:
+    """Whether it is transformers' `Conv1D`, a linear layer with a transposed weight; known by name, not by import."""
+    return any(base.__name__ == "Conv1D" and base.__module__.startswith("transformers.") for base in kind.__mro__)
+
+
+def linear_shape(info: ModuleInfo) -> LinearShape | None:
+    """The layer's global sizes, None where it is no linear layer."""
+    if issubclass(info.kind, nn.Linear):
+        in_features, out_features = info.size("in_features"), info.size("out_features")
+        assert isinstance(in_features, int)
+        assert isinstance(out_features, int)
+        return LinearShape(in_features, out_features)
+    weight = info.parameter("weight")
+    if is_conv1d(info.kind) and weight is not None:
+        in_features, out_features = weight.shape
+        return LinearShape(in_features, out_features, in_dim=0, out_dim=1)
+    return None
+
+
+def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
+    """What speaks against splitting this linear layer."""
+    problems = []
+    weight = info.parameter("weight")
+    expected = [0, 0]
+    expected[shape.in_dim], expected[shape.out_dim] = shape.in_features, shape.out_features
+    if weight is None or list(weight.shape) != expected:
+        found = "no weight" if weight is None else f"a weight of shape {weight.shape}"
+        problems.append(
+            Problem("weight-shape", info.where("weight"), found=found, hint=f"its features say {tuple(expected)}")
+        )
+    others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]
+    if others:
+        problems.append(
+            Problem(
+                "unknown-parameters",
+                info.where(),
+                found=", ".join(others),
+                hint="a linear layer's style knows weight and bias; write a style with spec() for this class",
+            )
+        )
+    return problems
+
+
+def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
+    """What speaks against splitting this embedding."""
+    problems = []
+    if info.size("max_norm") is not None:
+        problems.append(
+            Problem(
+                "embedding-max-norm",
+                info.where(),
+                found=f"max_norm={info.size('max_norm')}",
+                hint="renormalising in place needs whole rows that every rank agrees on; set max_norm=None",
+            )
+        )
+    if info.size("sparse"):
+        problems.append(
+            Problem("embedding-sparse", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
+        )
+    if by_rows and info.size("scale_grad_by_freq"):
+        problems.append(
+            Problem(
+                "embedding-frequency",
+                info.where(),
+                found="scale_grad_by_freq=True",
+                hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
+            )
+        )
+    return problems
+
+
+def wrong_kind(info: ModuleInfo, style: str) -> Problem:
+    """A style on a kind of module that it has no meaning for."""
+    return Problem(
+        "module-kind",
+        info.where(),
+        found=info.kind.__name__,
+        hint=f"{style} is for nn.Linear and nn.Embedding; name the layers inside, or use a style for this class",
+    )
+
+
+def single(placement: Placement | tuple[Placement, ...] | None, default: Placement, argument: str) -> Placement:
+    """The one placement that an argument may hold.
+
+    Raises:
+        StyleTypeError: It holds something else, `input_layouts=(Shard(0),)` with two of them for example.
+    """
+    if placement is None:
+        return default
+    if isinstance(placement, tuple) and len(placement) == 1:
+        placement = placement[0]
+    if not isinstance(placement, Placement):
+        raise StyleTypeError(
+            Problem("not-a-placement", argument, found=repr(placement), hint="pass one placement, for example Shard(1)")
+        )
+    return placement
+
+
+def refuse_mixed(style: str, first: Iterable[str], today: Iterable[str]) -> None:
+    """Refuse arguments of both eras in one call.
+
+    Raises:
+        StyleTypeError: There are arguments of both.
+    """
+    first, today = list(first), list(today)
+    if first and today:
+        raise StyleTypeError(
+            Problem(
+                "mixed-arguments",
+                style,
+                found=", ".join([*first, *today]),
+                hint="pass prepare functions, or layouts, not both: the functions decide the layouts",
+            )
+        )
+
+
+def specs(**splits: Split) -> tuple[tuple[str, ParameterSpec], ...]:
+    """Parameter specs by name."""
+    return tuple((name, ParameterSpec(split)) for name, split in splits.items())

@@ -1,0 +1,255 @@
+"""Styles that lay out a module's inputs and outputs and leave its parameters alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch.distributed.tensor import Placement
+
+from tp_styles.problems import Problem, StyleTypeError
+from tp_styles.spec import Flow, ModuleInfo, StyleSpec
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.transfer import NoTransfer, transfer
+
+Layouts = Placement | tuple[Placement | None, ...]
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Lays out a module's inputs, passed by position or by name.
+
+    A plain tensor is taken to have the layout of `input_layouts`; a DTensor has its own, and is redistributed from it.
+
+    Args:
+        input_layouts: Layout of each positional argument of `forward`, None for one to leave alone.
+        desired_input_layouts: Layout that each one gets.
+        input_kwarg_layouts: The same by argument name.
+        desired_input_kwarg_layouts: The same by argument name.
+        use_local_output: Whether the module gets plain tensors; by default DTensors.
+
+    Raises:
+        StyleTypeError: Layouts without desired layouts, of another number, or under other names.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        super().__init__(None, None)
+        self.input_layouts = _several(input_layouts, "input_layouts")
+        self.desired_input_layouts = _several(desired_input_layouts, "desired_input_layouts")
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.with_kwargs = input_kwarg_layouts is not None
+        self.use_local_output = use_local_output
+        _check_lengths("input", self.input_layouts, self.desired_input_layouts)
+        if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
+            raise StyleTypeError(
+                Problem(
+                    "layouts-do-not-match",
+                    "input_kwarg_layouts",
+                    found=f"{sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}",
+                    hint="both name the same arguments",
+                ),
+                "input_kwarg_layouts and desired_input_kwarg_layouts should have same length!",
+            )
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Inputs by name; see `ParallelStyle.spec`."""
+        inputs: list[tuple[str, Flow]] = []
+        problems: list[Problem] = []
+        names = info.arguments
+        for index, source in enumerate(self.input_layouts or ()):
+            if source is None:
+                continue
+            if index >= len(names) and not info.open_positional:
+                problems.append(
+                    Problem(
+                        "no-such-argument",
+                        info.where("input_layouts"),
+                        found=f"a layout for argument {index}",
+                        hint=f"forward takes {', '.join(names) or 'no arguments'}",
+                    )
+                )
+                continue
+            name = names[index] if index < len(names) else f"args[{index}]"
+            wanted = cast("tuple[Placement | None, ...]", self.desired_input_layouts)[index]
+            inputs.append((name, Flow(source, source if wanted is None else wanted)))
+        for name, source in self.input_kwarg_layouts.items():
+            if name not in (*names, *info.keyword_only) and not info.open_keyword:
+                problems.append(
+                    Problem(
+                        "no-such-argument",
+                        info.where("input_kwarg_layouts"),
+                        found=repr(name),
+                        hint=f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}",
+                    )
+                )
+            elif name in dict(inputs):
+                problems.append(Problem("argument-twice", info.where(name), hint="give it one layout"))
+            inputs.append((name, Flow(source, self.desired_input_kwarg_layouts[name])))
+        if not inputs and not problems:
+            problems.append(
+                Problem("nothing-to-do", info.where(), found=repr(self), hint="name a layout for at least one input")
+            )
+        problems += flow_problems(info, inputs)
+        return StyleSpec(
+            compute="hooks", inputs=tuple(inputs), local_input=self.use_local_output, problems=tuple(problems)
+        )
+
+    def _arguments(self) -> dict[str, object]:
+        return {
+            "input_layouts": self.input_layouts,
+            "desired_input_layouts": self.desired_input_layouts,
+            "input_kwarg_layouts": self.input_kwarg_layouts or None,
+            "desired_input_kwarg_layouts": self.desired_input_kwarg_layouts or None,
+            "use_local_output": self.use_local_output,
+        }
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Lays out a module's outputs: a tensor, a tuple, a list or a dict in its order; the structure is kept.
+
+    Args:
+        output_layouts: Layout of each output if it is a plain tensor, None for one to leave alone.
+        desired_output_layouts: Layout that each one gets.
+        use_local_output: Whether outputs are plain tensors.
+
+    Raises:
+        StyleTypeError: Different numbers of layouts.
+    """
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(None, None)
+        self.output_layouts = _several(output_layouts, "output_layouts") or ()
+        self.desired_output_layouts = _several(desired_output_layouts, "desired_output_layouts") or ()
+        self.use_local_output = use_local_output
+        _check_lengths("output", self.output_layouts, self.desired_output_layouts)
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Outputs by position; see `ParallelStyle.spec`."""
+        outputs = tuple(
+            None if source is None else Flow(source, source if wanted is None else wanted)
+            for source, wanted in zip(self.output_layouts, self.desired_output_layouts, strict=True)
+        )
+        problems = flow_problems(info, [(f"-> {i}", flow) for i, flow in enumerate(outputs) if flow is not None])
+        return StyleSpec(compute="hooks", outputs=outputs, local_output=self.use_local_output, problems=tuple(problems))
+
+    def _arguments(self) -> dict[str, object]:
+        return {
+            "output_layouts": self.output_layouts,
+            "desired_output_layouts": self.desired_output_layouts,
+            "use_local_output": self.use_local_output,
+        }
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+
+    Args:
+        input_layouts: As there.
+        desired_input_layouts: As there.
+        input_kwarg_layouts: As there.
+        desired_input_kwarg_layouts: As there.
+        use_local_input: Whether the module gets plain tensors; by default DTensors.
+        output_layouts: As there.
+        desired_output_layouts: As there.
+        use_local_output: Whether outputs are plain tensors.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(None, None)
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Both; see `ParallelStyle.spec`."""
+        before = self.prepare_module_input.spec(info, tp_size)
+        after = self.prepare_module_output.spec(info, tp_size)
+        return StyleSpec(
+            compute="hooks",
+            inputs=before.inputs,
+            outputs=after.outputs,
+            local_input=before.local_input,
+            local_output=after.local_output,
+            problems=(*before.problems, *after.problems),
+        )
+
+    def _arguments(self) -> dict[str, object]:
+        before, after = self.prepare_module_input._arguments(), self.prepare_module_output._arguments()
+        before["use_local_input"] = before.pop("use_local_output")
+        return {**before, **after}
+
+
+def flow_problems(info: ModuleInfo, flows: list[tuple[str, Flow]]) -> list[Problem]:
+    """Flows that there is no way for."""
+    problems = []
+    for name, flow in flows:
+        try:
+            transfer(flow.source, flow.wanted, flow.gradient)
+        except NoTransfer as error:
+            problems.append(
+                Problem("no-transfer", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)")
+            )
+    return problems
+
+
+def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, ...] | None:
+    if layouts is None:
+        return None
+    found = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    for placement in found:
+        if placement is not None and not isinstance(placement, Placement):
+            raise StyleTypeError(
+                Problem("not-a-placement", argument, found=repr(placement), hint="a placement or None for each")
+            )
+    return found
+
+
+def _check_lengths(
+    what: str, layouts: tuple[Placement | None, ...] | None, desired: tuple[Placement | None, ...] | None
+) -> None:
+    if layouts is None and desired is None:
+        return
+    if layouts is None or desired is None or len(layouts) != len(desired):
+        raise StyleTypeError(
+            Problem(
+                "layouts-do-not-match",
+                f"{what}_layouts",
+                found=f"{layouts} and {desired}",
+                hint="give one desired layout for each",
+            ),
+            f"{what}_layouts and desired_{what}_layouts should have same length!",
+        )
