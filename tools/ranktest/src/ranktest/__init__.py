@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ranktest.fake import FakeCudaError as FakeCudaError
+    from ranktest.fake import fake_cuda as fake_cuda
+    from ranktest.fake import fake_mesh as fake_mesh
     from ranktest.ranks import Ranks as Ranks
     from ranktest.recording import Event as Event
     from ranktest.recording import Log as Log
@@ -17,9 +20,12 @@ _WHERE = {
     "Ranks": "ranktest.ranks",
     "Event": "ranktest.recording",
     "Log": "ranktest.recording",
+    "fake_cuda": "ranktest.fake",
+    "fake_mesh": "ranktest.fake",
+    "FakeCudaError": "ranktest.fake",
 }
 
-__all__ = ["Ranks", "Event", "Log"]
+__all__ = ["Ranks", "Event", "Log", "fake_cuda", "fake_mesh", "FakeCudaError"]
 
 
 def __getattr__(name: str) -> object:

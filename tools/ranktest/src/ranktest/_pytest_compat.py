@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from _pytest import config as pytest_config
 from _pytest import pathlib as pytest_pathlib
-from _pytest.assertion import truncate, util
+from _pytest._code import Traceback
+from _pytest.assertion import util
 
 from ranktest.job import Job, Outcome
 
@@ -75,6 +76,11 @@ def outcome_of(config: pytest.Config, rank: int, problem: BaseException, job: Jo
     if cut:
         info.traceback = cut
     style: Any = {"auto": "long", "no": "line"}.get(job.tbstyle, job.tbstyle)
+    if job.tbstyle == "auto":
+        # the test in full, torch's functions in a line or two
+        info.traceback = Traceback(
+            entry if str(entry.path) == job.path else entry.with_repr_style("short") for entry in info.traceback
+        )
     if isinstance(problem, pytest.fail.Exception) and not problem.pytrace:
         text = str(problem)
     else:
@@ -88,5 +94,4 @@ __all__ = [
     "apply_warning_filters",
     "assertion_details",
     "outcome_of",
-    "truncate",
 ]

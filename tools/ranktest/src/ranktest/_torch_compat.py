@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import ProcessGroup, TCPStore, Work
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 #: Every collective, point-to-point call and barrier passes through an operator of this namespace: `ProcessGroup`'s
 #: methods call it, and its kernels call the backend (gloo, NCCL). Python, DDP's C++ reducer and functional
@@ -49,6 +51,12 @@ def kernel_of(name: str, key: str) -> Any:
     return call
 
 
+def new_library() -> Any:
+    """Registrations into the c10d namespace; they last as long as the object."""
+    library: Any = torch.library.Library
+    return library(NAMESPACE, "IMPL")
+
+
 def unbox_group(boxed: Any) -> Any:
     """The Python ProcessGroup inside the script object that a c10d kernel receives."""
     return boxed if isinstance(boxed, ProcessGroup) else ProcessGroup.unbox(boxed)
@@ -59,21 +67,42 @@ def unbox_work(boxed: Any) -> Any:
     return boxed if isinstance(boxed, Work) else Work.unbox(boxed)
 
 
+def box_work(work: Any) -> Any:
+    """The script object that a c10d kernel returns for a Work. Keep the Work: C++ holds only its C++ half."""
+    return work.boxed()
+
+
 def group_label(group: Any) -> str:
     """A group's description if it was given one ("default_pg", "mesh_tp"), else its name."""
     description = str(group.group_desc)
     return str(group.group_name) if description in ("", "undefined") else description
 
 
+def fake_tensor_mode() -> Any:
+    """A FakeTensorMode that takes no real tensors in."""
+    return FakeTensorMode(allow_non_fake_inputs=False)
+
+
+def real_tensors() -> Any:
+    """A context without fake tensors, and without any other dispatch mode."""
+    return _disable_current_modes()
+
+
 __all__ = [
     "NAMESPACE",
     "ProcessGroup",
     "Work",
+    "TCPStore",
     "collective_schemas",
     "schema_defaults",
     "has_kernel",
     "kernel_of",
+    "new_library",
     "unbox_group",
     "unbox_work",
+    "box_work",
     "group_label",
+    "fake_tensor_mode",
+    "real_tensors",
+    "TorchDispatchMode",
 ]

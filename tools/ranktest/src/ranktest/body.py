@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,8 @@ def _send_output_to(folder: str, rank: int) -> None:
 
 
 def _outcome(job: Job, rank: int, port: int, listen_fd: int | None) -> Outcome:
-    from ranktest import groups
+    from ranktest import groups, intercept
+    from ranktest.checks import GlooChecks
     from ranktest.ranks import Ranks
 
     try:
@@ -88,12 +90,16 @@ def _outcome(job: Job, rank: int, port: int, listen_fd: int | None) -> Outcome:
         funcargs = pickle.loads(job.funcargs)
         _seed(job.seed)
         with _warning_filters(job.filterwarnings), compat.assertion_details(_config):
+            intercept.add(GlooChecks())
             groups.join(rank, job.world_size, port, listen_fd, job.group_timeout_s)
             if job.ranks_argument:
                 funcargs["ranks"] = Ranks.of_default_group()
             _function(module, job.qualname)(**funcargs)
     except BaseException as problem:
-        return compat.outcome_of(_config, rank, problem, job)
+        try:
+            return compat.outcome_of(_config, rank, problem, job)
+        except Exception:
+            return Outcome(rank, "failed", traceback.format_exc(), repr(problem))
     return Outcome(rank, "passed")
 
 

@@ -18,45 +18,27 @@ import torch
 import torch.distributed as dist
 
 from ranktest import _torch_compat as compat
-
-#: c10d operator -> the name used in logs
-CANONICAL = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "broadcast_": "broadcast",
-    "scatter_": "scatter",
-    "gather_": "gather",
-    "reduce_": "reduce",
-    "send": "send",
-    "recv_": "recv",
-    "recv_any_source_": "recv",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
-}
+from ranktest.operators import OPERATORS, Operator, tensors_in
 
 
 @dataclass
 class Call:
     """One call of a collective on this rank: the operator and its arguments by name."""
 
-    operator: str
+    name: str
     arguments: dict[str, Any]
     group: Any
     device_key: str
 
     @property
+    def operator(self) -> Operator:
+        """Its row of the table."""
+        return OPERATORS[self.name]
+
+    @property
     def op(self) -> str:
         """Canonical name."""
-        return CANONICAL[self.operator]
+        return self.operator.op
 
     @property
     def rank(self) -> int:
@@ -67,6 +49,11 @@ class Call:
     def size(self) -> int:
         """Number of ranks of the group."""
         return int(self.group.size())
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root of a rooted operation."""
+        return bool(self.arguments.get("root_rank") == self.rank)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -81,6 +68,20 @@ class Call:
         """Whether the caller asked for a handle. Point-to-point calls always return one."""
         return bool(self.arguments.get("async_op", self.op in ("send", "recv")))
 
+    def reads(self) -> list[torch.Tensor]:
+        """Tensors that the backend reads on this rank."""
+        if self.operator.rooted in ("either", "reads") and not self.is_root:
+            return []
+        return list(tensors_in(self.arguments.get(self.operator.reads)))
+
+    def writes(self) -> list[torch.Tensor]:
+        """Tensors that the backend writes on this rank."""
+        if (self.operator.rooted == "either" and self.is_root) or (
+            self.operator.rooted == "writes" and not self.is_root
+        ):
+            return []
+        return list(tensors_in(self.arguments.get(self.operator.writes)))
+
 
 Execute = Callable[[dict[str, Any]], Any]
 
@@ -93,64 +94,18 @@ class Listener(Protocol):
 
 
 _listeners: list[Listener] = []
-_installed: Any = None
+_kernels: dict[tuple[str, str], Execute] = {}
+_library: Any = None
 
 
 def add(listener: Listener) -> None:
-    """Put a listener in front of the ones already there."""
+    """Put a listener around the ones already there."""
     _listeners.append(listener)
 
 
 def remove(listener: Listener) -> None:
     """Take a listener away."""
     _listeners[:] = [other for other in _listeners if other is not listener]
-
-
-def install() -> None:
-    """Register our kernels, once per process."""
-    global _installed
-    if _installed is not None:
-        return
-    schemas = compat.collective_schemas()
-    unknown = sorted(set(schemas) - set(CANONICAL))
-    if unknown:
-        raise RuntimeError(
-            f"torch {torch.__version__} has collectives ranktest does not know, and would miss: {unknown}"
-        )
-    library = torch.library.Library(compat.NAMESPACE, "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that kernels are overridden: that is the point
-        for name, argument_names in schemas.items():
-            for key in ("CPU", "CUDA"):
-                if compat.has_kernel(name, key):
-                    library.impl(name, _kernel(name, argument_names, key), key)
-    _installed = library
-
-
-def _kernel(name: str, argument_names: list[str], key: str) -> Callable[..., Any]:
-    original = compat.kernel_of(name, key)
-    defaults = compat.schema_defaults(name)
-
-    def execute(arguments: dict[str, Any]) -> Any:
-        return original(*(arguments[argument] for argument in argument_names))
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**defaults, **dict(zip(argument_names, args, strict=False)), **kwargs}
-        call = Call(name, arguments, compat.unbox_group(arguments["process_group"]), key)
-        run = execute
-        for listener in _listeners:
-            run = _bind(listener, call, run)
-        return run(arguments)
-
-    return kernel
-
-
-def _bind(listener: Listener, call: Call, execute: Execute) -> Execute:
-    def run(arguments: dict[str, Any]) -> Any:
-        call.arguments = arguments
-        return listener.around(call, execute)
-
-    return run
 
 
 @contextmanager
@@ -162,3 +117,61 @@ def unobserved() -> Iterator[None]:
         yield
     finally:
         _listeners[:] = saved
+
+
+def original(name: str, key: str) -> Execute:
+    """Torch's own kernel of an operator, past all listeners; takes arguments by name."""
+    return _kernels[name, key]
+
+
+def install() -> None:
+    """Register our kernels, once per process.
+
+    Raises:
+        RuntimeError: this torch has a collective that the table does not know, so it would go unseen.
+    """
+    global _library
+    if _library is not None:
+        return
+    schemas = compat.collective_schemas()
+    unknown = sorted(set(schemas) - set(OPERATORS))
+    if unknown:
+        raise RuntimeError(f"torch {torch.__version__} has collectives that ranktest does not know: {unknown}")
+    library = compat.new_library()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that kernels are overridden: that is the point
+        for name, argument_names in schemas.items():
+            for key in ("CPU", "CUDA"):
+                if compat.has_kernel(name, key):
+                    library.impl(name, _kernel(name, argument_names, key), key)
+    _library = library
+
+
+def _kernel(name: str, argument_names: list[str], key: str) -> Callable[..., Any]:
+    kernel = compat.kernel_of(name, key)
+    defaults = compat.schema_defaults(name)
+
+    def execute(arguments: dict[str, Any]) -> Any:
+        filled = {**defaults, **arguments}
+        return kernel(*(filled[argument] for argument in argument_names))
+
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        arguments = {**defaults, **dict(zip(argument_names, args, strict=False)), **kwargs}
+        if not _listeners:
+            return execute(arguments)
+        call = Call(name, arguments, compat.unbox_group(arguments["process_group"]), key)
+        run: Execute = execute
+        for listener in _listeners:
+            run = _around(listener, call, run)
+        return run(arguments)
+
+    _kernels[name, key] = execute
+    return intercepted
+
+
+def _around(listener: Listener, call: Call, execute: Execute) -> Execute:
+    def run(arguments: dict[str, Any]) -> Any:
+        call.arguments = arguments
+        return listener.around(call, execute)
+
+    return run

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ranktest import intercept
+from ranktest.delayed import Delayed
 from ranktest.recording import Log
 
 T = TypeVar("T")
@@ -66,6 +67,22 @@ class Ranks:
                 f"rank {self.rank} communicated nothing inside ranks.record(); "
                 "if that is what the test is about, say ranks.record(allow_empty=True)"
             )
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """Deliver the results of every communication call inside the block no earlier than its `wait()`.
+
+        Raises:
+            AssertionError: at `wait()`, if an input was changed or an output written in flight; at the end of the
+                block, also if a handle was never waited for.
+        """
+        listener = Delayed(self.rank)
+        intercept.add(listener)
+        try:
+            yield
+        finally:
+            intercept.remove(listener)
+        listener.finish()
 
     def gather(self, obj: T) -> list[T]:
         """All ranks' objects, in rank order, on every rank. Not recorded."""

@@ -21,7 +21,7 @@ One call is one event, also when it coalesces several tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 
 from ranktest import _torch_compat as compat
 from ranktest.intercept import Call, Execute
+from ranktest.operators import num_bytes, tensors_in
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Log:
             row[0] += 1
             row[1] += sum(event.bytes_sent)
             row[2] += event.bytes_received
-        lines = [("op", "group", "ranks", "calls", "bytes sent", "bytes received")]
+        lines: list[tuple[str, ...]] = [("op", "group", "ranks", "calls", "bytes sent", "bytes received")]
         lines += [(op, group, str(list(ranks)), *map(str, row)) for (op, group, ranks), row in rows.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
@@ -110,7 +111,7 @@ class Log:
 def describe(call: Call) -> Event:
     """The event of a call, from its arguments alone."""
     sent, received = _TRAFFIC[call.op](call)
-    tensors = list(_tensors(call.arguments))
+    tensors = [tensor for value in call.arguments.values() for tensor in tensors_in(value)]
     peer = call.arguments.get("dst", call.arguments.get("src"))
     return Event(
         op=call.op,
@@ -124,30 +125,8 @@ def describe(call: Call) -> Event:
     )
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument: a tensor, a list or a list of lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for part in value for tensor in _flat(part)]
-    return []
-
-
-def _tensors(arguments: dict[str, Any]) -> Iterable[torch.Tensor]:
-    for value in arguments.values():
-        yield from _flat(value)
-
-
-def _nbytes(value: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _flat(value))
-
-
-def _argument(call: Call, *names: str) -> Any:
-    return next(call.arguments[name] for name in names if name in call.arguments)
-
-
-def _to(call: Call, rank: int, num_bytes: int) -> list[int]:
-    return [num_bytes if p == rank and p != call.rank else 0 for p in range(call.size)]
+def _to(call: Call, rank: int, part: int) -> list[int]:
+    return [part if p == rank and p != call.rank else 0 for p in range(call.size)]
 
 
 def _to_others(call: Call, parts: Sequence[int]) -> list[int]:
@@ -158,34 +137,34 @@ Traffic = tuple[list[int], int]
 
 
 def _all_reduce(call: Call) -> Traffic:
-    payload = _nbytes(call.arguments["tensors"]) if call.size > 1 else 0
+    payload = num_bytes(call.arguments["tensors"]) if call.size > 1 else 0
     return _to(call, (call.rank + 1) % call.size, payload), payload
 
 
 def _all_gather(call: Call) -> Traffic:
-    own = _nbytes(_argument(call, "input_tensors", "input_tensor", "input_list", "inputs"))
-    outputs = _argument(call, "output_tensors", "output_tensor", "output_lists", "outputs")
+    own = num_bytes(call.arguments[call.operator.reads])
+    outputs = call.arguments[call.operator.writes]
     if isinstance(outputs, list) and outputs and isinstance(outputs[0], list):  # one list of parts per input
-        received = sum(_nbytes(part) for parts in outputs for p, part in enumerate(parts) if p != call.rank)
+        received = sum(num_bytes(part) for parts in outputs for p, part in enumerate(parts) if p != call.rank)
     else:
-        received = _nbytes(outputs) - own
+        received = num_bytes(outputs) - own
     return _to_others(call, [own] * call.size), received
 
 
 def _reduce_scatter(call: Call) -> Traffic:
-    inputs = _argument(call, "input_tensors", "input_tensor", "inputs")
-    kept = _nbytes(_argument(call, "output_tensors", "output_tensor", "outputs"))
+    inputs = call.arguments[call.operator.reads]
+    kept = num_bytes(call.arguments[call.operator.writes])
     if isinstance(inputs, list) and inputs and isinstance(inputs[0], list):
-        parts = [sum(_nbytes(rows[p]) for rows in inputs) for p in range(call.size)]
+        parts = [sum(num_bytes(rows[p]) for rows in inputs) for p in range(call.size)]
     else:
-        parts = [_nbytes(inputs) // call.size] * call.size
+        parts = [num_bytes(inputs) // call.size] * call.size
     return _to_others(call, parts), kept * (call.size - 1)
 
 
 def _all_to_all(call: Call) -> Traffic:
-    if call.operator == "alltoall_":
-        sent = [_nbytes(tensor) for tensor in call.arguments["input_tensors"]]
-        received = [_nbytes(tensor) for tensor in call.arguments["output_tensors"]]
+    if call.name == "alltoall_":
+        sent = [num_bytes(tensor) for tensor in call.arguments["input_tensors"]]
+        received = [num_bytes(tensor) for tensor in call.arguments["output_tensors"]]
     else:
         sent = _splits(call.arguments["input"], call.arguments["input_split_sizes"], call.size)
         received = _splits(call.arguments["output"], call.arguments["output_split_sizes"], call.size)
@@ -194,20 +173,20 @@ def _all_to_all(call: Call) -> Traffic:
 
 def _splits(tensor: torch.Tensor, sizes: list[int], num_ranks: int) -> list[int]:
     if not sizes:
-        return [_nbytes(tensor) // num_ranks] * num_ranks
-    row = _nbytes(tensor) // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+        return [num_bytes(tensor) // num_ranks] * num_ranks
+    row = num_bytes(tensor) // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
     return [size * row for size in sizes]
 
 
 def _broadcast(call: Call) -> Traffic:
-    payload = _nbytes(call.arguments["tensors"])
+    payload = num_bytes(call.arguments["tensors"])
     if call.arguments["root_rank"] == call.rank:
         return _to_others(call, [payload] * call.size), 0
     return [0] * call.size, payload
 
 
 def _reduce(call: Call) -> Traffic:
-    payload = _nbytes(call.arguments["tensors"])
+    payload = num_bytes(call.arguments["tensors"])
     root = call.arguments["root_rank"]
     return _to(call, root, payload), payload * (call.size - 1) if root == call.rank else 0
 
@@ -217,28 +196,28 @@ def _gather(call: Call) -> Traffic:
     received = 0
     if root == call.rank:
         received = sum(
-            _nbytes(part)
+            num_bytes(part)
             for parts in call.arguments["output_tensors"]
             for p, part in enumerate(parts)
             if p != call.rank
         )
-    return _to(call, root, _nbytes(call.arguments["input_tensors"])), received
+    return _to(call, root, num_bytes(call.arguments["input_tensors"])), received
 
 
 def _scatter(call: Call) -> Traffic:
     if call.arguments["root_rank"] != call.rank:
-        return [0] * call.size, _nbytes(call.arguments["output_tensors"])
-    parts = [sum(_nbytes(rows[p]) for rows in call.arguments["input_tensors"]) for p in range(call.size)]
+        return [0] * call.size, num_bytes(call.arguments["output_tensors"])
+    parts = [sum(num_bytes(rows[p]) for rows in call.arguments["input_tensors"]) for p in range(call.size)]
     return _to_others(call, parts), 0
 
 
 def _send(call: Call) -> Traffic:
-    return _to(call, call.arguments["dst"], _nbytes(call.arguments["tensors"])), 0
+    return _to(call, call.arguments["dst"], num_bytes(call.arguments["tensors"])), 0
 
 
 def _recv(call: Call) -> Traffic:
     from_self = call.arguments.get("src") == call.rank
-    return [0] * call.size, 0 if from_self else _nbytes(call.arguments["tensors"])
+    return [0] * call.size, 0 if from_self else num_bytes(call.arguments["tensors"])
 
 
 def _barrier(call: Call) -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def describe(report: Report) -> str:
         if member.outcome is not None and member.outcome.status == "failed":
             lines += ["", _rule(f"rank {member.rank}: traceback"), member.outcome.text]
         if member.outcome is None and member.rank in report.stacks:
-            lines += ["", _rule(f"rank {member.rank}: stack"), report.stacks[member.rank].rstrip()]
+            lines += ["", _rule(f"rank {member.rank}: stack"), trimmed(report.stacks[member.rank])]
     for rank, output in report.output.items():
         if output.strip():
             lines += ["", _rule(f"rank {rank}: output"), output.rstrip()]
@@ -68,6 +69,19 @@ def fate(member: Member) -> str:
     if member.outcome is None:
         return "silent: stack below, then killed"
     return f"{member.outcome.status}{': ' if member.outcome.summary else ''}{member.outcome.summary}"
+
+
+def trimmed(stack: str) -> str:
+    """A dumped stack without the frames that lead to the test body, which are the same for every rank."""
+    kept, skipping = [], False
+    for line in stack.splitlines():
+        if not line.startswith("  File"):
+            skipping = False
+        elif "ranktest/body.py" in line.replace(os.sep, "/"):
+            skipping = True
+        if not skipping and not line.startswith("Extension modules:"):
+            kept.append(line)
+    return "\n".join(kept).strip()
 
 
 def ending(code: int | None) -> str:
