@@ -16,10 +16,29 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
     from shard_spec.boxes import Box
+    from shard_spec.cost.model import AlphaBetaCostModel, CostModel
+    from shard_spec.cost.presets import topology_preset
+    from shard_spec.cost.topology import Link, Topology
     from shard_spec.layout import Layout
     from shard_spec.mesh import MeshSpec
     from shard_spec.placements import BlockShard, InterleavedShard, PlacementLike, UnevenShard
+    from shard_spec.plan.communication import Communication, Transfer
+    from shard_spec.plan.diff import Change, PlanDiff
+    from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
+    from shard_spec.plan.from_module import layout_of_tensor
+    from shard_spec.plan.memory import Memory
+    from shard_spec.plan.optimizers import OptimizerState
+    from shard_spec.plan.patterns import Pattern
+    from shard_spec.plan.resolve import Resolution
+    from shard_spec.plan.sharding_plan import ShardingPlan
     from shard_spec.problems import PlanError, Problem
+    from shard_spec.specs.base import ShardingSpec
+    from shard_spec.specs.chunk import ChunkShardingSpec
+    from shard_spec.specs.devices import RemoteDevice
+    from shard_spec.specs.enumerable import EnumerableShardingSpec
+    from shard_spec.specs.sharder import Sharder
+    from shard_spec.specs.shards import ShardMetadata, TensorShards
+    from shard_spec.specs.torch_specs import from_torch, to_torch
 
 # Public name -> module that has it. One line for each name that `__all__` lists.
 _HOME = {
@@ -36,6 +55,33 @@ _HOME = {
     "PlacementLike": "shard_spec.placements",
     "PlanError": "shard_spec.problems",
     "Problem": "shard_spec.problems",
+    "ShardingPlan": "shard_spec.plan.sharding_plan",
+    "Resolution": "shard_spec.plan.resolve",
+    "Pattern": "shard_spec.plan.patterns",
+    "ModelFacts": "shard_spec.plan.facts",
+    "TensorFacts": "shard_spec.plan.facts",
+    "facts_of": "shard_spec.plan.facts",
+    "Memory": "shard_spec.plan.memory",
+    "OptimizerState": "shard_spec.plan.optimizers",
+    "Communication": "shard_spec.plan.communication",
+    "Transfer": "shard_spec.plan.communication",
+    "PlanDiff": "shard_spec.plan.diff",
+    "Change": "shard_spec.plan.diff",
+    "layout_of_tensor": "shard_spec.plan.from_module",
+    "ShardingSpec": "shard_spec.specs.base",
+    "ChunkShardingSpec": "shard_spec.specs.chunk",
+    "EnumerableShardingSpec": "shard_spec.specs.enumerable",
+    "ShardMetadata": "shard_spec.specs.shards",
+    "TensorShards": "shard_spec.specs.shards",
+    "RemoteDevice": "shard_spec.specs.devices",
+    "Sharder": "shard_spec.specs.sharder",
+    "from_torch": "shard_spec.specs.torch_specs",
+    "to_torch": "shard_spec.specs.torch_specs",
+    "Topology": "shard_spec.cost.topology",
+    "Link": "shard_spec.cost.topology",
+    "CostModel": "shard_spec.cost.model",
+    "AlphaBetaCostModel": "shard_spec.cost.model",
+    "topology_preset": "shard_spec.cost.presets",
 }
 
 __all__ = [
@@ -52,6 +98,33 @@ __all__ = [
     "PlacementLike",
     "PlanError",
     "Problem",
+    "ShardingPlan",
+    "Resolution",
+    "Pattern",
+    "ModelFacts",
+    "TensorFacts",
+    "facts_of",
+    "Memory",
+    "OptimizerState",
+    "Communication",
+    "Transfer",
+    "PlanDiff",
+    "Change",
+    "layout_of_tensor",
+    "ShardingSpec",
+    "ChunkShardingSpec",
+    "EnumerableShardingSpec",
+    "ShardMetadata",
+    "TensorShards",
+    "RemoteDevice",
+    "Sharder",
+    "from_torch",
+    "to_torch",
+    "Topology",
+    "Link",
+    "CostModel",
+    "AlphaBetaCostModel",
+    "topology_preset",
     "__version__",
 ]
 

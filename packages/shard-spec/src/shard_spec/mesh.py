@@ -14,6 +14,8 @@ from shard_spec.problems import PlanError, Problem, raise_problems
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+MAX_RANKS = 1 << 24
+
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
 
 
@@ -230,6 +232,9 @@ def _axes_problems(axes: object) -> list[Problem]:
             problems.append(
                 Problem("bad-axis-size", "axes", axis=str(name), found=repr(size), hint="sizes are whole numbers >= 1")
             )
+    if not problems and prod(axes.values()) > MAX_RANKS:
+        hint = f"at most {MAX_RANKS} ranks"
+        problems.append(Problem("mesh-too-large", "axes", found=f"{prod(axes.values())} ranks", hint=hint))
     return problems
 
 

@@ -14,6 +14,10 @@ from typing import NamedTuple
 
 Piece = tuple[int, int]
 
+# A rank that would hold more pieces of one dim than this was not meant; a plan from a file must not hang its reader.
+MAX_PIECES = 1 << 20
+MAX_SECTIONS = 1 << 16
+
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
@@ -88,6 +92,12 @@ def sections(arg: object, length: int) -> Iterator[Piece]:
 
 def fits(term: Term, length: int) -> str:
     """Why ``term`` cannot cut a stretch of ``length``, or ``""`` when it can."""
+    if term.kind == "I" and isinstance(term.arg, int) and term.arg > MAX_SECTIONS:
+        return f"more than {MAX_SECTIONS} sections"
+    if term.kind == "B":
+        assert isinstance(term.arg, tuple)
+        if term.arg[1] and length > term.arg[0] * MAX_PIECES:
+            return f"more than {MAX_PIECES} blocks of {term.arg[0]}"
     if term.kind == "U":
         assert isinstance(term.arg, tuple)
         if sum(term.arg) != length:

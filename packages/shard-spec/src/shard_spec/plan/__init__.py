@@ -1,0 +1,1 @@
+"""Plans: what a user or a planner decided about every tensor of a model, checked, counted and explained."""

@@ -1,0 +1,342 @@
+"""Resolving: which rule decides about which tensor, and what layout that gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.layout import Layout
+from shard_spec.mesh import MeshSpec
+from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
+from shard_spec.plan.rules import Rule
+from shard_spec.plan.values import spec_layout
+from shard_spec.problems import PlanError, Problem, raise_problems
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Resolution(Mapping[str, Layout]):
+    """The layout of every tensor of one model, by FQN; a tied tensor can be asked for under each of its names.
+
+    Attributes:
+        facts: The model.
+        layouts: First FQN of each tensor to its layout; tensors that a Sharder shards are not in it.
+        rule_of: First FQN of each tensor to the pattern that decided, ``""`` where none did.
+        matched: First FQN of each tensor to all patterns that matched.
+        sharders: FQN of each module that a Sharder shards.
+        mesh: The mesh of the tensors that no rule mentions.
+        problems: Always empty in what ``resolve`` returns.
+    """
+
+    facts: ModelFacts
+    layouts: dict[str, Layout]
+    rule_of: dict[str, str]
+    matched: dict[str, tuple[str, ...]]
+    sharders: dict[str, Any]
+    mesh: MeshSpec | None
+    problems: tuple[Problem, ...] = ()
+    _first_name: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Layout:
+        return self.layouts[self._first_name.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layouts)
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of FQNs that name one tensor."""
+        return tuple(tensor.aliases for tensor in self.facts.tensors if len(tensor.aliases) > 1)
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The parameters' layouts."""
+        return {t.name: self.layouts[t.name] for t in self.facts.parameters if t.name in self.layouts}
+
+    @property
+    def buffers(self) -> dict[str, Layout]:
+        """The buffers' layouts."""
+        return {t.name: self.layouts[t.name] for t in self.facts.buffers if t.name in self.layouts}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that some tensor lies on, ascending."""
+        meshes = {layout.mesh for layout in self.layouts.values()}
+        return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
+
+    def tensor(self, name: str) -> TensorFacts:
+        """The facts of the tensor called ``name`` (any of its names)."""
+        first = self._first_name.get(name, name)
+        for tensor in self.facts.tensors:
+            if tensor.name == first:
+                return tensor
+        raise KeyError(name)
+
+
+def resolve(plan: ShardingPlan, module: nn.Module | ModelFacts) -> Resolution:
+    """The layout of every tensor of ``module``.
+
+    Raises:
+        PlanError: With every problem there is.
+    """
+    found = examine(plan, module)
+    raise_problems(found.problems, f"the plan does not fit the model: {len(found.problems)} problem(s)")
+    return found
+
+
+def examine(plan: ShardingPlan, module: nn.Module | ModelFacts) -> Resolution:
+    """Resolve as far as possible, and note every problem on the way instead of stopping at the first."""
+    facts = facts_of(module)
+    problems = list(facts.problems)
+    problems += [problem for rule in plan.rules for problem in rule.problems]
+    usable = [rule for rule in plan.rules if rule.pattern is not None]
+    sharders = _place_sharders([rule for rule in usable if rule.kind == "sharder"], facts, problems)
+    index = _RuleIndex([rule for rule in usable if rule.kind != "sharder"])
+    made = _Layouts(problems)
+    decided: dict[str, tuple[Rule | None, Layout | None]] = {}
+    matched: dict[str, tuple[str, ...]] = {}
+    for tensor in facts.tensors:
+        rules = _matching(index, tensor)
+        matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
+        if _taken_by_sharder(tensor, rules, sharders, problems):
+            continue
+        decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
+    problems += _unmatched(index, facts)
+    mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
+    default = None if mesh is None else Layout.replicated(mesh)
+    if default is None and not problems and any(rule is None for rule, _ in decided.values()):
+        hint = "pass mesh= to the plan: there are tensors that no rule mentions"
+        problems.append(Problem("no-mesh", found="neither the plan nor a rule names ranks", hint=hint))
+    layouts = {}
+    for name, (rule, layout) in decided.items():
+        chosen = default if rule is None else layout
+        if chosen is not None:
+            layouts[name] = chosen
+    return Resolution(
+        facts=facts,
+        layouts=layouts,
+        rule_of={name: rule.key if rule else "" for name, (rule, _) in decided.items()},
+        matched=matched,
+        sharders=sharders,
+        mesh=mesh,
+        problems=tuple(problems),
+        _first_name={alias: tensor.name for tensor in facts.tensors for alias in tensor.aliases},
+    )
+
+
+class _RuleIndex:
+    """Rules by name for the exact ones, in a list for the others; remembers which ones matched something."""
+
+    def __init__(self, rules: list[Rule]) -> None:
+        self.rules = rules
+        self.exact = {rule.key: rule for rule in rules if rule.pattern is not None and rule.pattern.is_exact}
+        self.wild = [rule for rule in rules if rule.pattern is not None and not rule.pattern.is_exact]
+        self.used: set[str] = set()
+
+    def matching(self, name: str, kind: str) -> list[Rule]:
+        """The rules that match ``name``, an exact one first."""
+        exact = self.exact.get(name)
+        found = [exact] if exact else []
+        for rule in self.wild:
+            assert rule.pattern is not None
+            if (kind == "parameter" or rule.pattern.names_buffers) and rule.pattern.matches(name):
+                found.append(rule)
+        self.used.update(rule.key for rule in found)
+        return found
+
+
+class _Layouts:
+    """The layouts of rules for tensors; checks each (layout, shape) once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self.good: set[tuple[Layout, tuple[int, ...]]] = set()
+
+    def of(self, rule: Rule, tensor: TensorFacts) -> Layout | None:
+        """The layout that ``rule`` gives ``tensor``, or None after noting why there is none."""
+        layout = rule.layout
+        if rule.kind == "spec":
+            try:
+                layout = spec_layout(rule.value, tensor.shape)
+            except PlanError as error:
+                self.problems.extend(replace(problem, name=tensor.name) for problem in error.problems)
+                return None
+        if layout is None:  # a wrong rule, noted where it was read
+            return None
+        if (layout, tensor.shape) in self.good:
+            return layout
+        wrong = list(layout.problems(tensor.shape, tensor.name))
+        if layout.partial:
+            wrong.append(_partial(tensor, layout))
+        self.problems.extend(wrong)
+        if wrong:
+            return None
+        self.good.add((layout, tensor.shape))
+        return layout
+
+
+def _matching(index: _RuleIndex, tensor: TensorFacts) -> dict[str, list[Rule]]:
+    """For each name of the tensor that some rule mentions, those rules."""
+    found = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
+    return {alias: rules for alias, rules in found.items() if rules}
+
+
+def _decide(
+    tensor: TensorFacts, rules: dict[str, list[Rule]], made: _Layouts, strict: bool, problems: list[Problem]
+) -> tuple[Rule | None, Layout | None]:
+    """The rule that decides about ``tensor`` and its layout; (None, None) where no rule mentions it."""
+    if not rules:
+        if strict and tensor.kind == "parameter":
+            problems.append(
+                Problem(
+                    "unmentioned-parameter",
+                    tensor.name,
+                    found="no rule mentions it, and the plan is strict",
+                    hint="add a rule; 'R' replicates it",
+                )
+            )
+        return None, None
+    winners = {alias: _most_specific(alias, found, problems) for alias, found in rules.items()}
+    layouts = {alias: made.of(rule, tensor) for alias, rule in winners.items()}
+    first = next(iter(winners))
+    for alias, layout in layouts.items():
+        both = layout is not None and layouts[first] is not None
+        if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
+            found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
+            problems.append(
+                Problem(
+                    "tied-conflict",
+                    alias,
+                    found=f"{found} by rule {winners[alias].key!r}",
+                    hint="these names are one tensor: give both the same layout, or only one of them a rule",
+                )
+            )
+    return winners[first], layouts[first]
+
+
+def _most_specific(name: str, rules: list[Rule], problems: list[Problem]) -> Rule:
+    if len(rules) == 1:
+        return rules[0]
+    if rules[0].pattern is not None and rules[0].pattern.is_exact:
+        return rules[0]
+    for rule in rules:
+        if all(other is rule or _beats(rule, other) for other in rules):
+            return rule
+    best = [rule for rule in rules if not any(other is not rule and _beats(other, rule) for other in rules)]
+    if any(not _same_value(rule, best[0]) for rule in best):
+        problems.append(
+            Problem(
+                "equal-rules",
+                name,
+                found="matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific",
+                hint="add an exact rule for this name, or narrow one of the patterns",
+            )
+        )
+    return best[0]
+
+
+def _beats(rule: Rule, other: Rule) -> bool:
+    assert rule.pattern is not None
+    assert other.pattern is not None
+    return rule.pattern.within(other.pattern) and not other.pattern.within(rule.pattern)
+
+
+def _same_value(rule: Rule, other: Rule) -> bool:
+    if rule.layout is not None or other.layout is not None:
+        return rule.layout == other.layout
+    return rule.value is other.value or bool(rule.value == other.value)
+
+
+def _partial(tensor: TensorFacts, layout: Layout) -> Problem:
+    return Problem(
+        "partial-parameter",
+        tensor.name,
+        axis=next(iter(layout.partial)),
+        found=f"a stored {tensor.kind} with the layout {layout}",
+        hint="partial values come out of computations; replicate or shard what is stored",
+    )
+
+
+def _unmatched(index: _RuleIndex, facts: ModelFacts) -> list[Problem]:
+    return [_matches_nothing(rule.key, facts) for rule in index.rules if rule.key not in index.used]
+
+
+def _matches_nothing(key: str, facts: ModelFacts) -> Problem:
+    if key in facts.modules:
+        hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
+    else:
+        import difflib
+
+        names = [alias for tensor in facts.tensors for alias in tensor.aliases]
+        close = difflib.get_close_matches(key, names[:5000], n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
+    return Problem("matches-nothing", key, found="no parameter or buffer has a name like this", hint=hint)
+
+
+def _place_sharders(rules: list[Rule], facts: ModelFacts, problems: list[Problem]) -> dict[str, Any]:
+    """FQN of module -> Sharder, for every Sharder that stands at a place where one may stand."""
+    placed: dict[str, Any] = {}
+    for rule in rules:
+        assert rule.pattern is not None
+        paths = [path for path in facts.modules if rule.pattern.matches(path)]
+        if rule.key == "" or "" in paths:
+            hint = "name a submodule; the root cannot be replaced in place"
+            problems.append(Problem("sharder-at-root", rule.key, found="a Sharder for the root module", hint=hint))
+        elif not paths:
+            problems.append(
+                Problem("module-not-found", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
+            )
+        for path in paths:
+            if path and path in placed:
+                found = "two Sharders match this module"
+                problems.append(Problem("equal-rules", path, found=found, hint="keep one of them"))
+            elif path:
+                placed[path] = rule.value
+    for path in placed:
+        outer = next((other for other in placed if path.startswith(other + ".")), None)
+        if outer is not None:
+            found = f"a Sharder inside of {outer!r}, which has a Sharder itself"
+            problems.append(Problem("sharder-inside-sharder", path, found=found, hint="keep one of them"))
+    return placed
+
+
+def _taken_by_sharder(
+    tensor: TensorFacts, rules: dict[str, list[Rule]], sharders: dict[str, Any], problems: list[Problem]
+) -> bool:
+    if not sharders:
+        return False
+    owners = {alias: next((p for p in sharders if alias.startswith(p + ".")), None) for alias in tensor.aliases}
+    if not any(owners.values()):
+        return False
+    if len(set(owners.values())) > 1:
+        problems.append(
+            Problem(
+                "tied-across-sharder",
+                tensor.name,
+                found=f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some",
+                hint="untie it, or give the Sharder a module that holds all of its names",
+            )
+        )
+    for alias, found in rules.items():
+        exact = found[0].pattern is not None and found[0].pattern.is_exact
+        if owners[alias] is not None and exact:
+            text = f"module {owners[alias]!r} has a Sharder, which decides about this tensor"
+            problems.append(Problem("rule-inside-sharder", alias, found=text, hint="remove one of the two rules"))
+    return True
+
+
+def _common_mesh(layouts: Iterable[Layout | None]) -> MeshSpec | None:
+    """The mesh of tensors that no rule mentions: that of the others, or all of their ranks in a row."""
+    meshes = list(dict.fromkeys(layout.mesh for layout in layouts if layout is not None))
+    if len(meshes) <= 1:
+        return meshes[0] if meshes else None
+    ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
+    return MeshSpec({"ranks": len(ranks)}, ranks)

@@ -1,0 +1,338 @@
+"""ShardingPlan: how every tensor of a model is to lie on the ranks of a mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.mesh import MeshSpec
+from shard_spec.plan.rules import Rule, read_rules
+from shard_spec.plan.values import PlanValue
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_spec.cost.model import CostModel
+    from shard_spec.cost.topology import Topology
+    from shard_spec.layout import Layout
+    from shard_spec.plan.communication import Communication
+    from shard_spec.plan.diff import PlanDiff
+    from shard_spec.plan.facts import ModelFacts
+    from shard_spec.plan.memory import Memory
+    from shard_spec.plan.optimizers import OptimizerLike
+    from shard_spec.plan.resolve import Resolution
+    from shard_spec.problems import Problem
+
+
+class _Table(Mapping[str, Any]):
+    """A copy of a mapping that nobody can change; equal to every mapping with the same items."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class ShardingPlan:
+    """What was decided about a model: a layout for each parameter, by name or pattern.
+
+    Args:
+        plan: Pattern (see :mod:`shard_spec.plan.patterns`) to what the matching tensors get: placements (one for each
+            axis of ``mesh``, or a mapping from axis to placement), text (``"dp:R, tp:S(0)"``), a ``Layout``, or a
+            ``ShardingSpec`` (torch's too). The FQN of a submodule to a ``Sharder`` lets that shard the submodule.
+        output_plan: FQN of a module (``""`` is the root) to the layout its output is to have.
+        return_local_tensor: FQNs of modules whose sharded output is handed on as this rank's plain tensor.
+        mesh: The axes: a ``MeshSpec``, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a ``DeviceMesh``.
+            May be left out where every value has its own ranks (layouts, specs).
+        strict: Whether a parameter that no rule mentions is a problem; otherwise it is replicated. Buffers that no
+            rule mentions are always replicated.
+
+    The mappings are copied; a plan never changes. Wrong rules are no error here: :meth:`validate` lists all of them,
+    together with what only the model can tell. Plans compare by their content; ``digest`` stands for a hash.
+
+    Raises:
+        TypeError: When an argument is not a mapping, or not a list of names.
+    """
+
+    plan: Mapping[str, PlanValue]
+    output_plan: Mapping[str, PlanValue] | None
+    return_local_tensor: tuple[str, ...] | None
+    mesh: MeshSpec | None
+    strict: bool
+
+    def __init__(
+        self,
+        plan: Mapping[str, PlanValue],
+        output_plan: Mapping[str, PlanValue] | None = None,
+        return_local_tensor: Sequence[str] | None = None,
+        *,
+        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
+        strict: bool = False,
+    ) -> None:
+        _require("plan", plan, Mapping, "a mapping from pattern to layout")
+        if output_plan is not None:
+            _require("output_plan", output_plan, Mapping, "a mapping from module FQN to layout")
+        if isinstance(return_local_tensor, str):
+            raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
+        object.__setattr__(self, "plan", _Table(plan))
+        object.__setattr__(self, "output_plan", None if output_plan is None else _Table(output_plan))
+        local = None if return_local_tensor is None else tuple(return_local_tensor)
+        object.__setattr__(self, "return_local_tensor", local)
+        object.__setattr__(self, "mesh", as_mesh(mesh))
+        object.__setattr__(self, "strict", bool(strict))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ShardingPlan):
+            return NotImplemented
+        from shard_spec.plan.serialize import digest_text
+        from shard_spec.plan.values import is_sharder
+
+        if digest_text(self) != digest_text(other):
+            return False
+        # Sharders are code, of which the digest knows only the class.
+        return all(bool(value == other.plan[key]) for key, value in self.plan.items() if is_sharder(value))
+
+    __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; `digest` stands for it
+
+    def __repr__(self) -> str:
+        parts = [repr(self.plan)]
+        for name, default in (("output_plan", None), ("return_local_tensor", None), ("mesh", None), ("strict", False)):
+            value = getattr(self, name)
+            if value != default:
+                parts.append(f"{name}={value!r}")
+        return f"ShardingPlan({', '.join(parts)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("plan", "output_plan", "return_local_tensor", "mesh", "strict")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # ---- reading ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of ``plan``, each read on its own; what cannot be read carries its problems."""
+        return read_rules(self.plan, self.mesh)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is wrong with the rules, as far as that can be told without a model; see :meth:`validate`."""
+        return tuple(problem for rule in self.rules for problem in rule.problems)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the content, equal in every process; specs count by their shards, Sharders by their class."""
+        from shard_spec.plan.serialize import digest_text
+
+        return hashlib.sha256(digest_text(self).encode()).hexdigest()
+
+    def with_mesh(self, mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh) -> ShardingPlan:
+        """The same rules on another mesh."""
+        return ShardingPlan(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+
+    def __or__(self, other: ShardingPlan) -> ShardingPlan:
+        """This plan with the rules of ``other`` added; where both have a rule of one pattern, that of ``other``."""
+        if not isinstance(other, ShardingPlan):
+            return NotImplemented
+        output = {**(self.output_plan or {}), **(other.output_plan or {})}
+        local = dict.fromkeys((*(self.return_local_tensor or ()), *(other.return_local_tensor or ())))
+        return ShardingPlan(
+            {**self.plan, **other.plan},
+            output or None,
+            tuple(local) or None,
+            mesh=self.mesh if other.mesh is None else other.mesh,
+            strict=self.strict or other.strict,
+        )
+
+    # ---- with a model -----------------------------------------------------------------------------------------
+
+    def resolve(self, module: nn.Module | ModelFacts) -> Resolution:
+        """The layout of every parameter and buffer of ``module``, by FQN.
+
+        An exact rule beats a glob, a specific one a general one. Tied parameters are one tensor: a rule for one of the
+        names decides for all.
+
+        Raises:
+            PlanError: With everything that :meth:`validate` finds.
+        """
+        from shard_spec.plan.resolve import resolve
+
+        return resolve(self, module)
+
+    def validate(
+        self,
+        module: nn.Module | ModelFacts,
+        *,
+        world_size: int | None = None,
+        memory_limit: int | None = None,
+        optimizer: Any = "adamw",
+    ) -> tuple[Problem, ...]:
+        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
+
+        Args:
+            module: The model, or its facts.
+            world_size: Number of ranks there will be; a mesh that names others is a problem.
+            memory_limit: Bytes one rank has for parameters, gradients and optimizer state.
+            optimizer: What the optimizer state is counted for, as in :meth:`memory`.
+        """
+        from shard_spec.plan.validate import validate
+
+        return validate(self, module, world_size=world_size, memory_limit=memory_limit, optimizer=optimizer)
+
+    def memory(
+        self,
+        module: nn.Module | ModelFacts,
+        optimizer: OptimizerLike = "adamw",
+        *,
+        grads: bool | str = True,
+        dtype: str | None = None,
+    ) -> Memory:
+        """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
+
+        Args:
+            module: The model, or its facts.
+            optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
+                :mod:`shard_spec.plan.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
+            grads: Whether gradients are counted, or their dtype where it is not the parameters'.
+            dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
+
+        Raises:
+            PlanError: When the plan does not fit the model, or a name is not known.
+        """
+        from shard_spec.plan.memory import memory
+
+        return memory(self, module, optimizer, grads=grads, dtype=dtype)
+
+    def communication(
+        self,
+        module: nn.Module | ModelFacts,
+        batch: int | Sequence[int] | None = None,
+        topology: Topology | None = None,
+        *,
+        data_axes: Sequence[str] | None = None,
+        dtype: str | None = None,
+        cost_model: CostModel | None = None,
+    ) -> Communication:
+        """What one training step moves, by axis: parameters and gradients to the byte, activations by rule.
+
+        Args:
+            module: The model, or its facts.
+            batch: Tokens in a step over all ranks, or the shape of the batch, ``(sequences, length)``. None: do not
+                count activations.
+            topology: Machine to tell the time for.
+            data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
+            dtype: Dtype on the wire, where it is not the parameters'.
+            cost_model: Times of collectives; default is the alpha-beta model.
+
+        Raises:
+            PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
+        """
+        from shard_spec.plan.communication import communication
+
+        return communication(self, module, batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
+
+    def explain(self, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+        """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
+        from shard_spec.plan.explain import explain
+
+        return explain(self, name, module)
+
+    def diff(self, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
+        """What changes from this plan to ``other``: rules, and with ``module`` the tensors that lie otherwise."""
+        from shard_spec.plan.diff import diff
+
+        return diff(self, other, module)
+
+    # ---- files and other forms --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """This plan as JSON; equal plans give equal bytes.
+
+        Raises:
+            PlanError: ``not-serializable`` for each rule that a file cannot hold.
+        """
+        from shard_spec.plan.serialize import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ShardingPlan:
+        """Read what :meth:`to_json` wrote; safe on files from anywhere.
+
+        Raises:
+            PlanError: ``bad-plan-file``, ``unknown-version``.
+        """
+        from shard_spec.plan.serialize import from_json
+
+        return from_json(text)
+
+    def to_yaml(self) -> str:
+        """This plan as YAML, for people to read and change."""
+        from shard_spec.plan.yaml_form import to_yaml
+
+        return to_yaml(self)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> ShardingPlan:
+        """Read what :meth:`to_yaml` or a person wrote; needs ``shard-spec[yaml]``."""
+        from shard_spec.plan.yaml_form import from_yaml
+
+        return from_yaml(text)
+
+    @classmethod
+    def from_layouts(cls, layouts: Mapping[str, Layout], *, strict: bool = False) -> ShardingPlan:
+        """A plan with one exact rule for each name, for example ``ShardingPlan.from_layouts(plan.resolve(model))``."""
+        meshes = {layout.mesh for layout in layouts.values()}
+        mesh = next(iter(meshes)) if len(meshes) == 1 else None
+        values = {name: str(layout) if mesh is not None else layout for name, layout in layouts.items()}
+        return cls(values, mesh=mesh, strict=strict)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
+        """What a live model does now: DTensors and local shards by their placements, plain tensors replicated.
+
+        Args:
+            module: The model.
+            mesh: The mesh of plain tensors, where no parameter tells.
+
+        Raises:
+            PlanError: For each placement that a plan cannot say.
+        """
+        from shard_spec.plan.from_module import plan_of_module
+
+        return plan_of_module(module, as_mesh(mesh))
+
+
+def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
+    """The ``MeshSpec`` of whatever a ``mesh=`` argument takes."""
+    if mesh is None or isinstance(mesh, MeshSpec):
+        return mesh
+    if isinstance(mesh, str):
+        return MeshSpec.parse(mesh)
+    if isinstance(mesh, Mapping):
+        return MeshSpec(mesh)
+    if hasattr(mesh, "mesh_dim_names"):
+        return MeshSpec.from_device_mesh(mesh)
+    raise TypeError(f"mesh is a MeshSpec, a mapping from axis to size, text or a DeviceMesh, not {mesh!r}")
+
+
+def _require(name: str, value: object, kind: type, meaning: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"ShardingPlan: {name} is {meaning}, not {type(value).__qualname__}")

@@ -1,0 +1,103 @@
+"""Validating: every problem of a plan for a model, in one pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.plan.facts import ModelFacts
+from shard_spec.plan.resolve import Resolution, examine
+from shard_spec.plan.values import is_spec, to_layout
+from shard_spec.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+
+def validate(
+    plan: ShardingPlan,
+    module: nn.Module | ModelFacts,
+    *,
+    world_size: int | None = None,
+    memory_limit: int | None = None,
+    optimizer: Any = "adamw",
+) -> tuple[Problem, ...]:
+    """Every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
+    found = examine(plan, module)
+    problems = list(found.problems)
+    problems += _output_problems(plan, found.facts)
+    problems += _local_problems(plan, found.facts)
+    if world_size is not None:
+        problems += _world_problems(found, world_size)
+    if memory_limit is not None:
+        problems += _memory_problems(found, memory_limit, optimizer)
+    return tuple(dict.fromkeys(problems))
+
+
+def _module_not_found(argument: str, path: object) -> Problem:
+    name = path if isinstance(path, str) else repr(path)
+    hint = "name a module's FQN; '' is the root"
+    return Problem("module-not-found", name, found=f"{argument} names no module of the model", hint=hint)
+
+
+def _output_problems(plan: ShardingPlan, facts: ModelFacts) -> list[Problem]:
+    problems = []
+    for path, value in (plan.output_plan or {}).items():
+        if facts.modules and path not in facts.modules:
+            problems.append(_module_not_found("output_plan", path))
+        if is_spec(value):
+            continue
+        try:
+            layout = to_layout(value, plan.mesh)
+            if plan.mesh is not None and layout.mesh != plan.mesh:
+                found = f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}"
+                problems.append(Problem("mesh-mismatch", f"output_plan[{path!r}]", found=found, hint="use one mesh"))
+        except PlanError as error:
+            problems += [
+                Problem(p.code, f"output_plan[{path!r}]", p.dim, p.axis, p.found, p.hint) for p in error.problems
+            ]
+    return problems
+
+
+def _local_problems(plan: ShardingPlan, facts: ModelFacts) -> list[Problem]:
+    names = plan.return_local_tensor or ()
+    problems = []
+    if facts.modules:
+        problems += [_module_not_found("return_local_tensor", name) for name in names if name not in facts.modules]
+    for name, count in Counter(names).items():
+        if count > 1:
+            found = f"return_local_tensor names it {count} times"
+            problems.append(Problem("name-twice", name, found=found, hint="name it once"))
+    return problems
+
+
+def _world_problems(found: Resolution, world_size: int) -> list[Problem]:
+    outside = [rank for rank in found.ranks if rank >= world_size]
+    if not outside:
+        return []
+    return [
+        Problem(
+            "mesh-too-large",
+            found=f"the plan names ranks up to {outside[-1]}, there are {world_size} ranks",
+            hint="start more processes or use a smaller mesh",
+        )
+    ]
+
+
+def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> list[Problem]:
+    from shard_spec.plan.memory import memory_of
+
+    memory = memory_of(found, optimizer=optimizer)
+    rank, most = memory.worst_rank, memory.max_bytes
+    if most <= memory_limit:
+        return []
+    largest = ", ".join(f"{name} ({size / 2**30:.3g} GiB)" for name, size in memory.largest(rank, 3))
+    return [
+        Problem(
+            "over-memory",
+            found=f"rank {rank} needs {most} bytes, {most - memory_limit} more than the limit of {memory_limit}",
+            hint=f"shard more of the largest tensors of that rank: {largest}",
+        )
+    ]

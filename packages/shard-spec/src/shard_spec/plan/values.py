@@ -1,0 +1,83 @@
+"""What may stand on the right of a rule, and how it becomes a layout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shard_spec.layout import Layout
+from shard_spec.mesh import MeshSpec
+from shard_spec.placements import BlockShard, InterleavedShard, UnevenShard
+from shard_spec.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    from shard_spec.placements import PlacementLike
+    from shard_spec.specs.base import ShardingSpec
+    from shard_spec.specs.sharder import Sharder
+
+LayoutLike: TypeAlias = "Layout | str | PlacementLike | Sequence[PlacementLike] | Mapping[str, PlacementLike]"
+PlanValue: TypeAlias = "LayoutLike | ShardingSpec | Sharder | Any"
+
+
+def is_spec(value: object) -> bool:
+    """Whether ``value`` is a sharding spec: ours, a user's subclass, or one of torch's own."""
+    return not isinstance(value, type) and callable(getattr(value, "build_metadata", None))
+
+
+def is_sharder(value: object) -> bool:
+    """Whether ``value`` is a Sharder: shards a whole module by itself."""
+    plain = isinstance(value, Layout | str | Mapping | Sequence)
+    return not plain and not isinstance(value, type) and not is_spec(value) and callable(getattr(value, "shard", None))
+
+
+def is_placement(value: object) -> bool:
+    """Whether ``value`` is a single placement."""
+    if isinstance(value, UnevenShard | BlockShard | InterleavedShard):
+        return True
+    types = sys.modules.get("torch.distributed.tensor.placement_types")
+    return types is not None and isinstance(value, types.Placement)
+
+
+def as_placements(value: Any) -> Any:
+    """``value`` as ``Layout`` takes it: a placement on its own is that of the only axis."""
+    return [value] if is_placement(value) else value
+
+
+def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
+    """The layout that ``value`` says on ``mesh``; specs and Sharders are no business of this function.
+
+    Raises:
+        PlanError: ``no-mesh`` when it needs a mesh and there is none; what :class:`Layout` finds; ``unknown-value``.
+    """
+    if isinstance(value, Layout):
+        return value
+    known = is_placement(value) or isinstance(value, str | Mapping | Sequence)
+    if not known:
+        raise PlanError(
+            Problem(
+                "unknown-value",
+                found=f"{value!r:.200} of type {type(value).__qualname__}",
+                hint="give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder",
+            )
+        )
+    if mesh is None:
+        raise PlanError(
+            Problem("no-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own")
+        )
+    return Layout(mesh, as_placements(value))
+
+
+def spec_layout(value: Any, shape: tuple[int, ...]) -> Layout:
+    """The layout of a tensor of ``shape`` under a sharding spec, ours or torch's.
+
+    Raises:
+        PlanError: When the spec does not fit the shape, or when no layout can say what it says.
+    """
+    from shard_spec.specs.base import ShardingSpec
+
+    if not isinstance(value, ShardingSpec):
+        from shard_spec.specs.torch_specs import from_torch
+
+        value = from_torch(value)
+    return value.to_layout(shape)  # type: ignore[no-any-return]  # from_torch returns Any

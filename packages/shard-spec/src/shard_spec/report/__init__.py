@@ -1,0 +1,1 @@
+"""Reports: a plan in words, in tables and as a page."""

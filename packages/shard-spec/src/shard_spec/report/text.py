@@ -1,0 +1,79 @@
+"""Plain-text tables, for terminals and logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shard_spec.plan.communication import Communication
+    from shard_spec.plan.memory import Memory
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def human_bytes(size: float) -> str:
+    """``1536 -> "1.5 KiB"``."""
+    value, unit = float(size), 0
+    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+
+
+def human_ranks(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5] -> "0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """A table with columns as wide as their widest cell; columns in ``right`` are aligned to the right."""
+    cells = [list(map(str, head)), *[list(map(str, row)) for row in rows]]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
+
+    def line(row: list[str]) -> str:
+        aligned = enumerate(zip(row, widths, strict=True))
+        parts = [cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in aligned]
+        return "  ".join(parts).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([line(cells[0]), rule, *[line(row) for row in cells[1:]]])
+
+
+def memory_table(memory: Memory) -> str:
+    """One line for each group of ranks that need the same."""
+    parts = [part for part, values in memory.parts.items() if any(values)]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, rank in enumerate(memory.ranks):
+        groups.setdefault(tuple(memory.parts[part][at] for part in parts), []).append(rank)
+    rows = [
+        [human_ranks(ranks), *map(human_bytes, values), human_bytes(sum(values))] for values, ranks in groups.items()
+    ]
+    shown = rows if len(rows) <= 16 else [*rows[:15], [f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
+    text = table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))
+    text += f"\noptimizer: {memory.optimizer.name}"
+    if memory.uncounted:
+        text += f"\nnot counted (sharded by a Sharder): {', '.join(memory.uncounted)}"
+    return text
+
+
+def communication_table(found: Communication) -> str:
+    """One line for each axis and kind of collective."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for transfer in found.transfers:
+        entry = sums.setdefault((transfer.axis, transfer.what, transfer.op), [0, 0.0])
+        entry[0] += transfer.count
+        entry[1] += transfer.sent_bytes
+    rows = [[*key, str(int(count)), human_bytes(sent)] for key, (count, sent) in sums.items()]
+    text = (
+        table(["axis", "what", "collective", "count", "sent by each rank"], rows, (3, 4)) if rows else "nothing moves"
+    )
+    if found.seconds is not None:
+        times = ", ".join(f"{axis} {seconds * 1e3:.2f} ms" for axis, seconds in found.seconds.items())
+        text += f"\ntime of the collectives, one after another: {times}"
+    return text + "\n" + "\n".join(f"- {line}" for line in found.assumptions)
