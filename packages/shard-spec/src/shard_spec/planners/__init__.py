@@ -1,1 +1,15 @@
-"""Planners: from a module to a `ShardingPlan`."""
+"""Planners: from a module to a `ShardingPlan`. All are `ShardingPlanner`s; `compose` puts them one after the other."""
+
+from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
+from shard_spec.planners.certificate import Certificate
+from shard_spec.planners.megatron import MegatronPlanner
+
+__all__ = [
+    "ShardingPlanner",
+    "LayoutPlanner",
+    "ComposedPlanner",
+    "compose",
+    "PlannedSharding",
+    "Certificate",
+    "MegatronPlanner",
+]

@@ -1,0 +1,196 @@
+"""ShardingPlanner: from a module to a plan; and how planners follow one another."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from shard_spec.layout import Layout
+from shard_spec.mesh import MeshSpec
+from shard_spec.plan.sharding_plan import ShardingPlan, as_mesh
+from shard_spec.planners.rules import rules_of
+from shard_spec.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shard_spec.planners.certificate import Certificate
+
+MeshLike = MeshSpec | Mapping[str, int] | str
+
+
+class ShardingPlanner(abc.ABC):
+    """Decides how a module is sharded. Subclass it and write `build_plan`; every planner of this package is one."""
+
+    @abc.abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """How `module` is to be sharded over the ranks.
+
+        Args:
+            module: the module; a planner reads its structure, shapes and configuration, never its values, so that it
+                may
+                be on the meta device. It is not changed.
+
+        Returns:
+            The plan: a layout for each parameter that is not replicated.
+        """
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a planner of this package decided.
+
+    Attributes:
+        layouts: FQN to layout, for parameters that are cut along an axis of this planner.
+        notes: remarks a reader of the plan should know, in a stable order.
+        unrecognised: FQN of each matmul weight that the planner did not understand, with the reason.
+        certificate: how good the plan is, if the planner can prove it.
+    """
+
+    layouts: Mapping[str, Layout]
+    notes: tuple[Problem, ...] = ()
+    unrecognised: Mapping[str, Problem] = field(default_factory=dict)
+    certificate: Certificate | None = None
+
+
+class PlannedSharding(ShardingPlan):
+    """A `ShardingPlan` that remembers what its planner had to say. Equal to a plain plan with the same content.
+
+    Attributes:
+        notes: remarks: what trains only with care, what is uneven, what could not be verified.
+        unrecognised: FQN of each matmul weight that the planner did not understand and left whole, with the reason.
+        certificate: objective, lower bound and gap, for planners that optimise.
+    """
+
+    notes: tuple[Problem, ...]
+    unrecognised: Mapping[str, Problem]
+    certificate: Certificate | None
+
+    def __init__(self, rules: Mapping[str, str], mesh: MeshSpec, decisions: Decisions) -> None:
+        super().__init__(rules, mesh=mesh)
+        object.__setattr__(self, "notes", tuple(decisions.notes))
+        object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
+        object.__setattr__(self, "certificate", decisions.certificate)
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardingPlan) and _content(self) == _content(other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        extra = {name: getattr(self, name) for name in ("notes", "unrecognised", "certificate")}
+        return {**super().__getstate__(), **extra}
+
+
+class LayoutPlanner(ShardingPlanner):
+    """A planner that works on one mesh and can follow another one: it sees what was decided before it.
+
+    Args:
+        mesh: the axes: a `MeshSpec`, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a DeviceMesh.
+    """
+
+    mesh: MeshSpec
+
+    def __init__(self, mesh: MeshLike | DeviceMesh) -> None:
+        spec = as_mesh(mesh)
+        assert spec is not None
+        self.mesh = spec
+
+    @abc.abstractmethod
+    def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
+        """What to cut along this planner's axes, where `given` says what is already cut along others."""
+
+    def build_plan(self, module: nn.Module) -> PlannedSharding:
+        """The plan, with `notes`, `unrecognised` and `certificate` on it.
+
+        Raises:
+            PlanError: the planner's own settings do not fit the module.
+        """
+        return planned(module, self.mesh, self.decide(module, {}))
+
+
+class ComposedPlanner(LayoutPlanner):
+    """Several planners, one after the other; each cuts what the ones before it left.
+
+    A tensor dimension that two of them cut is cut by the earlier one first, so that ``compose(MegatronPlanner(mesh),
+    FullyShardPlanner(mesh))`` shards tensor-parallel slices over the data-parallel ranks.
+    """
+
+    def __init__(self, planners: Sequence[LayoutPlanner]) -> None:
+        if not planners:
+            raise ValueError("compose() needs at least one planner.")
+        meshes = list(dict.fromkeys(planner.mesh for planner in planners))
+        if len(meshes) > 1:
+            raise PlanError(
+                Problem(
+                    "mesh-mismatch",
+                    "planners",
+                    found=" and ".join(repr(mesh) for mesh in meshes),
+                    hint="give all planners that are composed the same mesh; each says which axes it uses",
+                )
+            )
+        super().__init__(meshes[0])
+        self.planners = tuple(planners)
+
+    def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
+        """Runs the planners in order."""
+        layouts = dict(given)
+        notes: list[Problem] = []
+        unrecognised: dict[str, Problem] = {}
+        certificate = None
+        for planner in self.planners:
+            made = planner.decide(module, layouts)
+            layouts = merged(layouts, made.layouts)
+            notes += made.notes
+            unrecognised.update(made.unrecognised)
+            certificate = made.certificate or certificate
+        return Decisions(layouts, tuple(notes), unrecognised, certificate)
+
+
+def compose(*planners: LayoutPlanner) -> ComposedPlanner:
+    """Several planners as one: ``compose(MegatronPlanner(mesh), FullyShardPlanner(mesh)).build_plan(model)``."""
+    return ComposedPlanner(planners)
+
+
+def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedSharding:
+    """The plan of `decisions`, its rules shortened to patterns."""
+    names = [name for name, _ in module.named_parameters()]
+    return PlannedSharding(rules_of(decisions.layouts, names), mesh, decisions)
+
+
+def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Layouts with the axes of both; where both cut one tensor dimension, `first` does so first.
+
+    Raises:
+        PlanError: both cut one tensor along the same axis.
+    """
+    layouts = dict(first)
+    problems = []
+    for name, layout in second.items():
+        before = layouts.get(name)
+        if before is None:
+            layouts[name] = layout
+            continue
+        twice = [axis for axis in layout.sharded_axes if axis in before.sharded_axes]
+        if twice:
+            found = f"one planner says {before}, the other {layout}"
+            hint = "give each planner its own axes"
+            problems.append(Problem("axis-twice", name, axis=twice[0], found=found, hint=hint))
+            continue
+        added = zip(layout.mesh.axis_names, layout.terms, strict=True)
+        terms = {axis: term for axis, term in added if term.dim is not None}
+        both = [terms.get(axis, term) for axis, term in zip(before.mesh.axis_names, before.terms, strict=True)]
+        shared = set(before.sharded_axes.values()) & set(layout.sharded_axes.values())
+        order = (*before.sharded_axes, *layout.sharded_axes) if shared else None
+        layouts[name] = Layout(layout.mesh, both, order)
+    if problems:
+        raise PlanError(problems, "planners contradict each other")
+    return layouts
+
+
+def _content(plan: ShardingPlan) -> tuple[object, ...]:
+    return plan.plan, plan.output_plan, plan.return_local_tensor, plan.mesh, plan.strict

@@ -1,0 +1,408 @@
+"""Attention: separate or fused q, k and v, then an output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shard_spec.planners.megatron import names
+from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
+from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
+from shard_spec.planners.megatron.inner import Inner, inner_parameters
+from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
+from shard_spec.planners.megatron.probe import Slices, probe
+from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
+from shard_spec.problems import Problem
+
+# How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
+# of each head together ("heads"), or a group of query heads with its k and v together ("groups").
+_LIBRARY_ORDER: dict[str, FusedOrder] = {
+    "GPT2Attention": "sections",
+    "DecisionTransformerGPT2Attention": "sections",
+    "ImageGPTAttention": "sections",
+    "MptAttention": "sections",
+    "Phi3Attention": "sections",
+    "DbrxAttention": "sections",
+    "ModernBertAttention": "sections",
+    "OpenAIGPTAttention": "sections",
+    "GPTNeoXAttention": "heads",
+    "GPTNeoXJapaneseAttention": "heads",
+    "BloomAttention": "heads",
+    "PersimmonAttention": "heads",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Projections:
+    """The linears of one attention: ``(q, k, v)`` or ``(fused,)``, and the output projection."""
+
+    inputs: tuple[LinearView, ...]
+    out: LinearView
+    holder: str  # FQN of the module that holds the inputs
+    scope: str  # FQN of the smallest module that holds all of them
+
+    @property
+    def fused(self) -> bool:
+        """Whether q, k and v come out of one linear."""
+        return len(self.inputs) == 1
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts that fit the shapes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def find_attention(context: Context, name: str) -> Found | None:
+    """What is to be done with the attention whose q, k and v are direct children of the module called `name`."""
+    projections = _projections(context, name)
+    if projections is None:
+        return None
+    context.claim(*projections.inputs, projections.out)
+    heads = _heads(context, projections)
+    if isinstance(heads, Problem):
+        return _whole(projections, heads)
+    if (problem := _sharing_problem(context, projections, heads)) is not None:
+        return _whole(projections, problem)
+    inner = inner_parameters(context, projections.holder, (*projections.inputs, projections.out), heads)
+    decide = _fused if projections.fused else _separate
+    return decide(context, projections, heads, inner)
+
+
+# ---- finding the linears
+# ------------------------------------------------------------------------------------------------
+
+
+def _projections(context: Context, name: str) -> Projections | None:
+    module = context.modules[name]
+    children = context.free(linear_children(name, module))
+    by_name = {names.lower(child): view for child, view in children.items()}
+    q, k, v = (_only(by_name, words) for words in (names.QUERY, names.KEY, names.VALUE))
+    if q is not None and k is not None and v is not None:
+        inputs: tuple[LinearView, ...] = (q, k, v)
+        return _with_output(context, name, inputs, by_name, v.out_features, q.out_features)
+    if q is not None or k is not None or v is not None:
+        return None
+    fused = _only(by_name, names.FUSED_QKV)
+    if fused is None:
+        return _two_linears_with_heads(module, name, list(children.values()))
+    return _with_output(context, name, (fused,), by_name, None, fused.out_features)
+
+
+def _two_linears_with_heads(module: nn.Module, name: str, views: list[LinearView]) -> Projections | None:
+    """Unknown names: a module that says how many heads it has, with one linear three times as wide as the other
+    reads.
+    """
+    if len(views) != 2 or declared_heads([module]).num_heads is None:
+        return None
+    for fused, out in (views, views[::-1]):
+        if fused.out_features == 3 * out.in_features and fused.in_features == out.out_features:
+            return Projections((fused,), out, name, name)
+    return None
+
+
+def _only(by_name: dict[str, LinearView], words: frozenset[str]) -> LinearView | None:
+    found = [view for child, view in by_name.items() if child in words]
+    return found[0] if len(found) == 1 else None
+
+
+def _with_output(
+    context: Context,
+    name: str,
+    inputs: tuple[LinearView, ...],
+    by_name: dict[str, LinearView],
+    at_least: int | None,
+    at_most: int,
+) -> Projections | None:
+    """Looks for the output projection beside the inputs, in a ``to_out`` sequence, or in a sibling ``output``."""
+    for child, view in by_name.items():
+        if child in names.ATTENTION_OUT and view not in inputs and view.in_features <= at_most:
+            return Projections(inputs, view, name, name)
+    for child_name, block in context.modules[name].named_children():
+        listed = isinstance(block, nn.Sequential | nn.ModuleList) and len(block) > 0
+        if listed and names.lower(child_name) in names.ATTENTION_OUT:
+            view_or_none = as_linear(join(name, child_name, "0"), next(block.children()))
+            if view_or_none is not None:
+                return Projections(inputs, view_or_none, name, name)
+    if not name:
+        return None
+    for sibling_name, sibling in context.modules[parent(name)].named_children():
+        if names.lower(sibling_name) in names.OUTPUT_BLOCK and sibling is not context.modules[name]:
+            dense = linear_children(join(parent(name), sibling_name), sibling).get("dense")
+            if dense is not None and (at_least or 0) <= dense.in_features <= at_most:
+                return Projections(inputs, dense, name, parent(name))
+    return None
+
+
+# ---- heads
+# --------------------------------------------------------------------------------------------------------------
+
+
+def _heads(context: Context, projections: Projections) -> Heads | Problem:
+    """Head counts, checked against the shapes."""
+    declared = declared_heads(list(context.chain(projections.holder)))
+    where = projections.scope
+    if declared.num_heads is None:
+        return Problem(
+            "head-count-unknown",
+            where,
+            found="no attribute or config says how many heads there are",
+            hint=f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}",
+        )
+    width = projections.out.in_features
+    if width % declared.num_heads:
+        return _mismatch(projections, declared, f"the output projection reads {width} channels")
+    head_dim = width // declared.num_heads
+    if projections.fused:
+        kv_width, odd = divmod(projections.inputs[0].out_features - width, 2)
+        if odd:
+            outputs = projections.inputs[0].out_features
+            return _mismatch(projections, declared, f"the fused projection has {outputs} outputs")
+    else:
+        q, k, v = projections.inputs
+        kv_width = k.out_features
+        if q.out_features != width or v.out_features != kv_width:
+            sizes = f"q, k, v have {q.out_features}, {k.out_features}, {v.out_features} outputs"
+            return _mismatch(projections, declared, f"{sizes}, the output projection reads {width} channels")
+    if kv_width <= 0 or kv_width % head_dim or declared.num_heads % (kv_width // head_dim):
+        return _mismatch(projections, declared, f"k and v have {kv_width} channels each, a head has {head_dim}")
+    if declared.head_dim is not None and declared.head_dim != head_dim:
+        return _mismatch(projections, declared, f"a head has {head_dim} channels, {declared.head_dim} are declared")
+    return Heads(declared.num_heads, kv_width // head_dim, head_dim)
+
+
+def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> Problem:
+    return Problem(
+        "heads-do-not-fit",
+        projections.scope,
+        found=f"{declared.num_heads} heads are declared, but {found}",
+        hint="not multi-head attention as this planner knows it; write its rules by hand",
+    )
+
+
+def _sharing_problem(context: Context, projections: Projections, heads: Heads) -> Problem | None:
+    """Why the heads cannot be shared out."""
+    tp_size = context.options.tp_size
+    if heads.num_heads % tp_size:
+        return Problem(
+            "heads-do-not-divide",
+            projections.scope,
+            found=f"num_heads={heads.num_heads} with tp={tp_size}",
+            hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}",
+        )
+    if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
+        more = "; the fused projection cannot keep k and v whole" if projections.fused else ", or kv_replicate=True"
+        return Problem(
+            "kv-heads-do-not-divide",
+            projections.scope,
+            found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}",
+            hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}",
+        )
+    return None
+
+
+def _divisors(num_heads: int, num_kv_heads: int) -> str:
+    return ", ".join(str(n) for n in range(1, num_kv_heads + 1) if num_heads % n == 0 and num_kv_heads % n == 0)
+
+
+# ---- deciding
+# -----------------------------------------------------------------------------------------------------------
+
+
+def _separate(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
+    q, k, v = projections.inputs
+    share_kv = heads.num_kv_heads % context.options.tp_size == 0
+    columns = (q, k, v) if share_kv else (q,)
+    slices = {view: _even(view.out_features, context.options.tp_size) for view in columns}
+    if not share_kv:
+        slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
+    evidence = _evidence(context, projections, slices, inner)
+    if isinstance(evidence, Problem):
+        return _whole(projections, evidence)
+    notes = _notes(projections, inner, evidence)
+    if not share_kv:
+        notes = (*notes, _kv_replicated(projections, heads, context.options.tp_size))
+    cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
+    whole = () if share_kv else tuple(name for view in (k, v) for name in parameter_names(view))
+    return Found(_unit(projections, heads, cuts, inner, evidence, whole), notes=notes)
+
+
+def _fused(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:
+    (fused,) = projections.inputs
+    orders, why = _possible_orders(context, projections, heads)
+    known = len(orders) == 1
+    refused: Problem | None = None
+    for order in orders:
+        slices = {fused: fused_slices(order, heads, context.options.tp_size)}
+        evidence = _evidence(context, projections, slices, inner, known=why if known else None)
+        if isinstance(evidence, Problem):
+            refused = evidence
+            continue
+        pattern = "S({dim})"
+        if order == "sections":
+            q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+            pattern = f"I({{dim}}, [{q}, {kv}, {kv}])"
+        cuts = column_cuts(fused, pattern)
+        return Found(_unit(projections, heads, cuts, inner, evidence), notes=_notes(projections, inner, evidence))
+    assert refused is not None
+    if known or refused.code == "slices-mix":
+        return _whole(projections, refused)
+    return _whole(
+        projections,
+        Problem(
+            "fused-order-unknown",
+            projections.scope,
+            found=f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}",
+            hint='say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)',
+        ),
+    )
+
+
+def _possible_orders(
+    context: Context, projections: Projections, heads: Heads
+) -> tuple[tuple[FusedOrder, ...], Evidence | None]:
+    """The orders worth probing, or the one that is known and why."""
+    holder = context.modules[projections.holder]
+    if from_library(holder):
+        order = _library_order(holder)
+        if order is not None:
+            return (order,), Evidence.LIBRARY
+    if context.options.fused is not None:
+        return (context.options.fused,), Evidence.TOLD
+    if heads.num_kv_heads == heads.num_heads:
+        return ("sections", "heads"), None
+    return ("sections", "groups"), None
+
+
+def _library_order(holder: nn.Module) -> FusedOrder | None:
+    class_name = type(holder).__name__
+    if class_name == "FalconAttention":
+        if getattr(holder, "new_decoder_architecture", False):
+            return "groups"
+        return "sections" if getattr(holder, "multi_query", True) else "heads"
+    if class_name == "GPTBigCodeAttention":
+        return "sections" if getattr(holder, "multi_query", True) else "heads"
+    return _LIBRARY_ORDER.get(class_name)
+
+
+def fused_slices(order: FusedOrder, heads: Heads, tp_size: int) -> Slices:
+    """For each rank, the output channels of a fused projection in `order`."""
+    q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    if order != "sections":
+        return _even(q + 2 * kv, tp_size)
+    starts = [(0, q), (q, kv), (q + kv, kv)]
+    parts = [[start + piece for piece in _even(size, tp_size)] for start, size in starts]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(tp_size)]
+
+
+def _evidence(
+    context: Context,
+    projections: Projections,
+    slices: dict[LinearView, Slices],
+    inner: Inner,
+    known: Evidence | None = None,
+) -> Evidence | Problem:
+    """Whether the region may be cut: by knowledge, by probing, by names; else why not."""
+    holder = context.modules[projections.holder]
+    library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
+    if not library and context.options.probe:
+        scope = context.modules[projections.scope]
+        verdict = probe(scope, slices, projections.out, _even(projections.out.in_features, context.options.tp_size))
+        if verdict.separate:
+            return Evidence.PROBED
+        if verdict.separate is False:
+            return Problem(
+                "slices-mix",
+                projections.scope,
+                found=f"its forward was probed: {verdict.reason}",
+                hint="its heads cannot be computed apart; leave it whole",
+            )
+        reason = verdict.reason
+    else:
+        reason = "it was not probed"
+    if inner.doubts:
+        return inner.doubts[0]
+    if library:
+        return Evidence.LIBRARY
+    if known is Evidence.TOLD:
+        return Evidence.TOLD
+    if projections.fused:
+        return Problem("fused-order-unknown", projections.scope, found=reason)
+    return Evidence.NAMED
+
+
+def _unit(
+    projections: Projections,
+    heads: Heads,
+    columns: tuple[Cut, ...],
+    inner: Inner,
+    evidence: Evidence,
+    whole: tuple[str, ...] = (),
+) -> Unit:
+    out = projections.out
+    return Unit(
+        UnitKind.ATTENTION,
+        projections.scope,
+        columns=columns,
+        rows=(Cut(out.weight_name, f"S({out.in_dim})"),),
+        inner=inner.cuts,
+        replicated=(*whole, *inner.replicated),
+        row_biases=(out.bias_name,) if out.has_bias else (),
+        num_pieces=heads.num_kv_heads if not whole else heads.num_heads,
+        evidence=evidence,
+    )
+
+
+def _notes(projections: Projections, inner: Inner, evidence: Evidence) -> tuple[Problem, ...]:
+    notes = []
+    if evidence is Evidence.NAMED:
+        notes.append(unverified(projections.scope))
+    return tuple(notes)
+
+
+def unverified(scope: str) -> Problem:
+    """The remark that a unit was recognised by names and shapes alone."""
+    return Problem(
+        "unverified",
+        scope,
+        found="recognised by names and shapes; its forward could not be run on its own",
+        hint="compare one step with the unsharded module before you trust it",
+    )
+
+
+def _kv_replicated(projections: Projections, heads: Heads, tp_size: int) -> Problem:
+    return Problem(
+        "kv-replicated",
+        projections.scope,
+        found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}: k and v stay whole on every rank",
+        hint="each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis",
+    )
+
+
+def _whole(projections: Projections, problem: Problem) -> Found:
+    names_ = [name for view in (*projections.inputs, projections.out) for name in parameter_names(view)]
+    return Found(left_whole=tuple((name, problem) for name in names_))
+
+
+def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
+    """Weight and bias of a column linear; `pattern` is the placement with ``{dim}`` for the output dimension."""
+    cuts = [Cut(view.weight_name, pattern.format(dim=view.out_dim))]
+    if view.has_bias:
+        cuts.append(Cut(view.bias_name, pattern.format(dim=0)))
+    return tuple(cuts)
+
+
+def parameter_names(view: LinearView) -> tuple[str, ...]:
+    """FQNs of a linear's parameters."""
+    return (view.weight_name, view.bias_name) if view.has_bias else (view.weight_name,)
+
+
+def _even(num_channels: int, tp_size: int) -> Slices:
+    """The channels of each rank, cut as ``torch.chunk`` cuts."""
+    step = -(-num_channels // tp_size)
+    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]

@@ -1,0 +1,91 @@
+"""Parameters inside a region that are neither columns nor rows: norms of q and k, sinks, scales per head."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+from shard_spec.planners.megatron.context import Context
+from shard_spec.planners.megatron.linear import LinearView, join
+from shard_spec.planners.megatron.units import Cut
+from shard_spec.problems import Problem
+
+_NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
+
+
+class HeadCounts(Protocol):
+    """What is needed of an attention's heads."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Inner:
+    """Cut with the region, whole on every rank, or doubtful.
+
+    Attributes:
+        cuts: one entry per head: each rank holds its own.
+        replicated: the same for every head: gradients have to be summed over the axis.
+        doubts: parameters that may belong to something across all heads; they forbid cutting unless a probe says
+            otherwise.
+    """
+
+    cuts: tuple[Cut, ...] = ()
+    replicated: tuple[str, ...] = ()
+    doubts: tuple[Problem, ...] = ()
+
+
+def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, ...], heads: HeadCounts) -> Inner:
+    """Sorts every other parameter of the module `holder`."""
+    known = {id(parameter) for view in linears for parameter in view.module.parameters()}
+    cuts, replicated, doubts = [], [], []
+    for name, parameter in context.modules[holder].named_parameters():
+        if id(parameter) in known:
+            continue
+        fqn, shape = join(holder, name), tuple(parameter.shape)
+        head_dims = [dim for dim, size in enumerate(shape) if size == heads.num_heads]
+        others = [size for dim, size in enumerate(shape) if dim not in head_dims[:1] and size != 1]
+        owner = context.modules[join(holder, name.rpartition(".")[0])]
+        if heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
+            if _NORM_OF_A_PROJECTION.search(name):
+                replicated.append(fqn)
+            else:
+                doubts.append(_doubt(fqn, shape))
+        elif isinstance(owner, nn.Embedding) and shape[-1] == heads.num_heads:
+            cuts.append(Cut(fqn, "S(1)"))  # a bias per bucket and head
+        elif head_dims and (not others or (others == [heads.head_dim] and len(shape) > 1)):
+            cuts.append(Cut(fqn, f"S({head_dims[0]})"))  # a number, or a vector, per head
+        elif others == [heads.head_dim] and len(shape) == 1:
+            replicated.append(fqn)  # one vector for all heads
+        elif _is_input_norm(name, shape, heads):
+            continue
+        else:
+            doubts.append(_doubt(fqn, shape))
+    return Inner(tuple(cuts), tuple(replicated), tuple(doubts))
+
+
+def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool:
+    """Whether a vector is clearly a norm of the stream, before q, k and v (its size is not the size of all heads)."""
+    return (
+        len(shape) == 1
+        and shape[0] not in (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)
+        and _NORM_OF_A_PROJECTION.search(name) is None
+        and "norm" in name.lower()
+    )
+
+
+def _doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
+    return Problem(
+        "parameter-inside-region",
+        fqn,
+        found=f"a parameter of shape {shape} beside q, k and v that may act across heads",
+        hint="if every head can be computed apart, write the rules of this attention by hand",
+    )

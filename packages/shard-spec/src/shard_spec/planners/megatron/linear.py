@@ -1,0 +1,86 @@
+"""Linear layers under one view, whichever way round they keep their weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class LinearView:
+    """A module that computes ``y = x W + b``, and where its weight keeps inputs and outputs.
+
+    Attributes:
+        name: FQN of the module.
+        module: the module.
+        out_features: size of the last dimension of its output.
+        in_features: size of the last dimension of its input.
+        out_dim: weight dimension that indexes outputs: 0 in ``nn.Linear``, 1 in the ``Conv1D`` of GPT-2.
+        in_dim: the other one.
+    """
+
+    name: str
+    module: nn.Module
+    out_features: int
+    in_features: int
+    out_dim: int
+    in_dim: int
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias of ``[out_features]``."""
+        return self.module._parameters.get("bias") is not None
+
+    @property
+    def weight_name(self) -> str:
+        """FQN of the weight."""
+        return f"{self.name}.weight" if self.name else "weight"
+
+    @property
+    def bias_name(self) -> str:
+        """FQN of the bias."""
+        return f"{self.name}.bias" if self.name else "bias"
+
+
+def as_linear(name: str, module: nn.Module) -> LinearView | None:
+    """The view of `module`, or ``None`` if it is not a plain linear layer.
+
+    Not plain: further parameters or submodules (LoRA, quantisation, parametrisations), a weight that is not
+    materialised, or somebody's own ``forward``, which could do anything with the weight.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or getattr(weight, "shape", None) is None or isinstance(weight, nn.UninitializedParameter):
+        return None
+    if weight.dim() != 2 or set(module._parameters) - {"weight", "bias"} or module._modules:
+        return None
+    if not weight.is_floating_point():
+        return None
+    if isinstance(module, nn.Linear) and _has_known_forward(module):
+        return LinearView(name, module, weight.shape[0], weight.shape[1], out_dim=0, in_dim=1)
+    if type(module).__name__ == "Conv1D" and _is_library_class(module):
+        return LinearView(name, module, weight.shape[1], weight.shape[0], out_dim=1, in_dim=0)
+    return None
+
+
+def linear_children(name: str, module: nn.Module) -> dict[str, LinearView]:
+    """The direct children that are plain linear layers, by child name, in order."""
+    found = {}
+    for child_name, child in module.named_children():
+        view = as_linear(join(name, child_name), child)
+        if view is not None:
+            found[child_name] = view
+    return found
+
+
+def join(*parts: str) -> str:
+    """FQN of nested names, empty ones left out."""
+    return ".".join(part for part in parts if part)
+
+
+def _has_known_forward(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward or _is_library_class(module)
+
+
+def _is_library_class(module: nn.Module) -> bool:
+    return type(module).__module__.split(".")[0] in ("torch", "transformers")

@@ -1,0 +1,254 @@
+"""Feed-forward blocks: one or two linears up, something elementwise, one linear down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shard_spec.planners.megatron import names
+from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
+from shard_spec.planners.megatron.context import Context, from_library
+from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
+from shard_spec.planners.megatron.probe import Slices, probe
+from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
+from shard_spec.problems import Problem
+
+# Modules that act on each channel alone, or not at all.
+_ELEMENTWISE = (
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Softplus),
+    *(nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Mish, nn.Softsign, nn.LogSigmoid, nn.Identity, nn.Dropout),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class FeedForward:
+    """The linears of one feed-forward block."""
+
+    columns: tuple[LinearView, ...]
+    row: LinearView
+    scope: str
+    by_name: bool  # False: by shapes alone
+
+    @property
+    def fused(self) -> bool:
+        """Whether gate and up come out of one linear."""
+        return len(self.columns) == 1 and self.columns[0].out_features == 2 * self.row.in_features
+
+
+def find_mlps(context: Context, name: str) -> list[Found]:
+    """What is to be done with the feed-forward blocks whose linears are children of the module called `name`."""
+    module = context.modules[name]
+    if isinstance(module, nn.Sequential):
+        return [_decide(context, block, Evidence.LIBRARY) for block in _sequential(context, name, module)]
+    block = _by_children(context, name, module) or _intermediate_and_output(context, name, module)
+    if block is None:
+        return []
+    return [_decide(context, block, Evidence.LIBRARY if from_library(module) and block.by_name else None)]
+
+
+# ---- finding the linears
+# ------------------------------------------------------------------------------------------------
+
+
+def _sequential(context: Context, name: str, module: nn.Sequential) -> list[FeedForward]:
+    """Pairs of linears with only elementwise modules between them, first with second, third with fourth, ..."""
+    blocks = []
+    pending: LinearView | None = None
+    for child_name, child in module.named_children():
+        view = as_linear(join(name, child_name), child)
+        if view is not None and id(child) not in context.claimed:
+            if pending is not None and pending.out_features == view.in_features:
+                blocks.append(FeedForward((pending,), view, name, by_name=True))
+                pending = None
+            else:
+                pending = view
+        elif not isinstance(child, _ELEMENTWISE):
+            pending = None
+    return blocks
+
+
+def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward | None:
+    children = context.free(linear_children(name, module))
+    by_name = {names.lower(child): view for child, view in children.items()}
+    for down_name, down in by_name.items():
+        if down_name not in names.DOWN:
+            continue
+        rest = {child: view for child, view in by_name.items() if view is not down}
+        gated = {child: view for child, view in rest.items() if child in names.FUSED_GATE_UP | names.UP}
+        fused = [
+            v for v in gated.values() if (v.out_features, v.in_features) == (2 * down.in_features, down.out_features)
+        ]
+        plain = [v for v in gated.values() if v.out_features == down.in_features]
+        if len(plain) in (1, 2) and len({view.in_features for view in plain}) == 1 and not _also_down(plain, down):
+            return FeedForward(tuple(plain), down, name, by_name=True)
+        if len(fused) == 1 and not plain:
+            return FeedForward((fused[0],), down, name, by_name=True)
+    return _by_shapes(name, list(children.values()))
+
+
+def _also_down(plain: list[LinearView], down: LinearView) -> bool:
+    """``w1, w2, w3`` mean (gate, down, up) to some and (gate, up, down) to others: only shapes can tell."""
+    ambiguous = {"w1", "w2", "w3"}
+    parts = {view.name.rpartition(".")[2].lower() for view in (*plain, down)}
+    return bool(parts & ambiguous) and len(plain) == 2 and down.in_features == down.out_features
+
+
+def _by_shapes(name: str, views: list[LinearView]) -> FeedForward | None:
+    """Two or three linears, one of which undoes the shape of the others."""
+    if len(views) not in (2, 3):
+        return None
+    for row in views:
+        columns = tuple(view for view in views if view is not row)
+        shapes = {(view.out_features, view.in_features) for view in columns}
+        if shapes == {(row.in_features, row.out_features)} and row.in_features > row.out_features:
+            return FeedForward(columns, row, name, by_name=False)
+        if len(columns) == 1 and shapes == {(2 * row.in_features, row.out_features)}:
+            return FeedForward(columns, row, name, by_name=False)
+    return None
+
+
+def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> FeedForward | None:
+    """BERT: ``intermediate.dense`` and ``output.dense`` under one layer."""
+    up = down = None
+    for child_name, child in module.named_children():
+        dense = context.free(linear_children(join(name, child_name), child)).get("dense")
+        if names.lower(child_name) in names.INTERMEDIATE_BLOCK:
+            up = dense
+        elif names.lower(child_name) in names.OUTPUT_BLOCK:
+            down = dense
+    if up is None or down is None or up.out_features != down.in_features:
+        return None
+    return FeedForward((up,), down, name, by_name=True)
+
+
+# ---- deciding
+# -----------------------------------------------------------------------------------------------------------
+
+
+def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Found:
+    context.claim(*block.columns, block.row)
+    tp_size, width = context.options.tp_size, block.row.in_features
+    if width < tp_size:
+        return _whole(block, Problem("too-narrow", block.scope, found=f"{width} channels with tp={tp_size}"))
+    doubt = _parameters_between(context, block)
+    refused: Problem | None = doubt
+    for pattern, slices in _arrangements(context, block, known):
+        evidence = _evidence(context, block, slices, known, doubt)
+        if isinstance(evidence, Problem):
+            refused = evidence
+            continue
+        notes = [unverified(block.scope)] if evidence is Evidence.NAMED else []
+        if width % tp_size:
+            notes.append(uneven(block.scope, width, tp_size))
+        unit = Unit(
+            UnitKind.MLP,
+            block.scope,
+            columns=tuple(cut for view in block.columns for cut in column_cuts(view, pattern)),
+            rows=(Cut(block.row.weight_name, f"S({block.row.in_dim})"),),
+            row_biases=(block.row.bias_name,) if block.row.has_bias else (),
+            num_pieces=width,
+            evidence=evidence,
+        )
+        return Found(unit, notes=tuple(notes))
+    assert refused is not None
+    return _whole(block, refused)
+
+
+def _arrangements(
+    context: Context, block: FeedForward, known: Evidence | None
+) -> list[tuple[str, dict[LinearView, Slices]]]:
+    """Placement patterns worth trying, with the channels that each rank would hold."""
+    tp_size, width = context.options.tp_size, block.row.in_features
+    even = even_slices(width, tp_size)
+    if not block.fused:
+        return [("S({dim})", dict.fromkeys(block.columns, even))]
+    (column,) = block.columns
+    sections: tuple[str, dict[LinearView, Slices]] = (
+        f"I({{dim}}, [{width}, {width}])",
+        {column: [torch.cat([own, own + width]) for own in even]},
+    )
+    pairs: tuple[str, dict[LinearView, Slices]] = (
+        "B({dim}, 2)",
+        {column: [torch.stack([2 * own, 2 * own + 1], dim=1).flatten() for own in even]},
+    )
+    if context.options.fused is not None:
+        return [pairs] if context.options.fused == "pairs" else [sections]
+    return [sections] if known is Evidence.LIBRARY else [sections, pairs]
+
+
+def _evidence(
+    context: Context,
+    block: FeedForward,
+    slices: dict[LinearView, Slices],
+    known: Evidence | None,
+    doubt: Problem | None,
+) -> Evidence | Problem:
+    reason = "it was not probed"
+    if known is None and context.options.probe:
+        row_slices = even_slices(block.row.in_features, context.options.tp_size)
+        verdict = probe(context.modules[block.scope], slices, block.row, row_slices)
+        if verdict.separate:
+            return Evidence.PROBED
+        if verdict.separate is False:
+            return Problem(
+                "slices-mix",
+                block.scope,
+                found=f"its forward was probed: {verdict.reason}",
+                hint="what stands between its linears acts across channels; leave it whole",
+            )
+        reason = verdict.reason
+    if doubt is not None:
+        return doubt
+    if known is not None:
+        return known
+    if block.by_name and not block.fused:
+        return Evidence.NAMED
+    if block.fused and context.options.fused is not None:
+        return Evidence.TOLD
+    return Problem(
+        "not-recognised",
+        block.scope,
+        found=f"linears whose shapes look like a feed-forward block; {reason}",
+        hint="write its rules by hand",
+    )
+
+
+def _parameters_between(context: Context, block: FeedForward) -> Problem | None:
+    """A parameter with as many entries as hidden channels, beside the linears: a norm between them cannot be cut."""
+    known = {id(p) for view in (*block.columns, block.row) for p in view.module.parameters()}
+    width, outer = block.row.in_features, block.row.out_features
+    for name, parameter in context.modules[block.scope].named_parameters():
+        owner = context.modules.get(join(block.scope, name.rpartition(".")[0]))
+        if id(parameter) in known or id(owner) in context.claimed:
+            continue
+        if parameter.dim() == 1 and parameter.shape[0] == width and width != outer:
+            return Problem(
+                "parameter-inside-region",
+                join(block.scope, name),
+                found=f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block",
+                hint="a norm over the hidden channels needs all of them; leave the block whole",
+            )
+    return None
+
+
+def uneven(scope: str, width: int, tp_size: int) -> Problem:
+    """The remark that ranks hold different amounts."""
+    return Problem(
+        "uneven",
+        scope,
+        found=f"{width} over tp={tp_size} does not divide: the first ranks hold more",
+        hint="pad it, or choose a tp size that divides it",
+    )
+
+
+def _whole(block: FeedForward, problem: Problem) -> Found:
+    listed = [name for view in (*block.columns, block.row) for name in parameter_names(view)]
+    return Found(left_whole=tuple((name, problem) for name in listed))
+
+
+def even_slices(num_channels: int, tp_size: int) -> Slices:
+    """The channels of each rank, cut as ``torch.chunk`` cuts."""
+    step = -(-num_channels // tp_size)
+    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]

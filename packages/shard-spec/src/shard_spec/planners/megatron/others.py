@@ -1,0 +1,163 @@
+"""``nn.MultiheadAttention``, mixture-of-experts weights, token embeddings and vocabulary heads."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shard_spec.planners.megatron import names
+from shard_spec.planners.megatron.attention import column_cuts
+from shard_spec.planners.megatron.context import Context, from_library, leaf
+from shard_spec.planners.megatron.heads import declared_vocab_sizes
+from shard_spec.planners.megatron.linear import LinearView, as_linear, join
+from shard_spec.planners.megatron.mlp import uneven
+from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
+from shard_spec.problems import Problem
+
+
+def find_multihead_attention(context: Context, name: str) -> Found | None:
+    """Torch's own attention module: q, k and v in one ``in_proj_weight`` or in three, biases for keys and values."""
+    module = context.modules[name]
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    context.claimed.add(id(module.out_proj))
+    own = [parameter_name for parameter_name, _ in module.named_parameters()]
+    width, tp_size = module.embed_dim, context.options.tp_size
+    if module.num_heads % tp_size:
+        valid = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
+        problem = Problem(
+            "heads-do-not-divide",
+            name,
+            found=f"num_heads={module.num_heads} with tp={tp_size}",
+            hint=f"valid tp sizes: {valid}",
+        )
+        return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
+    sections = f"I(0, [{width}, {width}, {width}])"
+    placements = {
+        **dict.fromkeys(("in_proj_weight", "in_proj_bias"), sections),
+        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), "S(0)"),
+        **dict.fromkeys(("bias_k", "bias_v"), "S(2)"),
+    }
+    return Found(
+        Unit(
+            UnitKind.ATTENTION,
+            name,
+            columns=tuple(Cut(join(name, key), placements[key]) for key in own if key in placements),
+            rows=(Cut(join(name, "out_proj.weight"), "S(1)"),),
+            row_biases=(join(name, "out_proj.bias"),) if "out_proj.bias" in own else (),
+            num_pieces=module.num_heads,
+        )
+    )
+
+
+def find_experts(context: Context, name: str) -> Found | None:
+    """Experts in three-dimensional weights ``gate_up_proj`` and ``down_proj``, with biases or without."""
+    module = context.modules[name]
+    weights = {key: value for key, value in module._parameters.items() if value is not None}
+    gate_up, down = weights.get("gate_up_proj"), weights.get("down_proj")
+    if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
+        return None
+    fqns = tuple(join(name, key) for key in weights)
+    transposed = getattr(module, "is_transposed", None)
+    known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    if not from_library(module) or not isinstance(transposed, bool) or not known:
+        problem = Problem(
+            "experts-not-recognised",
+            name,
+            found="three-dimensional expert weights whose arrangement nobody says",
+            hint="shard whole experts with expert_axis=, or write the rules by hand",
+        )
+        return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
+    out_dim, in_dim = (2, 1) if transposed else (1, 2)
+    width = down.shape[in_dim]
+    if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
+        problem = Problem(
+            "experts-do-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
+        )
+        return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
+    concatenated = getattr(module, "is_concatenated", True)
+    pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"
+    columns = [Cut(join(name, "gate_up_proj"), pattern.format(dim=out_dim))]
+    if "gate_up_proj_bias" in weights:
+        columns.append(Cut(join(name, "gate_up_proj_bias"), pattern.format(dim=1)))
+    return Found(
+        Unit(
+            UnitKind.EXPERTS,
+            name,
+            columns=tuple(columns),
+            rows=(Cut(join(name, "down_proj"), f"S({in_dim})"),),
+            row_biases=(join(name, "down_proj_bias"),) if "down_proj_bias" in weights else (),
+            num_pieces=width,
+        )
+    )
+
+
+def find_vocabulary(context: Context) -> list[Found]:
+    """Token embeddings and the heads that make logits, cut by rows of the vocabulary."""
+    embeddings = {
+        name: module
+        for name, module in context.modules.items()
+        if isinstance(module, nn.Embedding) and id(module) not in context.claimed
+    }
+    linears = [
+        view
+        for name, module in context.modules.items()
+        if id(module) not in context.claimed and (view := as_linear(name, module)) is not None and view.out_dim == 0
+    ]
+    sizes = declared_vocab_sizes(context.modules.values())
+    tied = {id(module.weight) for module in embeddings.values()} & {id(view.module.weight) for view in linears}
+    tokens = {
+        name: module
+        for name, module in embeddings.items()
+        if id(module.weight) in tied or _is_token_embedding(name, module, sizes, linears)
+    }
+    rows = {module.num_embeddings for module in tokens.values()} | sizes
+    found = [_embedding(context, name, module) for name, module in tokens.items()]
+    for view in linears:
+        if id(view.module.weight) in tied or (names.lower(leaf(view.name)) in names.HEAD and view.out_features in rows):
+            context.claim(view)
+            found.append(_head(context, view))
+    return found
+
+
+def _is_token_embedding(name: str, module: nn.Embedding, sizes: frozenset[int], linears: list[LinearView]) -> bool:
+    if any(word in name.lower() for word in names.POSITION_WORDS):
+        return False
+    heads = {view.out_features for view in linears if names.lower(leaf(view.name)) in names.HEAD}
+    tokens = any(word in leaf(name).lower() for word in ("tok", "word", "wte", "vocab", "shared", "embed_in"))
+    return module.num_embeddings in sizes | heads or tokens
+
+
+def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
+    weight, tp_size = join(name, "weight"), context.options.tp_size
+    if module.max_norm is not None or module.num_embeddings < tp_size:
+        found, hint = f"{module.num_embeddings} rows", "fewer rows than ranks"
+        if module.max_norm is not None:
+            found, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
+        return Found(left_whole=((weight, Problem("embedding-kept-whole", name, found=found, hint=hint)),))
+    notes = (uneven(name, module.num_embeddings, tp_size),) if module.num_embeddings % tp_size else ()
+    unit = Unit(
+        UnitKind.EMBEDDING,
+        name,
+        columns=(),
+        rows=(Cut(weight, "S(0)"),),
+        num_pieces=module.num_embeddings,
+        evidence=Evidence.BY_NATURE,
+    )
+    return Found(unit, notes=notes)
+
+
+def _head(context: Context, view: LinearView) -> Found:
+    tp_size = context.options.tp_size
+    if view.out_features < tp_size:
+        problem = Problem("head-kept-whole", view.name, found=f"{view.out_features} outputs with tp={tp_size}")
+        return Found(left_whole=((view.weight_name, problem),))
+    notes = (uneven(view.name, view.out_features, tp_size),) if view.out_features % tp_size else ()
+    unit = Unit(
+        UnitKind.HEAD,
+        view.name,
+        columns=column_cuts(view, "S({dim})"),
+        rows=(),
+        num_pieces=view.out_features,
+        evidence=Evidence.BY_NATURE,
+    )
+    return Found(unit, notes=notes)

@@ -1,0 +1,98 @@
+"""What the recognisers find: groups of parameters that have to be cut together.
+
+Vocabulary of this folder. A *column* linear is cut along its outputs and needs no communication before it; a *row*
+linear is cut along its inputs and its outputs are summed. Between them lies the *region*, where every rank works on
+its own slice of the channels (heads, for attention). A *unit* is a region with its columns and rows. A unit is right
+if slice ``r`` of what the rows read depends on slice ``r`` of what the columns wrote, and on nothing else of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shard_spec.problems import Problem
+
+
+class UnitKind(StrEnum):
+    """What a unit is."""
+
+    ATTENTION = "attention"
+    MLP = "mlp"
+    EXPERTS = "experts"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+
+
+class Evidence(StrEnum):
+    """Why we believe that a unit may be cut.
+
+    ``LIBRARY``: a class of torch or transformers whose arrangement is known. ``PROBED``: its forward was run on small
+    random tensors, and no slice depended on another. ``NAMED``: names and shapes only, the forward could not be run.
+    ``BY_NATURE``: cutting rows of a vocabulary needs no evidence. ``TOLD``: the caller said so.
+    """
+
+    LIBRARY = "library"
+    PROBED = "probed"
+    NAMED = "named"
+    BY_NATURE = "by-nature"
+    TOLD = "told"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One parameter and the text of its placement on the tensor-parallel axis, such as ``S(0)`` or ``I(0, [8, 8,
+    8])``.
+    """
+
+    name: str
+    placement: str
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A region with its columns and rows.
+
+    Attributes:
+        kind: what it is.
+        name: FQN of the smallest module that holds all of it.
+        columns: parameters that produce the region's slices (weights and biases).
+        rows: weights that read them; their outputs are summed.
+        inner: parameters inside the region that are cut with it (one entry per head or channel).
+        replicated: parameters inside the region that every rank holds whole. Each rank computes only its slice's part
+            of
+            their gradient: whoever executes the plan has to sum it over the axis.
+        row_biases: biases added once, after the sum.
+        num_pieces: how many equal pieces there are to share out (heads, channels, rows of the vocabulary).
+        evidence: why cutting is right.
+    """
+
+    kind: UnitKind
+    name: str
+    columns: tuple[Cut, ...]
+    rows: tuple[Cut, ...]
+    inner: tuple[Cut, ...] = ()
+    replicated: tuple[str, ...] = ()
+    row_biases: tuple[str, ...] = ()
+    num_pieces: int = 1
+    evidence: Evidence = Evidence.LIBRARY
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Every parameter that is cut."""
+        return (*self.columns, *self.inner, *self.rows)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one recogniser says about one place: a unit, or why the parameters there stay whole, and remarks.
+
+    Attributes:
+        unit: the unit, if it may be cut.
+        left_whole: FQNs of parameters that were understood and are not cut, with the reason as a `Problem`.
+        notes: remarks that concern no refusal.
+    """
+
+    unit: Unit | None = None
+    left_whole: tuple[tuple[str, Problem], ...] = ()
+    notes: tuple[Problem, ...] = ()
