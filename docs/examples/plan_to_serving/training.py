@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 Batch = tuple[Tensor, Tensor]
 Progress = Callable[[int, float], None]  # (step, loss)
@@ -71,3 +72,19 @@ def mean(loss: Tensor, group: dist.ProcessGroup | None) -> float:
 
 def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh.get_group(axis)
+
+
+def static_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Live bytes on this rank; gradients are counted as they were just before the optimizer cleared them."""
+    local = [_local(p) for p in dict.fromkeys(model.parameters())]
+    state = [_local(t) for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
+    trained = [t for t, p in zip(local, dict.fromkeys(model.parameters()), strict=True) if p.requires_grad]
+    return {"parameters": _bytes(local), "gradients": _bytes(trained), "optimizer": _bytes(state)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

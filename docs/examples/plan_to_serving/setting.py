@@ -1,0 +1,97 @@
+"""What every step of the job shares: sizes, data, runs so far, and the comparisons that were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from compare import Comparisons
+from corpus import batches, rows_of
+from model import GPT, GPTConfig, new_model
+from torch import Tensor
+from training import Batch, Run
+from world import World
+
+RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-9}  # losses of two correct variants of one model over 20 AdamW steps
+NAMES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@dataclass
+class Setting:
+    """One run of the job."""
+
+    world: World
+    config: GPTConfig
+    text: Tensor
+    dp: int
+    tp: int
+    batch: int
+    num_steps: int
+    num_compared: int
+    styles: tuple[str, ...]
+    comparisons: Comparisons = field(default_factory=Comparisons)
+    runs: dict[str, Run] = field(default_factory=dict)
+    collectives: list[tuple[str, str, int]] = field(default_factory=list)  # (step, what, bytes a rank sends)
+    pages: dict[str, Any] = field(default_factory=dict)  # what the packages drew and said, for the report
+
+    def new_model(self, dtype: torch.dtype = torch.float32) -> GPT:
+        return new_model(self.config, dtype=dtype).to(self.world.device)
+
+    def batches(self) -> Iterator[Batch]:
+        """The same global batches for every run."""
+        drawn = batches(self.text, batch=self.batch, context=self.config.context, seed=1)
+        return ((ids.to(self.world.device), targets.to(self.world.device)) for ids, targets in drawn)
+
+    def batches_of(self, rank: int, num_ranks: int) -> Iterator[Batch]:
+        """The rows of one data-parallel rank."""
+        return (rows_of(pair, rank, num_ranks) for pair in self.batches())
+
+    def compare_losses(self, run: Run, reference: Run, dtype: torch.dtype) -> None:
+        """The first steps of a run against those on one device."""
+        what = f"losses, {run.name} and one device, {NAMES[dtype]}"
+        wanted = reference.losses[: self.num_compared]
+        self.comparisons.relative(what, run.losses[: self.num_compared], wanted, RELATIVE[dtype])
+
+
+class Progress:
+    """A bar with step, loss and tokens per second; drawn on rank 0 only, and plainly where rich is not installed."""
+
+    def __init__(self, setting: Setting, title: str, total: int) -> None:
+        self.title, self.total = title, total
+        self.tokens_per_step = setting.batch * setting.config.context
+        self.shown = setting.world.rank == 0
+        self.bar: Any = None
+
+    def __enter__(self) -> Callable[[int, float], None]:
+        if not self.shown:
+            return lambda step, loss: None
+        try:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as Bar
+        except ImportError:
+            return self._print
+        columns = (
+            TextColumn("{task.description:34}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:>7,.0f} tokens/s"),
+            TimeElapsedColumn(),
+        )
+        self.bar = Bar(*columns, refresh_per_second=4)
+        self.bar.start()
+        self.task = self.bar.add_task(self.title, total=self.total, loss=float("nan"), rate=0.0)
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def _advance(self, step: int, loss: float) -> None:
+        elapsed = self.bar.tasks[0].elapsed or 1e-9
+        self.bar.update(self.task, completed=step, loss=loss, rate=step * self.tokens_per_step / elapsed)
+
+    def _print(self, step: int, loss: float) -> None:
+        if step in (1, self.total) or step % max(1, self.total // 10) == 0:
+            print(f"{self.title}: step {step}/{self.total}, loss {loss:.3f}", flush=True)

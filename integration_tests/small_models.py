@@ -1,0 +1,81 @@
+"""Models and steps that several integration tests share; plain PyTorch, float64 so that comparisons can be tight."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with separate query, key and value."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.num_heads = heads
+        self.attn_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.wq, self.wk, self.wv = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.wo = nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attn_norm(x)
+        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.wo(attended.transpose(1, 2).flatten(-2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return out
+
+
+class SmallGPT(nn.Module):
+    """Mean cross entropy of the next token; logits without targets."""
+
+    def __init__(self, vocab: int = 64, dim: int = 32, heads: int = 4, layers: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def new_model(seed: int = 0) -> SmallGPT:
+    """Equal weights wherever the seed is equal."""
+    torch.manual_seed(seed)
+    return SmallGPT().double()
+
+
+def new_batches(num: int, rows: int = 8, time: int = 12, vocab: int = 64) -> list[tuple[Tensor, Tensor]]:
+    """Global batches, equal on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    draws = [torch.randint(vocab, (rows, time + 1), generator=generator) for _ in range(num)]
+    return [(ids[:, :-1], ids[:, 1:]) for ids in draws]
+
+
+def rows_of(batch: tuple[Tensor, Tensor], rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
+    ids, targets = batch
+    return ids.chunk(num_ranks)[rank], targets.chunk(num_ranks)[rank]
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A step as one writes it for one device."""
+    loss: Tensor = model(*batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def reference(num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of `num_steps` steps on one device."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [train_step(model, optimizer, batch).item() for batch in new_batches(num_steps)]
+    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}

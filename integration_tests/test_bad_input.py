@@ -1,0 +1,58 @@
+"""Bad input is one clear error on every rank, before anything moves: nobody trains, nobody hangs."""
+
+from __future__ import annotations
+
+import dp_partition
+import pytest
+import shard_reshard
+import shard_spec
+import torch
+import tp_ddp_bridge
+import tp_styles
+from ranktest import Ranks
+from small_models import new_model
+
+
+@pytest.mark.ranks(2, 4)
+def test_an_unknown_pattern_and_a_size_that_does_not_divide_come_in_one_error(ranks: Ranks) -> None:
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    model = new_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plan = {"blocks.*.attention.wq": tp_styles.ColwiseParallel(), "nothing.*": tp_styles.RowwiseParallel()}
+    with ranks.record(allow_empty=True) as log, pytest.raises(tp_styles.PlanError) as error:
+        tp_styles.apply_plan(model, mesh, plan)
+    assert len(error.value.problems) == 2
+    assert log.events == ()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_world_that_does_not_fit_the_plan(ranks: Ranks) -> None:
+    model = new_model()
+    plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": 8})).build_plan(model)
+    problems = plan.validate(model, world_size=ranks.world_size)
+    assert [p for p in problems if "8" in p.found or "8" in p.hint or str(ranks.world_size) in p.found], problems
+
+
+@pytest.mark.ranks(2, 4)
+def test_layouts_for_another_number_of_ranks(ranks: Ranks) -> None:
+    tensor = torch.arange(16.0)
+    mesh = shard_spec.MeshSpec({"x": 8})
+    source, target = (shard_spec.Layout(mesh, text) for text in ([shard_spec.Shard(0)], [shard_spec.Replicate()]))
+    with ranks.record(allow_empty=True) as log, pytest.raises(ValueError, match="8"):
+        shard_reshard.reshard(tensor, source, target, shape=(128,))
+    assert log.count("all_to_all") == 0
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_without_a_data_parallel_axis(ranks: Ranks) -> None:
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    model = new_model()
+    tp_styles.apply_plan(model, mesh, {"blocks.*.up": tp_styles.ColwiseParallel(output_layouts=None)})
+    with pytest.raises(ValueError, match=r"dp|data|group"):
+        tp_ddp_bridge.wrap_ddp(model)
+
+
+def test_an_unknown_style_name() -> None:
+    with pytest.raises(ValueError, match="fully_shard"):
+        dp_partition.compile(lambda model, optimizer, batch: None, mesh=None, style="fully_sharded")

@@ -1,0 +1,61 @@
+"""{DTensor, local} x {bridged, not}: the same clipped norm and the same state dict as one process."""
+
+from __future__ import annotations
+
+import pytest
+import shard_spec
+import torch
+import torch.distributed as dist
+import tp_ddp_bridge
+import tp_styles
+from ranktest import Ranks
+from small_models import new_batches, new_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+MAX_NORM = 0.1
+
+
+def one_process() -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Norm, clipped gradients and weights of one backward on one device."""
+    model = new_model()
+    model(*new_batches(1)[0]).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(norm), gradients, dict(model.state_dict())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("bridged", [False, True], ids=["plain", "bridged"])
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_norm_and_state_dict_are_those_of_one_process(ranks: Ranks, params: str, bridged: bool) -> None:
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    model = new_model()
+    plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": ranks.world_size})).build_plan(model)
+    tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model), params=params)
+    if bridged:
+        tp_ddp_bridge.pre_dp_module_transform(model)
+    model(*new_batches(1)[0]).backward()
+
+    norm, gradients, weights = one_process()
+    for clip in (tp_styles.clip_grad_norm_, tp_ddp_bridge.clip_grad_norm_):  # the second finds the norm already clipped
+        found = float(clip(model.parameters(), MAX_NORM))
+        assert found == pytest.approx(norm, rel=1e-12)
+        norm = MAX_NORM
+    everywhere = [None] * ranks.world_size
+    dist.all_gather_object(everywhere, found)
+    assert len(set(everywhere)) == 1, everywhere
+
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    compared = 0
+    for name, wanted in weights.items():
+        tensor = state[name]
+        assert tensor.shape == wanted.shape, name
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(whole, wanted), name
+        compared += 1
+    assert compared == 27
+    sharded = sum(isinstance(tensor, DTensor) for tensor in state.values())
+    assert sharded == 17, sharded
+    assert len(gradients) == 27

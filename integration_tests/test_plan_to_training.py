@@ -1,0 +1,77 @@
+"""A plan becomes styles, the styled module goes into DDP, and trains as one device does."""
+
+from __future__ import annotations
+
+import pytest
+import shard_spec
+import torch
+import torch.distributed as dist
+import tp_ddp_bridge
+import tp_styles
+from ranktest import Ranks
+from small_models import new_batches, new_model, reference, rows_of, train_step
+from torch.distributed.tensor import DTensor
+
+NUM_STEPS = 6
+
+
+def mesh_sizes(ranks: Ranks) -> tuple[int, int]:
+    return (ranks.world_size // 2, 2)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks, params: str) -> None:
+    dp, tp = mesh_sizes(ranks)
+    mesh = ranks.mesh((dp, tp), ("dp", "tp"))
+    model = new_model()
+    plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"dp": dp, "tp": tp})).build_plan(model)
+    assert plan.validate(model, world_size=ranks.world_size) == ()
+    tp_styles.apply_plan(model, mesh["tp"], tp_styles.from_sharding_plan(plan, model), params=params)
+    ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+
+    wanted_losses, wanted = reference(NUM_STEPS)
+    losses = []
+    for batch in new_batches(NUM_STEPS):
+        loss = train_step(ddp, optimizer, rows_of(batch, mesh.get_local_rank("dp"), dp))
+        dist.all_reduce(loss, group=mesh.get_group("dp"))
+        losses.append(loss.item() / dp)
+    torch.testing.assert_close(losses, wanted_losses, rtol=1e-12, atol=0)  # float64: order of sums only
+
+    found = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    assert found.keys() == wanted.keys()
+    assert len(found) == 27
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    sharded = [name for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)]
+    assert len(sharded) == 17, sharded
+
+
+@pytest.mark.ranks(2, 4)
+def test_live_bytes_are_those_of_the_plan(ranks: Ranks) -> None:
+    dp, tp = mesh_sizes(ranks)
+    mesh = ranks.mesh((dp, tp), ("dp", "tp"))
+    model = new_model()
+    plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"dp": dp, "tp": tp})).build_plan(model)
+    foretold = plan.memory(model, optimizer="adamw").on(ranks.rank)
+    tp_styles.apply_plan(model, mesh["tp"], tp_styles.from_sharding_plan(plan, model))
+    ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    ddp(*rows_of(new_batches(1)[0], mesh.get_local_rank("dp"), dp)).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+
+    def num_bytes(tensors: list[torch.Tensor]) -> int:
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return sum(t.numel() * t.element_size() for t in local)
+
+    assert len(gradients) == 27
+    assert num_bytes(list(model.parameters())) == foretold["parameters"]
+    assert num_bytes(gradients) == foretold["gradients"]
+    assert num_bytes(state) == foretold["optimizer"]
