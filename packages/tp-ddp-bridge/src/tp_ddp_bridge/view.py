@@ -1,0 +1,121 @@
+"""Reading a leaf as a DTensor.
+
+A view lives as long as the expression that read it. Nothing is swapped in and nothing has to be restored, so there is
+nothing that an exception, a recomputation in backward or a call of a submodule could find in the wrong state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tp_ddp_bridge._torch_compat import DTensorSpec, local_of, make_spec, wrap
+from tp_ddp_bridge.cache import cached_view
+from tp_ddp_bridge.layout import Layout
+
+
+class AsDTensor(torch.autograd.Function):
+    """``leaf -> DTensor``; backward gives the reducer a plain tensor that has arrived.
+
+    The public ``DTensor.from_local`` computes the same in twice the time, and is used under ``torch.compile``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        """Wrap an alias of ``leaf`` that shares its memory and version counter."""
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        return wrap(leaf.view_as(leaf), spec, requires_grad=leaf.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, None]:
+        """Bring the gradient to the leaf's placements (communicates only if it lies otherwise) and unwrap it."""
+        (grad,) = grads
+        if grad is None:
+            return None, None
+        spec = ctx.spec
+        if grad.placements != spec.placements:
+            grad = grad.redistribute(spec.mesh, spec.placements)
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative goes through to_local
+            return grad.to_local(), None
+        return local_of(grad), None
+
+
+class View:
+    """The recipe for one attribute: which layout its leaf has.
+
+    Attributes:
+        layout: Mesh, placements, global shape and stride.
+        kind: ``"parameter"`` or ``"buffer"``.
+        name: FQN in the module that was transformed, for messages.
+        local_shape: Shape of the leaf on this rank.
+    """
+
+    __slots__ = ("_specs", "kind", "layout", "local_shape", "name")
+
+    def __init__(self, layout: Layout, kind: str, name: str, local_shape: torch.Size) -> None:
+        self.layout = layout
+        self.kind = kind
+        self.name = name
+        self.local_shape = local_shape
+        self._specs: dict[torch.dtype, DTensorSpec] = {}
+
+    def read(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        """What the attribute gives when ``value`` stands in the module.
+
+        Args:
+            value: The leaf, or what ``functional_call`` put in its place: a DTensor (given back as it is) or a plain
+                tensor of the leaf's local shape (seen in the leaf's layout).
+
+        Raises:
+            RuntimeError: ``value`` has another shape, or lies on another device type than the mesh.
+        """
+        if value is None or isinstance(value, DTensor):
+            return value
+        layout = self.layout
+        if torch.compiler.is_compiling():
+            return DTensor.from_local(
+                value, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
+            )
+        if value.shape != self.local_shape:
+            raise RuntimeError(
+                f"{self.kind} {self.name!r}: a plain tensor of shape {tuple(value.shape)} stands for a local part of "
+                "shape "
+                f"{tuple(self.local_shape)} (global {layout}); pass the local part, or a DTensor"
+            )
+        view: torch.Tensor = cached_view(self, value)
+        return view
+
+    def make(self, leaf: torch.Tensor) -> DTensor:
+        """A new view of ``leaf`` in the grad mode of this moment."""
+        spec = self._specs.get(leaf.dtype)
+        if spec is None:
+            spec = self._spec_for(leaf)
+        if leaf.requires_grad and torch.is_grad_enabled():
+            view: DTensor = AsDTensor.apply(leaf, spec)  # type: ignore[no-untyped-call]  # torch's stub
+        else:
+            view = wrap(leaf.detach(), spec, requires_grad=False)
+        if self.kind == "parameter":
+            view._is_param = True  # isinstance(view, nn.Parameter), as before the bridge; registering one anew raises
+        return view
+
+    def _spec_for(self, leaf: torch.Tensor) -> DTensorSpec:
+        layout = self.layout
+        if leaf.device.type not in (layout.mesh.device_type, "meta"):
+            raise RuntimeError(
+                f"{self.kind} {self.name!r} lies on {leaf.device.type!r}, but its mesh is made for "
+                f"{layout.mesh.device_type!r}: move it back, or undo_dp_transform and parallelize on a mesh of that "
+                "device type"
+            )
+        spec = make_spec(layout.mesh, layout.placements, layout.shape, layout.stride, leaf.dtype)
+        self._specs[leaf.dtype] = spec
+        return spec
+
+    def __getstate__(self) -> tuple[Layout, str, str, torch.Size]:
+        return (self.layout, self.kind, self.name, self.local_shape)
+
+    def __setstate__(self, state: tuple[Layout, str, str, torch.Size]) -> None:
+        self.layout, self.kind, self.name, self.local_shape = state
+        self._specs = {}

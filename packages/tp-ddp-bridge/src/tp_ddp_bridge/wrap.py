@@ -1,0 +1,134 @@
+"""From a tensor-parallel module to a DDP in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._torch_compat import flatten_axes
+from tp_ddp_bridge.axes import AxisRanks, data_axes, mixing_problems
+from tp_ddp_bridge.problems import PlanError, Problem
+from tp_ddp_bridge.replicas import check_replicas, check_same_shards
+from tp_ddp_bridge.survey import Survey, survey
+from tp_ddp_bridge.transform import is_bridged, pre_dp_module_transform
+
+
+def wrap_ddp(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    optimizers: Iterable[Optimizer] | Optimizer = (),
+    **ddp_kwargs: Any,
+) -> DistributedDataParallel:
+    """Bridge ``module`` and wrap it in ``DistributedDataParallel`` over the ranks that hold the same shards.
+
+    Before DDP broadcasts anything, the ranks compare what they hold: members of the data-parallel group must hold the
+    same shards, and parameters that are whole on tensor-parallel ranks must be equal there.
+
+    Args:
+        module: A tensor-parallel module, bridged or not.
+        mesh: A mesh with the data axis: the 2-D mesh that the tensor-parallel mesh was sliced from, or the data axis
+            alone. All axes that no parameter lies on are data axes (several are flattened into one).
+        group: Instead of ``mesh``, the process group of ranks that hold the same shards.
+        optimizers: As in ``pre_dp_module_transform``.
+        **ddp_kwargs: Passed to ``DistributedDataParallel`` as they are.
+
+    Returns:
+        The DDP. Its state dict has DTensors of global shape.
+
+    Raises:
+        PlanError: Everything that is in the way. Nothing was changed if the plan itself is wrong; if ranks disagree,
+            the module is bridged, and no parameter was broadcast.
+        TypeError: Both or none of ``mesh`` and ``group``, or a DDP argument that names the group another way.
+    """
+    _check_arguments(mesh, group, ddp_kwargs)
+    seen = survey(module)
+    if seen.problems:
+        raise PlanError(seen.problems, "the module cannot be bridged")
+    group = _data_group(seen, mesh, group)
+    pre_dp_module_transform(module, optimizers=optimizers)
+    check_same_shards(module, group)
+    for tensor_group in _tensor_groups(seen):
+        check_replicas(module, tensor_group)
+    ddp = DistributedDataParallel(module, process_group=group, **ddp_kwargs)
+    if seen.found:
+        ddp.register_forward_pre_hook(RefuseUndone())
+    return ddp
+
+
+class RefuseUndone:
+    """Forward pre-hook of a DDP: after ``undo_dp_transform`` its reducer would wait for leaves that nobody uses."""
+
+    def __call__(self, ddp: nn.Module, args: Any) -> None:
+        """Raise if the module was undone."""
+        if not any(is_bridged(inner) for inner in ddp.children()):
+            raise RuntimeError(
+                "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
+                "reduce: "
+                "wrap it anew with wrap_ddp"
+            )
+
+
+def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, ddp_kwargs: dict[str, Any]) -> None:
+    for name in ("process_group", "device_mesh"):
+        if name in ddp_kwargs:
+            raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
+    if (mesh is None) == (group is None):
+        raise TypeError(
+            "wrap_ddp() takes the data-parallel ranks as mesh= (with a data axis) or as group=, one of them"
+        )
+
+
+def _tensor_ranks(seen: Survey) -> dict[str, frozenset[int]]:
+    """For every DTensor the ranks that hold parts or copies of it together with this rank."""
+    return {found.name: frozenset(found.layout.mesh.mesh.flatten().tolist()) for found in seen.found}
+
+
+def _data_group(seen: Survey, mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    rank = dist.get_rank()
+    tensor_ranks = _tensor_ranks(seen)
+    if mesh is None:
+        assert group is not None
+        problems = mixing_problems(rank, frozenset(dist.get_process_group_ranks(group)), tensor_ranks)
+        if problems:
+            raise PlanError(problems, "the data-parallel group mixes with tensor parallelism")
+        return group
+    if mesh.get_coordinate() is None:
+        raise PlanError(
+            Problem("outside-mesh", "mesh", found=f"rank {rank} is not in it", hint="call wrap_ddp on the mesh's ranks")
+        )
+    named = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
+    axes = [
+        AxisRanks(name, frozenset(dist.get_process_group_ranks(mesh.get_group(index))))
+        for index, name in enumerate(named)
+    ]
+    names, found = data_axes(rank, axes, tensor_ranks)
+    if len(names) > 1 and mesh.mesh_dim_names is None:
+        found += (
+            Problem("unnamed-axes", "mesh", found=f"{len(names)} data axes", hint="give the mesh mesh_dim_names"),
+        )
+    if found:
+        raise PlanError(found, "the mesh mixes data and tensor parallelism")
+    if len(names) > 1:
+        return flatten_axes(mesh, names).get_group()
+    return mesh.get_group(named.index(names[0]))
+
+
+def _tensor_groups(seen: Survey) -> list[dist.ProcessGroup]:
+    """Every group of more than one rank along an axis of a DTensor's mesh, in an order that is the same on its
+    ranks.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for found in seen.found:
+        mesh = found.layout.mesh
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [groups[ranks] for ranks in sorted(groups) if len(ranks) > 1]

@@ -1,0 +1,223 @@
+"""Small models, their tensor-parallel plans, and training them the same way in one process and on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+
+class MLP(nn.Module):
+    """Two sharded layers between which nothing is whole, and one that is not sharded."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, width] -> [batch, width]``."""
+        out: Tensor = self.head(self.down(torch.relu(self.up(x))))
+        return out
+
+
+def parallelize_mlp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Megatron's plan for an MLP; ``head`` stays a plain module."""
+    return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+class Attention(nn.Module):
+    """Causal self-attention; no bias on the key, whose true gradient is zero."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.wq = nn.Linear(width, width)
+        self.wk = nn.Linear(width, width, bias=False)
+        self.wv = nn.Linear(width, width)
+        self.wo = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` in and out."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.wo(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` in and out."""
+        x = x + self.attention(self.norm1(x))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return out
+
+
+class GPT(nn.Module):
+    """A transformer with tied embeddings if wanted."""
+
+    def __init__(
+        self, vocabulary: int = 32, width: int = 16, heads: int = 4, depth: int = 2, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, length]`` token numbers to ``[batch, length, vocabulary]`` logits."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
+    """Megatron's plan; with ``sequence`` the norms work on sequence shards."""
+    whole, cut = Replicate(), Shard(1)
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=cut if sequence else whole),
+        "head": ColwiseParallel(input_layouts=whole, output_layouts=whole),
+        "blocks.*.attention.wq": ColwiseParallel(),
+        "blocks.*.attention.wk": ColwiseParallel(),
+        "blocks.*.attention.wv": ColwiseParallel(),
+        "blocks.*.attention.wo": RowwiseParallel(output_layouts=whole),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(output_layouts=whole),
+    }
+    if sequence:
+        from torch.distributed.tensor.parallel import PrepareModuleInput
+
+        plan |= {
+            "blocks.*.norm1": SequenceParallel(),
+            "blocks.*.norm2": SequenceParallel(),
+            "norm": SequenceParallel(),
+            "blocks.*.attention": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+            "blocks.*.attention.wo": RowwiseParallel(output_layouts=cut),
+            "blocks.*.up": ColwiseParallel(input_layouts=cut),
+            "blocks.*.down": RowwiseParallel(output_layouts=cut),
+            "head": ColwiseParallel(input_layouts=cut, output_layouts=whole),
+        }
+    parallelize_module(model, mesh, plan)
+    return model
+
+
+def seeded(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A model with the same weights on every rank."""
+    torch.manual_seed(seed)
+    return factory()
+
+
+@dataclass
+class Task:
+    """Data and a loss; the same batches in one process as cut up over the data-parallel ranks.
+
+    Attributes:
+        batches: Global batches, one per step.
+        loss: From the model's output and the batch to a mean loss.
+    """
+
+    batches: list[tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor] = field(default=functional.mse_loss)
+
+    def part(self, step: int, index: int, count: int) -> tuple[Tensor, Tensor]:
+        """The share of data-parallel rank ``index`` of ``count``."""
+        x, y = self.batches[step % len(self.batches)]
+        return x.chunk(count)[index], y.chunk(count)[index]
+
+
+def vectors(width: int = 16, batch: int = 8, steps: int = 5, dtype: torch.dtype = torch.float32) -> Task:
+    """Random vectors to random vectors."""
+    generator = torch.Generator().manual_seed(1)
+    return Task(
+        [
+            (
+                torch.randn(batch, width, generator=generator).to(dtype),
+                torch.randn(batch, width, generator=generator).to(dtype),
+            )
+            for _ in range(steps)
+        ]
+    )
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean over all tokens."""
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def tokens(vocabulary: int = 32, batch: int = 4, length: int = 8, steps: int = 5) -> Task:
+    """Random token sequences, each predicting the next token."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(vocabulary, (batch, length + 1), generator=generator) for _ in range(steps)]
+    return Task([(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches], cross_entropy)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, *, index: int = 0, count: int = 1, steps: int = 5
+) -> list[float]:
+    """The plain loop: ``steps`` steps on the share ``index`` of ``count``; the losses of this share."""
+    losses = []
+    for step in range(steps):
+        x, y = task.part(step, index, count)
+        optimizer.zero_grad()
+        loss = task.loss(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, whatever it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def assert_same_state(got: dict[str, Tensor], wanted: dict[str, Tensor], *, count: int, atol: float) -> float:
+    """Compare two state dicts tensor by tensor; exactly ``count`` of them.
+
+    Returns:
+        The greatest difference.
+    """
+    assert list(got) == list(wanted)
+    compared = 0
+    greatest = 0.0
+    for name, tensor in wanted.items():
+        mine = whole(got[name])
+        assert mine.shape == tensor.shape, name
+        difference = float((mine.double() - tensor.double()).abs().max())
+        assert difference <= atol, f"{name}: differs by {difference}"
+        greatest = max(greatest, difference)
+        compared += 1
+    assert compared == count, f"compared {compared} tensors, meant to compare {count}"
+    return greatest
