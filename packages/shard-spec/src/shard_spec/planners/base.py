@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.sharding_plan import ShardingPlan, as_mesh
-from shard_spec.planners.rules import rules_of
+from shard_spec.planners.rules import pattern_of, rules_of
 from shard_spec.problems import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -160,6 +160,14 @@ def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedS
     """The plan of `decisions`, its rules shortened to patterns."""
     names = [name for name, _ in module.named_parameters()]
     return PlannedSharding(rules_of(decisions.layouts, names), mesh, decisions)
+
+
+def together(notes: Iterable[Problem]) -> tuple[Problem, ...]:
+    """One remark for all layers it is true of: numbers in names become ``*`` where there are several."""
+    groups: dict[Problem, list[Problem]] = {}
+    for note in notes:
+        groups.setdefault(replace(note, name=pattern_of(note.name)), []).append(note)
+    return tuple(key if len(set(members)) > 1 else members[0] for key, members in groups.items())
 
 
 def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[str, Layout]:

@@ -23,7 +23,7 @@ def rules_of(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, s
     texts = {name: short_text(layout) for name, layout in layouts.items() if not layout.is_replicated}
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys((*names, *texts)):
-        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+        groups.setdefault(pattern_of(name), []).append(name)
     rules: dict[str, str] = {}
     for pattern, members in groups.items():
         said = {texts.get(name) for name in members}
@@ -42,6 +42,11 @@ def rules_of(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, s
         else:
             rules.update({name: texts[name] for name in members if name in texts})
     return rules
+
+
+def pattern_of(name: str) -> str:
+    """`name` with ``*`` for every path component that is a number."""
+    return _NUMBER.sub("*", name)
 
 
 def short_text(layout: Layout) -> str:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import find_attention
 from shard_spec.planners.megatron.context import Context, Options
-from shard_spec.planners.megatron.linear import as_linear, join
+from shard_spec.planners.megatron.linear import join
 from shard_spec.planners.megatron.mlp import find_mlps
 from shard_spec.planners.megatron.others import find_experts, find_multihead_attention, find_vocabulary
-from shard_spec.planners.megatron.units import Cut, Found, Unit
+from shard_spec.planners.megatron.units import Cut, Found, Unit, UnitKind
 from shard_spec.problems import Problem
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,15 @@ def analyse(module: nn.Module, options: Options) -> Analysis:
 def _gradient_notes(units: tuple[Unit, ...]) -> list[Problem]:
     notes = []
     for unit in units:
+        if unit.kind is UnitKind.EXPERTS:
+            notes.append(
+                Problem(
+                    "partial-activation",
+                    unit.name,
+                    found="routing weights multiply each rank's summand",
+                    hint="sum the gradient of every input of this module over the axis, routing weights included",
+                )
+            )
         for name in unit.replicated:
             notes.append(
                 Problem(
@@ -95,19 +107,23 @@ def _matmul_weights(context: Context) -> dict[str, int]:
     found: dict[str, int] = {}
     seen: set[int] = set()
     for name, module in context.modules.items():
-        weights: list[str] = []
-        if as_linear(name, module) is not None or isinstance(module, nn.Linear):
-            weights = ["weight"]
-        elif isinstance(module, nn.MultiheadAttention):
-            weights = ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
-        elif not isinstance(module, nn.Embedding):
-            weights = [key for key, value in module._parameters.items() if value is not None and value.dim() in (3,)]
-        for key in weights:
-            parameter = module._parameters.get(key)
-            if parameter is not None and id(parameter) not in seen:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen and _is_matmul_weight(name, module, key, parameter):
                 seen.add(id(parameter))
                 found[join(name, key)] = parameter.numel() * parameter.element_size()
     return found
+
+
+def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
+    """Weights of linears, experts and routers; not tables (but heads tied to one), convolutions or biases."""
+    if isinstance(module, nn.Linear):
+        return key == "weight"
+    if isinstance(module, nn.MultiheadAttention):
+        return key.endswith("_weight")
+    if isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) or not parameter.is_floating_point():
+        return False
+    no_table = not any(word in join(name, key).lower() for word in (*names.POSITION_WORDS, "token", "conv", "bias"))
+    return parameter.dim() in (2, 3) and min(parameter.shape) > 1 and no_table
 
 
 def _unrecognised(name: str) -> Problem:

@@ -8,12 +8,14 @@ from typing import Protocol
 
 from torch import nn
 
-from shard_spec.planners.megatron.context import Context
+from shard_spec.planners.megatron.context import Context, from_library
 from shard_spec.planners.megatron.linear import LinearView, join
 from shard_spec.planners.megatron.units import Cut
 from shard_spec.problems import Problem
 
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
+
+_ONE_PER_HEAD = ("sinks",)  # of library classes
 
 
 class HeadCounts(Protocol):
@@ -57,6 +59,8 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         if heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
             if _NORM_OF_A_PROJECTION.search(name):
                 replicated.append(fqn)
+            elif name in _ONE_PER_HEAD and from_library(context.modules[holder]):
+                cuts.append(Cut(fqn, "S(0)"))
             else:
                 doubts.append(_doubt(fqn, shape))
         elif isinstance(owner, nn.Embedding) and shape[-1] == heads.num_heads:

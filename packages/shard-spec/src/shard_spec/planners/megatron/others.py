@@ -13,6 +13,9 @@ from shard_spec.planners.megatron.mlp import uneven
 from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
 from shard_spec.problems import Problem
 
+# Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
+_TRANSPOSED = {"Llama4TextExperts": True}
+
 
 def find_multihead_attention(context: Context, name: str) -> Found | None:
     """Torch's own attention module: q, k and v in one ``in_proj_weight`` or in three, biases for keys and values."""
@@ -57,7 +60,7 @@ def find_experts(context: Context, name: str) -> Found | None:
     if gate_up is None or down is None or gate_up.dim() != 3 or down.dim() != 3:
         return None
     fqns = tuple(join(name, key) for key in weights)
-    transposed = getattr(module, "is_transposed", None)
+    transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
     known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not known:
         problem = Problem(

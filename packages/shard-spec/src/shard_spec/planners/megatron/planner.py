@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shard_spec.layout import Layout
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, together
 from shard_spec.planners.megatron.analysis import Analysis, analyse
 from shard_spec.planners.megatron.context import FusedOrder, Options
 from shard_spec.problems import PlanError, Problem
@@ -91,8 +91,8 @@ class MegatronPlanner(LayoutPlanner):
         if self.expert_axis is not None:
             layouts.update(self._dealt_experts(module))
         unrecognised = {name: problem for name, problem in analysis.unrecognised.items() if name not in layouts}
-        left = tuple(dict.fromkeys(analysis.left_whole.values()))
-        return Decisions(_one_name_each(module, layouts), left + analysis.notes, unrecognised)
+        notes = (*analysis.left_whole.values(), *analysis.notes)
+        return Decisions(_one_name_each(module, layouts), together(notes), unrecognised)
 
     def _dealt_experts(self, module: nn.Module) -> dict[str, Layout]:
         """Every three-dimensional expert weight (and its bias) by its first dimension."""

@@ -1,15 +1,15 @@
 """Executes a model to check that its units may be cut as planned.
 
-For each unit and rank, the rows' weights are set to zero outside of the rank's slice: what remains is the rank's
-summand. Then the columns outside of its slice are replaced by other numbers. If the model's output moves, the rank's
-summand needs channels that the rank does not have, and training with the plan would be wrong. Everything is done on
-one process, on a copy.
+For each rank, the rows' weights of all units are set to zero outside of the rank's slice: what remains are the rank's
+summands. Then the columns outside of its slices are replaced by other numbers. If the model's output moves, some
+summand needs channels that the rank does not have, and training with the plan would be wrong; which unit's, is found
+by replacing the columns of one unit at a time. Everything is done in one process, on a copy.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -25,68 +25,94 @@ def verify_units(
 ) -> tuple[Problem, ...]:
     """Every unit whose summands mix slices, or that the call does not exercise; empty if all is well.
 
-    Use a small model with random weights, in float64 if you can: two model runs per unit and rank, and one more.
+    Use a small model with random weights, in float64 if you can: it is run once per unit and rank, and a few times
+    more.
 
     Args:
         module: the model, materialised; it is not changed.
-        units: what `MegatronPlanner.analyse(module)` found.
+        units: what `MegatronPlanner.analyse(module)` found; vocabulary units have nothing between and are skipped.
         tp_size: number of tensor-parallel ranks.
         call: runs a model and returns one output tensor; deterministic (dropout off).
     """
+    regions = tuple(unit for unit in units if unit.rows and unit.columns)
     twin = copy.deepcopy(module)
-    parameters = dict(twin.named_parameters(remove_duplicate=False))
-    problems = []
-    for unit in units:
-        if not unit.rows or not unit.columns:
-            continue  # vocabulary: rows of a table, nothing between
-        for rank in range(tp_size):
-            problem = _verify(unit, rank, tp_size, parameters, lambda: call(twin))
-            if problem is not None:
-                problems.append(problem)
-    return tuple(problems)
-
-
-def _verify(
-    unit: Unit, rank: int, tp_size: int, parameters: Mapping[str, nn.Parameter], run: Callable[[], Tensor]
-) -> Problem | None:
-    rows = {cut.name: _mask(cut, parameters[cut.name], rank, tp_size) for cut in unit.rows}
-    columns = {cut.name: _mask(cut, parameters[cut.name], rank, tp_size) for cut in (*unit.columns, *unit.inner)}
-    kept = {name: parameters[name].detach().clone() for name in (*rows, *columns)}
     with torch.no_grad():
+        found = [_Rank(twin, regions, rank, tp_size, call).problems() for rank in range(tp_size)]
+    return tuple(problem for problems in found for problem in problems)
+
+
+class _Rank:
+    """One rank's summands. The model's rows are cut for as long as `problems` runs."""
+
+    def __init__(
+        self, twin: nn.Module, units: tuple[Unit, ...], rank: int, tp_size: int, call: Callable[[nn.Module], Tensor]
+    ) -> None:
+        self._units, self._rank, self._tp_size = units, rank, tp_size
+        self._run: Callable[[], Tensor] = lambda: call(twin)
+        self._parameters = dict(twin.named_parameters(remove_duplicate=False))
+
+    def problems(self) -> list[Problem]:
+        rows = [cut for unit in self._units for cut in unit.rows]
+        kept = {cut.name: self._parameters[cut.name].clone() for cut in rows}
         try:
-            for name, mask in rows.items():
-                parameters[name].mul_(mask)
-            alone = run()
-            for name, mask in columns.items():
-                parameters[name].copy_(torch.where(mask, kept[name], _other(kept[name])))
-            without_others = run()
-            for name in columns:
-                parameters[name].copy_(_other(kept[name]))
-            moved = run()
+            for cut in rows:
+                self._parameters[cut.name].mul_(self._mask(cut))
+            return self._mixing() + self._idle()
         finally:
             for name, value in kept.items():
-                parameters[name].copy_(value)
-    if not _same(alone, without_others):
-        moved_by = f"{_distance(alone, without_others):.2g}"
-        found = f"rank {rank} of {tp_size} needs other ranks' channels (output moves by {moved_by})"
-        return Problem("slices-mix", unit.name, found=found, hint="do not cut this block")
-    if _same(without_others, moved):
-        return Problem(
-            "not-exercised",
-            unit.name,
-            found=f"the output does not depend on rank {rank}'s slice",
-            hint="pass a call that runs this block on inputs that matter",
-        )
-    return None
+                self._parameters[name].copy_(value)
 
+    def _mixing(self) -> list[Problem]:
+        """Units that need what other ranks hold."""
+        alone = self._run()
+        if _same(alone, self._with_other_columns(self._units, own=False)):
+            return []
+        problems = []
+        for unit in self._units:
+            moved_by = _distance(alone, self._with_other_columns((unit,), own=False))
+            if not _close(moved_by, alone):
+                found = (
+                    f"rank {self._rank} of {self._tp_size} needs other ranks' channels (output moves by {moved_by:.2g})"
+                )
+                problems.append(Problem("slices-mix", unit.name, found=found, hint="do not cut this block"))
+        return problems or [Problem("slices-mix", found="several units together need other ranks' channels")]
 
-def _mask(cut: Cut, parameter: nn.Parameter, rank: int, tp_size: int) -> Tensor:
-    """True where `rank` holds the parameter."""
-    layout = Layout(MeshSpec({"tp": tp_size}), {"tp": cut.placement})
-    mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
-    for box in layout.boxes(rank, tuple(parameter.shape)):
-        mask[box.slices()] = True
-    return mask
+    def _idle(self) -> list[Problem]:
+        """Units that the call does not reach: nothing was learnt about them."""
+        alone = self._run()
+        return [
+            Problem(
+                "not-exercised",
+                unit.name,
+                found=f"the output does not depend on rank {self._rank}'s slice",
+                hint="pass a call that runs this block on inputs that matter",
+            )
+            for unit in self._units
+            if _same(alone, self._with_other_columns((unit,), own=True))
+        ]
+
+    def _with_other_columns(self, units: tuple[Unit, ...], own: bool) -> Tensor:
+        """The output after the rank's own columns of `units`, or all the others', were replaced."""
+        cuts = [cut for unit in units for cut in (*unit.columns, *unit.inner)]
+        kept = {cut.name: self._parameters[cut.name].clone() for cut in cuts}
+        try:
+            for cut in cuts:
+                replaced = self._mask(cut) if own else ~self._mask(cut)
+                value = kept[cut.name]
+                self._parameters[cut.name].copy_(torch.where(replaced, _other(value), value))
+            return self._run()
+        finally:
+            for name, value in kept.items():
+                self._parameters[name].copy_(value)
+
+    def _mask(self, cut: Cut) -> Tensor:
+        """True where the rank holds the parameter."""
+        parameter = self._parameters[cut.name]
+        layout = Layout(MeshSpec({"tp": self._tp_size}), {"tp": cut.placement})
+        mask = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+        for box in layout.boxes(self._rank, tuple(parameter.shape)):
+            mask[box.slices()] = True
+        return mask
 
 
 def _other(value: Tensor) -> Tensor:
@@ -98,7 +124,12 @@ def _other(value: Tensor) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return _distance(one, other) <= (1e-9 if one.dtype == torch.float64 else 1e-4)
+    return _close(_distance(one, other), one)
+
+
+def _close(distance: float, output: Tensor) -> bool:
+    """Rounding of the output's dtype, not more."""
+    return distance <= (1e-9 if output.dtype == torch.float64 else 1e-4)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
