@@ -1,17 +1,17 @@
 """Layouts against DTensor's own shapes and offsets, on random cases (issue target: at least 10,000)."""
 
 import random
-
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensor_shape_and_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from typing import Any
 
 from shard_spec import Layout, MeshSpec, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as dtensor_shape_and_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 NUM_CASES = 10_500
 RANKS_PER_CASE = 2
 
 
-def random_case(rng, strided):
+def random_case(rng: Any, strided: Any) -> Any:
     """One (shape, mesh, placements); `strided` adds DTensor's strided shards, our interleaved ones."""
     shape = tuple(rng.choice((0, 1, 2, 3, 5, 7, 8, 9, 12, 16, 31, 64)) for _ in range(rng.randint(1, 4)))
     mesh = MeshSpec({f"a{i}": rng.choice((1, 2, 3, 4, 8)) for i in range(rng.randint(1, 3))})
@@ -25,7 +25,7 @@ def random_case(rng, strided):
     return shape, mesh, placements
 
 
-def test_shapes_and_offsets_equal_dtensors_on_ten_thousand_random_cases():
+def test_shapes_and_offsets_equal_dtensors_on_ten_thousand_random_cases() -> None:
     rng = random.Random(0)
     compared = 0
     for _ in range(NUM_CASES):
@@ -39,7 +39,7 @@ def test_shapes_and_offsets_equal_dtensors_on_ten_thousand_random_cases():
     assert compared == NUM_CASES * RANKS_PER_CASE >= 10_000
 
 
-def test_interleaved_shapes_and_first_offsets_equal_dtensors_strided_shards():
+def test_interleaved_shapes_and_first_offsets_equal_dtensors_strided_shards() -> None:
     rng = random.Random(1)
     compared = 0
     while compared < 1_500:
@@ -59,7 +59,7 @@ def test_interleaved_shapes_and_first_offsets_equal_dtensors_strided_shards():
         compared += 1
 
 
-def layout_numel(shape):
+def layout_numel(shape: Any) -> Any:
     numel = 1
     for size in shape:
         numel *= size

@@ -17,9 +17,11 @@ def canonical(layout: Layout, shape: tuple[int, ...]) -> Layout:
     terms = [_plain_dim(term, len(shape)) for term in layout.terms]
     terms = [REPLICATE if size == 1 else term for size, term in zip(layout.mesh.shape, terms, strict=True)]
     for dim, cuts in cuts_by_dim(layout, len(shape)):
-        at, count, term = cuts[0]  # later cuts see stretches of several lengths: left as they are written
-        if count > 1 and term.kind != "S" and _cuts_like_shard(term, shape[dim], count):
-            terms[at] = Term("S", dim)
+        real = [cut for cut in cuts if cut[1] > 1]
+        if real:
+            at, count, term = real[0]  # later cuts see stretches of several lengths: left as they are written
+            if term.kind != "S" and _cuts_like_shard(term, shape[dim], count):
+                terms[at] = Term("S", dim)
     # The order matters only among axes that still cut, and only where they cut the same dim.
     names = layout.mesh.axis_names
     cutting = [axis for axis in (layout.order or names) if terms[names.index(axis)].dim is not None]

@@ -45,7 +45,7 @@ class Pattern:
                 re.compile(self.text[3:])
             except (re.error, OverflowError, RecursionError) as error:
                 raise _bad(self.text, f"not a regular expression: {error}") from None
-        elif not self.is_exact:
+        elif self.text:  # "" names the root module
             for alternative in self.alternatives:
                 _check_glob(alternative, self.text)
 

@@ -205,6 +205,11 @@ def _decide(
             )
         return None, None
     winners = {alias: _most_specific(alias, found, problems) for alias, found in rules.items()}
+    winners = {  # a rule for one name of a tied tensor also has to beat the more general ones for its other names
+        alias: rule
+        for alias, rule in winners.items()
+        if not any(_beats_anywhere(other, rule) for other in winners.values())
+    }
     layouts = {alias: made.of(rule, tensor) for alias, rule in winners.items()}
     first = next(iter(winners))
     for alias, layout in layouts.items():
@@ -247,6 +252,15 @@ def _beats(rule: Rule, other: Rule) -> bool:
     assert rule.pattern is not None
     assert other.pattern is not None
     return rule.pattern.within(other.pattern) and not other.pattern.within(rule.pattern)
+
+
+def _beats_anywhere(rule: Rule, other: Rule) -> bool:
+    """As ``_beats``, for rules that match different names of one tensor: an exact one beats every other."""
+    assert rule.pattern is not None
+    assert other.pattern is not None
+    if rule.pattern.is_exact != other.pattern.is_exact:
+        return rule.pattern.is_exact
+    return not rule.pattern.is_exact and _beats(rule, other)
 
 
 def _same_value(rule: Rule, other: Rule) -> bool:
