@@ -42,5 +42,3 @@ def test_delayed(ranks: Ranks) -> None:
         inp = torch.arange(4.0)
         dist.all_to_all_single(out, inp, [1, 2] if ranks.rank else [3, 2], [3, 1] if ranks.rank == 0 else [2, 2])
         print(out)
-
-

@@ -5,10 +5,12 @@ Read against torch 2.13.0 (CPU build); the names used here exist in 2.11 with th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, TCPStore, Work
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -18,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 NAMESPACE = "c10d"
 
 
+@functools.cache
 def collective_schemas() -> dict[str, list[str]]:
     """Operator name without namespace -> names of its arguments, for every c10d operator that takes a group."""
     found = {}
@@ -29,32 +32,44 @@ def collective_schemas() -> dict[str, list[str]]:
     return found
 
 
+@functools.cache
 def schema_defaults(name: str) -> dict[str, Any]:
     """Default values of a c10d operator's arguments."""
     schema = torch._C._get_schema(f"{NAMESPACE}::{name}", "")
     return {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
 
 
-def has_kernel(name: str, key: str) -> bool:
-    """Whether a c10d operator has a kernel for a dispatch key."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key))
+def put_before_backends(name: str, kernel: Callable[..., Any]) -> Any:
+    """Register `kernel(keyset, *args)` of a c10d operator to run before the kernel of any backend.
 
-
-def kernel_of(name: str, key: str) -> Any:
-    """A function that calls the kernel that is registered now, also after another one was put before it."""
-    kernel = torch.library.get_kernel(f"{NAMESPACE}::{name}", key)
-    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def call(*args: Any) -> Any:
-        return kernel.call_boxed(keyset, *args)
-
-    return call
-
-
-def new_library() -> Any:
-    """Registrations into the c10d namespace; they last as long as the object."""
+    BackendSelect is the one dispatch key that every thread includes by default and that stands directly before the
+    device's key. Returns the registration, which lasts as long as the object.
+    """
     library: Any = torch.library.Library
-    return library(NAMESPACE, "IMPL")
+    registration = library(NAMESPACE, "IMPL")
+    registration.impl(name, kernel, "BackendSelect", with_keyset=True)
+    return registration
+
+
+def go_on(name: str, keyset: Any, *args: Any) -> Any:
+    """Call the device's own kernel.
+
+    `redispatch` releases the GIL; calling the kernel object of `torch.library.get_kernel` would not, and deadlocks
+    with gloo's worker threads, which take the GIL to free a tensor while they hold the queue's lock.
+    """
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args)
+
+
+def keyset_of(device: torch.device) -> Any:
+    """The dispatch keys of a plain tensor on a device."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type)))
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL that is loaded."""
+    nccl: Any = torch.cuda.nccl
+    return tuple(nccl.version())
 
 
 def unbox_group(boxed: Any) -> Any:
@@ -93,11 +108,13 @@ __all__ = [
     "ProcessGroup",
     "Work",
     "TCPStore",
+    "PrefixStore",
     "collective_schemas",
     "schema_defaults",
-    "has_kernel",
-    "kernel_of",
-    "new_library",
+    "put_before_backends",
+    "go_on",
+    "keyset_of",
+    "nccl_version",
     "unbox_group",
     "unbox_work",
     "box_work",

@@ -17,20 +17,20 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from ranktest import _pytest_compat as compat
-from ranktest import wire
-from ranktest.job import Job, Outcome
+from ranktest import process, wire
+from ranktest.job import Job, Meeting, Outcome
 
 _config: Any = None
 _modules: dict[str, ModuleType] = {}
 
 
-def configure(pytest_args: list[str]) -> None:
-    """Make the pytest configuration that test modules are imported under (assertion rewriting, import mode)."""
+def configure(config: Any) -> None:
+    """Set the pytest configuration that test modules are imported under (assertion rewriting, import mode)."""
     global _config
-    _config = compat.make_config(pytest_args)
+    _config = config
 
 
 def preload(names: list[str]) -> None:
@@ -55,52 +55,53 @@ def load_module(path: str) -> ModuleType:
     return _modules[path]
 
 
-def run_rank(job: Job, rank: int, channel: socket.socket, port: int, listen_fd: int | None) -> int:
-    """Run one rank of a job and answer on `channel`; returns the exit code."""
-    _send_output_to(job.folder, rank)
-    stacks = open(os.path.join(job.folder, f"{rank}.stack"), "w")  # noqa: SIM115 - open until the process ends
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    outcome = _outcome(job, rank, port, listen_fd)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    wire.send(channel, outcome)
-    with contextlib.suppress(EOFError):
-        wire.receive(channel)  # stay, sockets open, until every rank has answered
-    return 0
+def become_rank(job: Job, meeting: Meeting, channel: socket.socket) -> NoReturn:
+    """Be one rank of a job in this freshly forked process, answer on `channel`, and end."""
+    code = 70
+    try:
+        process.die_with_parent()
+        process.send_output_to(os.path.join(job.folder, f"{meeting.rank}.output"))
+        stacks = open(os.path.join(job.folder, f"{meeting.rank}.stack"), "w")  # noqa: SIM115 - open until the end
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        wire.send(channel, _outcome(job, meeting))
+        with contextlib.suppress(EOFError):
+            wire.receive(channel)  # stay, sockets open, until every rank has answered
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def _send_output_to(folder: str, rank: int) -> None:
-    fd = os.open(os.path.join(folder, f"{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    sys.stdin = open(os.devnull)  # noqa: SIM115 - open until the process ends
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+def _outcome(job: Job, meeting: Meeting) -> Outcome:
+    try:
+        _run(job, meeting)
+    except BaseException as problem:
+        try:
+            return compat.outcome_of(_config, meeting.rank, problem, job)
+        except Exception:
+            return Outcome(meeting.rank, "failed", traceback.format_exc(), repr(problem))
+    return Outcome(meeting.rank, "passed")
 
 
-def _outcome(job: Job, rank: int, port: int, listen_fd: int | None) -> Outcome:
+def _run(job: Job, meeting: Meeting) -> None:
     from ranktest import groups, intercept
     from ranktest.checks import GlooChecks
     from ranktest.ranks import Ranks
 
-    try:
-        module = load_module(job.path)
+    module = load_module(job.path)
+    with _warning_filters(job.filterwarnings), compat.assertion_details(_config):
         funcargs = pickle.loads(job.funcargs)
+        device = groups.join(job, meeting)
         _seed(job.seed)
-        with _warning_filters(job.filterwarnings), compat.assertion_details(_config):
-            intercept.add(GlooChecks())
-            groups.join(rank, job.world_size, port, listen_fd, job.group_timeout_s)
-            if job.ranks_argument:
-                funcargs["ranks"] = Ranks.of_default_group()
-            _function(module, job.qualname)(**funcargs)
-    except BaseException as problem:
-        try:
-            return compat.outcome_of(_config, rank, problem, job)
-        except Exception:
-            return Outcome(rank, "failed", traceback.format_exc(), repr(problem))
-    return Outcome(rank, "passed")
+        intercept.install()
+        intercept.add(GlooChecks())
+        if job.ranks_argument:
+            funcargs["ranks"] = Ranks(meeting.rank, job.world_size, device, job.placement.backend)
+        _function(module, job.qualname)(**funcargs)
 
 
 def _function(module: ModuleType, qualname: tuple[str, ...]) -> Any:

@@ -24,7 +24,7 @@ class GlooChecks:
 
     def around(self, call: Call, execute: Execute) -> Any:
         """Check an all_to_all_single on CPU tensors; let everything else through."""
-        if call.name != "alltoall_base_" or call.device_key != "CPU":
+        if call.name != "alltoall_base_" or call.device.type != "cpu":
             return execute(call.arguments)
         sent, received = check_locally(call)
         told, gathering = _exchange(call, sent + received)
@@ -66,9 +66,10 @@ def check_locally(call: Call) -> tuple[list[int], list[int]]:
 def _exchange(call: Call, own: list[int]) -> tuple[torch.Tensor, Any]:
     row = torch.tensor(own, dtype=torch.int64)
     told = torch.empty(call.size, len(own), dtype=torch.int64)
-    gather = intercept.original("_allgather_base_", "CPU")
-    _, boxed = gather(
-        {"output_tensor": told, "input_tensor": row.unsqueeze(0), "process_group": call.arguments["process_group"]}
+    _, boxed = intercept.unseen(
+        "_allgather_base_",
+        {"output_tensor": told, "input_tensor": row.unsqueeze(0), "process_group": call.arguments["process_group"]},
+        row.device,
     )
     return told, compat.unbox_work(boxed)
 

@@ -83,7 +83,7 @@ class Transfer:
         self.writes = [(tensor, self.copies[id(tensor)]) for tensor in writes]
         apart = [tensor for tensor in reads if not any(_overlap(tensor, written) for written in writes)]
         self.reads = [(tensor, tensor.clone()) for tensor in apart]
-        if call.device_key == "CUDA" and "async_op" in call.arguments:
+        if call.device.type == "cuda" and "async_op" in call.arguments:
             self.arguments["async_op"] = True  # NCCL gives no handle for a call that is not async
 
     def _copied(self, value: Any) -> Any:

@@ -1,24 +1,71 @@
-"""Joining and leaving the process group of one test."""
+"""Joining the process group of one test."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from ranktest import _torch_compat as compat
+from ranktest.job import Job, Meeting
+
+#: First NCCL that can put several ranks on one device.
+NCCL_MULTI_RANK = (2, 30)
 
 
-def join(rank: int, world_size: int, port: int, listen_fd: int | None, timeout_s: float) -> None:
-    """Make the default group of a test over a store on the loopback; rank 0 serves it on an already open socket."""
-    timeout = timedelta(seconds=timeout_s)
+def device_of(job: Job, meeting: Meeting) -> torch.device:
+    """The device of a rank."""
+    if job.placement.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(job.placement.device, meeting.local_rank // job.placement.ranks_per_gpu)
+
+
+def join(job: Job, meeting: Meeting) -> torch.device:
+    """Make the default group of a test and return this rank's device; an accelerator is made current first."""
+    device = device_of(job, meeting)
+    bound = None
+    if device.type == "cuda":
+        _nccl_environment(job, meeting)
+        torch.cuda.set_device(device)
+        bound = device if "nccl" in job.placement.backend else None
+    timeout = timedelta(seconds=job.group_timeout_s)
     store = compat.TCPStore(
-        "127.0.0.1",
-        port,
-        world_size,
-        rank == 0,
+        meeting.host,
+        meeting.port,
+        job.world_size,
+        meeting.listen_fd is not None,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=listen_fd,
+        master_listen_fd=meeting.listen_fd,
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(
+        job.placement.backend,
+        store=compat.PrefixStore(meeting.prefix, store) if meeting.prefix else store,
+        rank=meeting.rank,
+        world_size=job.world_size,
+        timeout=timeout,
+        device_id=bound,
+    )
+    return device
+
+
+def _nccl_environment(job: Job, meeting: Meeting) -> None:
+    """Flight recorder on; several ranks per device allowed where NCCL can."""
+    for name, value in {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": os.path.join(job.folder, "nccl_trace_rank_"),
+        "TORCH_FR_DUMP_TEMP_FILE": os.path.join(job.folder, "nccl_trace_rank_"),
+    }.items():
+        os.environ.setdefault(name, value)
+    if job.placement.ranks_per_gpu > 1 and "nccl" in job.placement.backend:
+        version = compat.nccl_version()
+        if version[:2] < NCCL_MULTI_RANK:
+            raise RuntimeError(
+                f"{job.placement.ranks_per_gpu} ranks per GPU under NCCL need NCCL "
+                f"{'.'.join(map(str, NCCL_MULTI_RANK))}, found {'.'.join(map(str, version))}; use --ranks-backend gloo"
+            )
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")

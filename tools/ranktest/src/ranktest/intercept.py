@@ -8,7 +8,6 @@ them: it describes the call, lets the listeners see it, and goes on to torch's o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ class Call:
     name: str
     arguments: dict[str, Any]
     group: Any
-    device_key: str
+    device: torch.device
 
     @property
     def operator(self) -> Operator:
@@ -94,8 +93,7 @@ class Listener(Protocol):
 
 
 _listeners: list[Listener] = []
-_kernels: dict[tuple[str, str], Execute] = {}
-_library: Any = None
+_registrations: list[Any] = []
 
 
 def add(listener: Listener) -> None:
@@ -119,9 +117,9 @@ def unobserved() -> Iterator[None]:
         _listeners[:] = saved
 
 
-def original(name: str, key: str) -> Execute:
-    """Torch's own kernel of an operator, past all listeners; takes arguments by name."""
-    return _kernels[name, key]
+def unseen(name: str, arguments: dict[str, Any], device: torch.device) -> Any:
+    """Call an operator's own kernel past all listeners, with arguments by name."""
+    return _executor(name, compat.collective_schemas()[name], compat.keyset_of(device))(arguments)
 
 
 def install() -> None:
@@ -130,43 +128,42 @@ def install() -> None:
     Raises:
         RuntimeError: this torch has a collective that the table does not know, so it would go unseen.
     """
-    global _library
-    if _library is not None:
+    if _registrations:
         return
     schemas = compat.collective_schemas()
     unknown = sorted(set(schemas) - set(OPERATORS))
     if unknown:
         raise RuntimeError(f"torch {torch.__version__} has collectives that ranktest does not know: {unknown}")
-    library = compat.new_library()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that kernels are overridden: that is the point
-        for name, argument_names in schemas.items():
-            for key in ("CPU", "CUDA"):
-                if compat.has_kernel(name, key):
-                    library.impl(name, _kernel(name, argument_names, key), key)
-    _library = library
+    for name, argument_names in schemas.items():
+        _registrations.append(compat.put_before_backends(name, _kernel(name, argument_names)))
 
 
-def _kernel(name: str, argument_names: list[str], key: str) -> Callable[..., Any]:
-    kernel = compat.kernel_of(name, key)
+def _kernel(name: str, argument_names: list[str]) -> Callable[..., Any]:
     defaults = compat.schema_defaults(name)
 
-    def execute(arguments: dict[str, Any]) -> Any:
-        filled = {**defaults, **arguments}
-        return kernel(*(filled[argument] for argument in argument_names))
-
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
+    def intercepted(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**defaults, **dict(zip(argument_names, args, strict=False)), **kwargs}
-        if not _listeners:
+        execute = _executor(name, argument_names, keyset)
+        device = next((tensor.device for value in arguments.values() for tensor in tensors_in(value)), None)
+        if not _listeners or device is None or device.type == "meta":
             return execute(arguments)
-        call = Call(name, arguments, compat.unbox_group(arguments["process_group"]), key)
+        call = Call(name, arguments, compat.unbox_group(arguments["process_group"]), device)
         run: Execute = execute
         for listener in _listeners:
             run = _around(listener, call, run)
         return run(arguments)
 
-    _kernels[name, key] = execute
     return intercepted
+
+
+def _executor(name: str, argument_names: list[str], keyset: Any) -> Execute:
+    defaults = compat.schema_defaults(name)
+
+    def execute(arguments: dict[str, Any]) -> Any:
+        filled = {**defaults, **arguments}
+        return compat.go_on(name, keyset, *(filled[argument] for argument in argument_names))
+
+    return execute
 
 
 def _around(listener: Listener, call: Call, execute: Execute) -> Execute:

@@ -1,8 +1,23 @@
-"""What the pytest process asks the ranks to run, and what each rank answers."""
+"""What the pytest process asks the ranks to run, where they meet, and what each rank answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks live and what they talk over.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        backend: what `init_process_group` gets ("gloo", "nccl", "cpu:gloo,cuda:nccl").
+        ranks_per_gpu: how many ranks share one device.
+    """
+
+    device: str = "cpu"
+    backend: str = "gloo"
+    ranks_per_gpu: int = 1
 
 
 @dataclass(frozen=True)
@@ -25,6 +40,28 @@ class Job:
     filterwarnings: tuple[str, ...]
     folder: str
     tbstyle: str = "auto"
+    placement: Placement = Placement()
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where one rank meets the others of its test.
+
+    Attributes:
+        rank: number in the default group.
+        local_rank: number on this machine; decides the device.
+        host: address of the store.
+        port: port of the store.
+        prefix: keys of this test in the store.
+        listen_fd: an open listening socket, on the rank that serves the store; None on the others.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    port: int
+    prefix: str = ""
+    listen_fd: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,4 +72,3 @@ class Outcome:
     status: str  # "passed", "failed", "skipped", "xfailed"
     text: str = ""  # traceback, or the reason
     summary: str = ""  # one line
-    warnings: tuple[str, ...] = field(default=())

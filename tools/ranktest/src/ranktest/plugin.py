@@ -3,41 +3,91 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import io
 import pickle
+from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ranktest import report
-from ranktest.job import Job
+from ranktest import report, torchrun
+from ranktest.job import Job, Placement
 
 if TYPE_CHECKING:
     from ranktest.pool import Pool
 
 _POOL = pytest.StashKey["Pool"]()
+_WORLD = pytest.StashKey["torchrun.World"]()
+_NOT_RUN = pytest.StashKey[list[tuple[str, str]]]()
 
-#: imported by the server before the first fork, because most bodies would import them
+#: Imported by the server before the first fork, because most bodies would import them.
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+#: Default limit of a whole test, and of one collective, in seconds.
+TEST_TIMEOUT_S, GROUP_TIMEOUT_S = 60.0, 30.0
 
 
+# ---- options and markers
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add this plugin's options."""
+    group = parser.getgroup("ranktest", "test bodies on many ranks")
+    group.addoption(
+        "--without-extras",
+        action="store_true",
+        help="leave out tests marked extra(...), and list them at the end",
+    )
+    group.addoption(
+        "--ranks-device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="where ranks live; auto is cpu, under torchrun cuda if there are GPUs",
+    )
+    group.addoption(
+        "--ranks-backend",
+        default="auto",
+        help="backend of the default group; auto is gloo on cpu and nccl on cuda",
+    )
+    group.addoption(
+        "--ranks-per-gpu", type=int, default=1, metavar="N", help="how many ranks share a GPU (default: %(default)s)"
+    )
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers."""
+    """Register the markers; under torchrun join the other processes and leave the talking to rank 0."""
     config.addinivalue_line(
         "markers",
-        "ranks(*world_sizes, timeout=60): run the body on so many ranks; several sizes make several tests",
+        f"ranks(*world_sizes, timeout={TEST_TIMEOUT_S:.0f}): run the body on so many ranks; "
+        "several sizes make several tests",
     )
     config.addinivalue_line(
         "markers", "extra(*distributions): the test needs distributions beyond the package's own closure"
     )
+    config.stash[_NOT_RUN] = []
+    if config.getoption("ranks_per_gpu") < 1:
+        raise pytest.UsageError("--ranks-per-gpu takes a positive number")
+    if torchrun.is_torchrun() and not config.getoption("collectonly"):
+        config.stash[_WORLD] = world = torchrun.World(config)
+        if world.rank != 0:
+            _silence(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the server."""
-    pool = config.stash.get(_POOL, None)
-    if pool is not None:
-        pool.close()
+    """End the server, or leave together with the other processes."""
+    if _POOL in config.stash:
+        config.stash[_POOL].close()
+    if _WORLD in config.stash:
+        config.stash[_WORLD].leave()
 
 
+def _silence(config: pytest.Config) -> None:
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        terminal._tw._file = io.StringIO()
+
+
+# ---- collection
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`@ranks(2, 4)` makes one test per world size."""
     marker = metafunc.definition.get_closest_marker("ranks")
@@ -47,30 +97,77 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("ranks", marker.args, indirect=True, ids=[f"ranks{n}" for n in marker.args])
 
 
-@pytest.fixture
-def ranks(request: pytest.FixtureRequest) -> Any:
-    """The rank a body runs on (a `ranktest.Ranks`); made anew on each rank."""
-    if request.node.get_closest_marker("ranks") is None:
-        raise pytest.UsageError("the `ranks` fixture needs @pytest.mark.ranks(n) on the test")
-    return None
-
-
-def world_size_of(item: pytest.Item) -> int:
-    """The number of ranks a marked test asks for."""
-    marker = item.get_closest_marker("ranks")
-    assert marker is not None
-    sizes = marker.args
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise pytest.UsageError(f"@pytest.mark.ranks takes positive whole numbers, not {sizes!r}")
-    callspec = getattr(item, "callspec", None)
-    return int(callspec.params["ranks"]) if len(sizes) > 1 and callspec is not None else int(sizes[0])
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    """Start the server as soon as a file is seen that will need it, while pytest imports the file."""
+    config = parent.config
+    if _WORLD in config.stash or _POOL in config.stash or config.getoption("collectonly"):
+        return
+    if file_path.suffix == ".py" and b"mark.ranks" in file_path.read_bytes():
+        _pool(config).start()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the server while other tests still run, if any test will need it."""
-    if not config.getoption("collectonly") and any(item.get_closest_marker("ranks") for item in items):
-        _pool(config).start()
+    """Take out what cannot run here, and remember why."""
+    kept = []
+    for item in items:
+        why = _why_not(config, item)
+        if why:
+            config.stash[_NOT_RUN].append((item.nodeid, why))
+        else:
+            kept.append(item)
+    if len(kept) < len(items):
+        kept_ids = {id(item) for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept_ids])
+        items[:] = kept
+    if _WORLD in config.stash:
+        config.stash[_WORLD].agree_on_tests(items)
+
+
+def _why_not(config: pytest.Config, item: pytest.Item) -> str:
+    extras = [name for marker in item.iter_markers("extra") for name in marker.args]
+    if extras and config.getoption("without_extras"):
+        return f"needs {', '.join(extras)} (--without-extras)"
+    if item.get_closest_marker("ranks") is not None:
+        wanted, room = world_size_of(item), _room(config)
+        if room is not None and wanted > room:
+            return f"needs {wanted} ranks, there are {room}"
+    return ""
+
+
+def _room(config: pytest.Config) -> int | None:
+    """The most ranks there can be; None if there is no limit."""
+    if _WORLD in config.stash:
+        return config.stash[_WORLD].size
+    if _placement(config).device == "cuda":
+        import torch
+
+        return torch.cuda.device_count() * int(config.getoption("ranks_per_gpu"))
+    return None
+
+
+# ---- running
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A missing extra distribution is an error."""
+    for marker in item.iter_markers("extra"):
+        for name in marker.args:
+            try:
+                importlib.metadata.distribution(name)
+            except importlib.metadata.PackageNotFoundError:
+                pytest.fail(
+                    f"this test is marked extra({name!r}), and {name!r} is not installed; "
+                    "install it, or leave such tests out with --without-extras",
+                    pytrace=False,
+                )
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Any:
+    """The rank a body runs on (a `ranktest.Ranks`); made anew on each rank."""
+    if request.node.get_closest_marker("ranks") is None:
+        pytest.fail("the `ranks` fixture needs @pytest.mark.ranks(n) on the test", pytrace=False)
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,9 +175,64 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     """Run a marked test's body on ranks instead of here."""
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
-    pool = _pool(pyfuncitem.config)
-    report.judge(pool.run(_job(pyfuncitem, str(pool.job_folder()))))
+    config = pyfuncitem.config
+    if _WORLD in config.stash:
+        found = config.stash[_WORLD].run(_job(pyfuncitem, ""))
+    else:
+        pool = _pool(config)
+        found = pool.run(_job(pyfuncitem, pool.job_folder()))
+    report.judge(found)
     return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Under torchrun, rank 0 publishes its reports of each test when it is done with it."""
+    world = item.config.stash.get(_WORLD, None)
+    if world is None or world.rank != 0:
+        return (yield)
+    world.begin_item()
+    collector = _Reports(item.config)
+    item.config.pluginmanager.register(collector)
+    try:
+        return (yield)
+    finally:
+        item.config.pluginmanager.unregister(collector)
+        world.end_item(collector.reports)
+
+
+class _Follow:
+    """On the other processes: take part in rank 0's tests instead of running one's own."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        world = item.config.stash.get(_WORLD, None)
+        if world is None or world.rank == 0:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for data in world.follow_item():
+            found = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
+            item.ihook.pytest_runtest_logreport(report=found)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+class _Reports:
+    """On rank 0: gathers a test's reports in a form that travels."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.reports: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.reports.append(data)
+
+
+def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
+    """Register the follower beside this plugin: a module holds one implementation of a hook only."""
+    if getattr(plugin, "__name__", "") == __name__ and not manager.has_plugin("ranktest-follow"):
+        manager.register(_Follow(), "ranktest-follow")
 
 
 def _pool(config: pytest.Config) -> Pool:
@@ -94,6 +246,7 @@ def _pool(config: pytest.Config) -> Pool:
 def _server_args(config: pytest.Config) -> list[str]:
     args = ["--rootdir", str(config.rootpath), "--import-mode", str(config.getoption("importmode"))]
     args += ["-p", "no:cacheprovider", "-p", "ranktest.plugin"]
+    args += ["-v"] * max(0, config.getoption("verbose"))
     if config.inipath is not None:
         args += ["-c", str(config.inipath)]
     for override in config.getoption("override_ini") or ():
@@ -103,30 +256,58 @@ def _server_args(config: pytest.Config) -> list[str]:
     return args
 
 
-def _job(item: pytest.Function, folder: str) -> Job:
+# ---- jobs
+def world_size_of(item: pytest.Item) -> int:
+    """The number of ranks a marked test asks for."""
     marker = item.get_closest_marker("ranks")
     assert marker is not None
-    names = item._fixtureinfo.argnames
-    funcargs = {name: item.funcargs[name] for name in names if name != "ranks"}
-    return Job(
-        nodeid=item.nodeid,
-        path=str(item.path),
-        qualname=(*(n.name for n in item.listchain() if isinstance(n, pytest.Class)), item.originalname),
-        funcargs=_pickled(funcargs),
-        ranks_argument="ranks" in names,
-        world_size=world_size_of(item),
-        seed=seed_of(item.nodeid),
-        timeout_s=float(marker.kwargs.get("timeout", 60)),
-        group_timeout_s=30.0,
-        filterwarnings=tuple(arg for mark in item.iter_markers("filterwarnings") for arg in reversed(mark.args)),
-        folder=folder,
-        tbstyle=str(item.config.getoption("tbstyle")),
-    )
+    sizes = marker.args
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ranks takes positive whole numbers, not {sizes!r}")
+    unknown = set(marker.kwargs) - {"timeout"}
+    if unknown:
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ranks takes timeout=, not {sorted(unknown)}")
+    callspec = getattr(item, "callspec", None)
+    return int(callspec.params["ranks"]) if len(sizes) > 1 and callspec is not None else int(sizes[0])
 
 
 def seed_of(nodeid: str) -> int:
     """The seed of a test: a hash of its id, the same on every rank and every machine."""
     return int.from_bytes(hashlib.sha256(nodeid.encode()).digest()[:4], "big")
+
+
+def _placement(config: pytest.Config) -> Placement:
+    device, backend = config.getoption("ranks_device"), config.getoption("ranks_backend")
+    if device == "auto":
+        device = "cpu"
+        if _WORLD in config.stash:
+            import torch
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+    if backend == "auto":
+        backend = "nccl" if device == "cuda" else "gloo"
+    return Placement(str(device), str(backend), int(config.getoption("ranks_per_gpu")))
+
+
+def _job(item: pytest.Function, folder: str) -> Job:
+    marker = item.get_closest_marker("ranks")
+    assert marker is not None
+    names = item._fixtureinfo.argnames
+    return Job(
+        nodeid=item.nodeid,
+        path=str(item.path),
+        qualname=(*(node.name for node in item.listchain() if isinstance(node, pytest.Class)), item.originalname),
+        funcargs=_pickled({name: item.funcargs[name] for name in names if name != "ranks"}),
+        ranks_argument="ranks" in names,
+        world_size=world_size_of(item),
+        seed=seed_of(item.nodeid),
+        timeout_s=float(marker.kwargs.get("timeout", TEST_TIMEOUT_S)),
+        group_timeout_s=GROUP_TIMEOUT_S,
+        filterwarnings=tuple(arg for mark in item.iter_markers("filterwarnings") for arg in reversed(mark.args)),
+        folder=folder,
+        tbstyle=str(item.config.getoption("tbstyle")),
+        placement=_placement(item.config),
+    )
 
 
 def _pickled(funcargs: dict[str, Any]) -> bytes:
@@ -140,3 +321,16 @@ def _pickled(funcargs: dict[str, Any]) -> bytes:
                 pytrace=False,
             )
     return pickle.dumps(funcargs)
+
+
+# ---- the end
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """List every test that was not run, and why."""
+    not_run: list[tuple[str, str]] = [*config.stash[_NOT_RUN]]
+    for skipped in terminalreporter.stats.get("skipped", []):
+        why = skipped.longrepr[2] if isinstance(skipped.longrepr, tuple) else str(skipped.longrepr)
+        not_run.append((skipped.nodeid, why.removeprefix("Skipped: ")))
+    if not_run:
+        terminalreporter.section(f"not run: {len(not_run)}")
+        for nodeid, why in not_run:
+            terminalreporter.line(f"{nodeid}: {why}")

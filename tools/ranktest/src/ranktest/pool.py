@@ -1,53 +1,20 @@
-"""Engine one, the side of the pytest process: start the server, run jobs on freshly forked ranks, judge them."""
+"""Engine one, the side of the pytest process: start the server and run jobs on ranks forked from it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ranktest import wire
-from ranktest.job import Job, Outcome
-
-#: How long the other ranks get after the first failure.
-GRACE_S = 5.0
-#: How long a silent rank gets to write its stack.
-STACK_S = 0.5
-
-
-@dataclass
-class Member:
-    """One forked rank as the pytest process sees it."""
-
-    rank: int
-    pid: int
-    channel: socket.socket
-    outcome: Outcome | None = None
-    lost: bool = False  # closed its socket without an answer
-    silent: bool = False  # did not answer in time
-    exit_code: int | None = None
-
-
-@dataclass
-class Report:
-    """What a job's ranks did."""
-
-    members: list[Member]
-    folder: Path
-    seconds: float
-    timed_out: bool
-    stacks: dict[int, str] = field(default_factory=dict)
-    output: dict[int, str] = field(default_factory=dict)
+from ranktest import supervise, wire
+from ranktest.job import Job
+from ranktest.supervise import Child, Member, Report
 
 
 class Pool:
@@ -59,7 +26,9 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="ranktest-"))
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
-        self.count = 0
+        self.starting = False
+        self.num_jobs = 0
+        self.kept = False
 
     # ---- server
     def start(self) -> None:
@@ -67,18 +36,6 @@ class Pool:
         if self.process is not None:
             return
         ours, theirs = socket.socketpair()
-        source = str(Path(__file__).resolve().parents[1])
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
-        if sys.platform == "linux":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ranktest.server", str(theirs.fileno())],
@@ -86,10 +43,10 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=_server_environment(),
             )
         theirs.close()
-        self.control = ours
+        self.control, self.starting = ours, True
         wire.send(
             ours,
             {
@@ -100,33 +57,36 @@ class Pool:
                 "preload": self.preload,
             },
         )
-        self._starting = True
 
     def ask(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
-        """One request to the server and its answer."""
+        """One request to the server and its answer.
+
+        Raises:
+            RuntimeError: the server ended; with its log.
+        """
         self.start()
         assert self.control is not None
         try:
-            if self._starting:
+            if self.starting:
                 wire.receive(self.control)
-                self._starting = False
+                self.starting = False
             wire.send(self.control, request)
             if fds is not None:
                 socket.send_fds(self.control, [b"x"], fds)
             answer: dict[str, Any] = wire.receive(self.control)
-        except (EOFError, BrokenPipeError) as error:
+        except (EOFError, BrokenPipeError):
             log = (self.folder / "server.log").read_text(errors="replace")
-            self.stop_server()
-            raise RuntimeError(f"the server that ranks are forked from ended:\n{log}") from error
+            self.stop()
+            raise RuntimeError(f"the server that ranks are forked from ended:\n{log}") from None
         return answer
 
-    def stop_server(self) -> None:
+    def stop(self) -> None:
         """End the server."""
         if self.control is not None:
             self.control.close()
         if self.process is not None:
             try:
-                self.process.wait(2)
+                self.process.wait(0.2 if self.starting else 2)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -134,94 +94,56 @@ class Pool:
 
     def close(self) -> None:
         """End the server and remove the folder of outputs."""
-        self.stop_server()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.stop()
+        if not self.kept:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- jobs
-    def job_folder(self) -> Path:
+    def job_folder(self) -> str:
         """A fresh folder for one job's outputs and stacks."""
-        self.count += 1
-        folder = self.folder / str(self.count)
+        self.num_jobs += 1
+        folder = self.folder / str(self.num_jobs)
         folder.mkdir()
-        return folder
+        return str(folder)
 
     def run(self, job: Job) -> Report:
         """Run a job on its ranks, to the end of every one of them."""
         loaded = self.ask({"do": "load", "path": job.path})
         if not loaded["ok"]:
             raise RuntimeError(f"importing {job.path} for the ranks failed:\n{loaded['error']}")
-        pairs = [socket.socketpair() for _ in range(job.world_size)]
-        answer = self.ask({"do": "fork", "job": job}, [theirs.fileno() for _, theirs in pairs])
-        for _, theirs in pairs:
-            theirs.close()
-        members = [
-            Member(rank, pid, ours) for rank, (pid, (ours, _)) in enumerate(zip(answer["pids"], pairs, strict=True))
-        ]
-        report = Report(members, Path(job.folder), 0.0, False)
         start = time.monotonic()
-        try:
-            self._collect(report, start + job.timeout_s)
-            self._dump_silent(report)
-        finally:
-            self._end(report)
-            report.seconds = time.monotonic() - start
-        for member in members:
-            out = report.folder / f"{member.rank}.out"
-            report.output[member.rank] = out.read_text(errors="replace") if out.exists() else ""
-            stack = report.folder / f"{member.rank}.stack"
-            if stack.exists() and stack.stat().st_size:
-                report.stacks[member.rank] = stack.read_text(errors="replace")
-        shutil.rmtree(report.folder, ignore_errors=True)
+        children = self._fork(job)
+        folder = Path(job.folder)
+        supervise.watch(children, folder, job.timeout_s, self._reap)
+        report = Report([child.member for child in children], time.monotonic() - start, supervise.clear(folder))
+        self.kept |= bool(report.kept)
         return report
 
-    def _collect(self, report: Report, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            for member in report.members:
-                selector.register(member.channel, selectors.EVENT_READ, member)
-            waiting = len(report.members)
-            failed = False
-            while waiting:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    report.timed_out = not failed
-                    break
-                for key, _ in selector.select(left):
-                    member = key.data
-                    try:
-                        member.outcome = wire.receive(member.channel)
-                    except EOFError:
-                        member.lost = True
-                    selector.unregister(member.channel)
-                    waiting -= 1
-                    if (member.lost or member.outcome.status == "failed") and not failed:
-                        failed = True
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+    def _fork(self, job: Job) -> list[Child]:
+        pairs = [socket.socketpair() for _ in range(job.world_size)]
+        pids = self.ask({"do": "fork", "job": job}, [theirs.fileno() for _, theirs in pairs])["pids"]
+        for _, theirs in pairs:
+            theirs.close()
+        return [Child(Member(rank), pid, pairs[rank][0]) for rank, pid in enumerate(pids)]
 
-    def _dump_silent(self, report: Report) -> None:
-        silent = [member for member in report.members if member.outcome is None and not member.lost]
-        for member in silent:
-            member.silent = True
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member.pid, signal.SIGUSR1)
-        if silent:
-            time.sleep(STACK_S)
+    def _reap(self, pids: list[int], timeout_s: float) -> dict[int, int | None]:
+        ended: dict[int, int | None] = self.ask({"do": "reap", "pids": pids, "timeout_s": timeout_s})["ended"]
+        return ended
 
-    def _end(self, report: Report) -> None:
-        for member in report.members:
-            if member.outcome is None and not member.lost:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(member.pid, signal.SIGKILL)
-            else:
-                with contextlib.suppress(OSError):
-                    wire.send(member.channel, "leave")
-        pids = [member.pid for member in report.members]
-        ended = self.ask({"do": "reap", "pids": pids, "timeout_s": 3.0})["ended"]
-        left = [pid for pid, code in ended.items() if code is None]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if left:
-            ended.update(self.ask({"do": "reap", "pids": left, "timeout_s": 3.0})["ended"])
-        for member in report.members:
-            member.exit_code = ended[member.pid]
-            member.channel.close()
+
+def _server_environment() -> dict[str, str]:
+    """One thread per rank, loopback only, this plugin importable, no other plugins."""
+    source = str(Path(__file__).resolve().parents[1])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise it before the fork
+    }
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment

@@ -33,11 +33,6 @@ class Ranks:
         self.device = device
         self.backend = backend
 
-    @classmethod
-    def of_default_group(cls, device: torch.device | None = None) -> Ranks:
-        """The ranks of the default process group."""
-        return cls(dist.get_rank(), dist.get_world_size(), device or torch.device("cpu"), dist.get_backend())
-
     def __repr__(self) -> str:
         return f"Ranks(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ranktest.pool import Member, Report
+    from ranktest.supervise import Member, Report
 
 
 def judge(report: Report) -> None:
@@ -38,11 +38,13 @@ def describe(report: Report) -> str:
     for member in report.members:
         if member.outcome is not None and member.outcome.status == "failed":
             lines += ["", _rule(f"rank {member.rank}: traceback"), member.outcome.text]
-        if member.outcome is None and member.rank in report.stacks:
-            lines += ["", _rule(f"rank {member.rank}: stack"), trimmed(report.stacks[member.rank])]
-    for rank, output in report.output.items():
-        if output.strip():
-            lines += ["", _rule(f"rank {rank}: output"), output.rstrip()]
+        if member.outcome is None and member.stack:
+            lines += ["", _rule(f"rank {member.rank}: stack"), trimmed(member.stack)]
+    for member in report.members:
+        if member.output.strip():
+            lines += ["", _rule(f"rank {member.rank}: output"), member.output.rstrip()]
+    if report.kept:
+        lines += ["", "flight recorder:", *report.kept]
     return "\n".join(lines)
 
 

@@ -7,23 +7,14 @@ another's groups, caches or hooks; a fork takes about 5 ms, importing torch 3 s.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import signal
 import socket
 import sys
-import time
 import traceback
 from typing import Any
 
-from ranktest import wire
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent is gone (Linux; elsewhere the closed socket has to do)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+from ranktest import process, supervise, wire
+from ranktest.job import Job, Meeting
 
 
 class Server:
@@ -37,9 +28,9 @@ class Server:
         """Take over the pytest process's path and settings, and import what ranks will need."""
         sys.path[:] = request["sys_path"]
         os.chdir(request["cwd"])
-        from ranktest import body
+        from ranktest import _pytest_compat, body
 
-        body.configure(request["pytest_args"])
+        body.configure(_pytest_compat.make_config(request["pytest_args"]))
         os.environ.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
         body.preload(request["preload"])
         self.body = body
@@ -73,40 +64,21 @@ class Server:
         return {"pids": pids}
 
     def _become_rank(
-        self, job: Any, rank: int, channel: int, channels: list[int], listener: socket.socket, port: int
+        self, job: Job, rank: int, channel: int, channels: list[int], listener: socket.socket, port: int
     ) -> None:
-        code = 70
-        try:
-            die_with_parent()
-            self.control.close()
-            for other in channels:
-                if other != channel:
-                    os.close(other)
-            listen_fd = listener.detach()
-            if rank != 0:
-                os.close(listen_fd)
-            code = self.body.run_rank(job, rank, socket.socket(fileno=channel), port, listen_fd if rank == 0 else None)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        self.control.close()
+        for other in channels:
+            if other != channel:
+                os.close(other)
+        listen_fd = listener.detach()
+        if rank != 0:
+            os.close(listen_fd)
+        meeting = Meeting(rank, rank, "127.0.0.1", port, listen_fd=listen_fd if rank == 0 else None)
+        self.body.become_rank(job, meeting, socket.socket(fileno=channel))
 
     def reap(self, request: dict[str, Any]) -> dict[str, Any]:
         """Wait for forked ranks and say how each ended (None: it did not, within the time)."""
-        deadline = time.monotonic() + request["timeout_s"]
-        ended: dict[int, int | None] = dict.fromkeys(request["pids"])
-        while any(code is None for code in ended.values()):
-            for pid, code in ended.items():
-                if code is None:
-                    done, status = os.waitpid(pid, os.WNOHANG)
-                    if done:
-                        ended[pid] = os.waitstatus_to_exitcode(status)
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.001)
-        return {"ended": ended}
+        return {"ended": supervise.reap_own(request["pids"], request["timeout_s"])}
 
     def serve(self) -> None:
         """Answer requests until the pytest process is gone."""
@@ -125,7 +97,7 @@ class Server:
 
 def main() -> None:
     """Entry point of `python -m ranktest.server FD`."""
-    die_with_parent()
+    process.die_with_parent()
     Server(socket.socket(fileno=int(sys.argv[1]))).serve()
 
 

@@ -1,0 +1,210 @@
+"""Watching forked ranks: collect what they answer, give the others 5 s after the first failure, dump the silent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ranktest import wire
+from ranktest.job import Outcome
+
+#: How long the other ranks get after the first failure.
+GRACE_S = 5.0
+#: How long a silent rank gets to write its stack.
+STACK_S = 0.5
+#: How often ranks elsewhere are asked after.
+POLL_S = 0.02
+
+#: Waits for processes: (pids, seconds) -> how each ended, None if it did not.
+Reap = Callable[[list[int], float], dict[int, "int | None"]]
+
+
+@dataclass
+class Member:
+    """What became of one rank."""
+
+    rank: int
+    outcome: Outcome | None = None
+    lost: bool = False  # closed its socket without an answer
+    silent: bool = False  # did not answer in time
+    exit_code: int | None = None
+    stack: str = ""
+    output: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the test cannot pass any more."""
+        return self.lost or (self.outcome is not None and self.outcome.status == "failed")
+
+
+@dataclass
+class Report:
+    """What became of all ranks of a job."""
+
+    members: list[Member]
+    seconds: float = 0.0
+    kept: list[str] = field(default_factory=list)  # files left for the reader
+
+
+@dataclass
+class Child:
+    """A forked rank of this process's making."""
+
+    member: Member
+    pid: int
+    channel: socket.socket
+
+
+class Elsewhere(Protocol):
+    """Ranks of the same job that other processes watch."""
+
+    def failed(self) -> bool:
+        """Whether one of them failed."""
+
+    def tell_failed(self) -> None:
+        """Say that one of ours failed."""
+
+    def tell_answered(self) -> None:
+        """Say that ours have answered, or never will."""
+
+    def all_answered(self) -> bool:
+        """Whether everyone has said so."""
+
+
+class Nobody:
+    """No other processes watch ranks of this job."""
+
+    def failed(self) -> bool:
+        """No."""
+        return False
+
+    def tell_failed(self) -> None:
+        """To nobody."""
+
+    def tell_answered(self) -> None:
+        """To nobody."""
+
+    def all_answered(self) -> bool:
+        """Yes."""
+        return True
+
+
+def watch(
+    children: list[Child], folder: Path, timeout_s: float, reap: Reap, elsewhere: Elsewhere | None = None
+) -> None:
+    """See forked ranks through to their end; fills their `member`."""
+    elsewhere = elsewhere or Nobody()
+    try:
+        _collect(children, time.monotonic() + timeout_s, elsewhere)
+        _dump_silent(children)
+        elsewhere.tell_answered()
+        _stay(elsewhere)
+    finally:
+        _end(children, reap)
+        for child in children:
+            _read(child.member, folder)
+
+
+def _collect(children: list[Child], deadline: float, elsewhere: Elsewhere) -> None:
+    failed = False
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.channel, selectors.EVENT_READ, child)
+        while selector.get_map():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                elsewhere.tell_failed()
+                return
+            for key, _ in selector.select(left if isinstance(elsewhere, Nobody) else POLL_S):
+                child = key.data
+                try:
+                    child.member.outcome = wire.receive(child.channel)
+                except EOFError:
+                    child.member.lost = True
+                selector.unregister(child.channel)
+                if child.member.failed:
+                    elsewhere.tell_failed()
+            if not failed and (any(child.member.failed for child in children) or elsewhere.failed()):
+                failed = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
+def _dump_silent(children: list[Child]) -> None:
+    silent = [child for child in children if child.member.outcome is None and not child.member.lost]
+    for child in silent:
+        child.member.silent = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGUSR1)
+    if silent:
+        time.sleep(STACK_S)
+
+
+def _stay(elsewhere: Elsewhere) -> None:
+    """Keep ranks, their sockets open, until all have answered: a rank that leaves early breaks the others."""
+    deadline = time.monotonic() + GRACE_S + 2 * STACK_S
+    while not elsewhere.all_answered():
+        if time.monotonic() > deadline and elsewhere.failed():
+            return
+        time.sleep(POLL_S)
+
+
+def _end(children: list[Child], reap: Reap) -> None:
+    for child in children:
+        if child.member.outcome is None and not child.member.lost:
+            _kill(child.pid)
+        else:
+            with contextlib.suppress(OSError):
+                wire.send(child.channel, "leave")
+    ended = reap([child.pid for child in children], 3.0)
+    left = [pid for pid, code in ended.items() if code is None]
+    for pid in left:
+        _kill(pid)
+    if left:
+        ended.update(reap(left, 3.0))
+    for child in children:
+        child.member.exit_code = ended[child.pid]
+        child.channel.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _read(member: Member, folder: Path) -> None:
+    for kind in ("stack", "output"):
+        file = folder / f"{member.rank}.{kind}"
+        if file.exists():
+            setattr(member, kind, file.read_text(errors="replace"))
+
+
+def clear(folder: Path) -> list[str]:
+    """Remove a job's folder, unless it holds flight-recorder dumps; returns those."""
+    kept = [str(file) for file in folder.glob("nccl_trace_rank_*")]
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)
+    return kept
+
+
+def reap_own(pids: list[int], timeout_s: float) -> dict[int, int | None]:
+    """Wait for children of this process."""
+    deadline = time.monotonic() + timeout_s
+    ended: dict[int, int | None] = dict.fromkeys(pids)
+    while True:
+        for pid, code in ended.items():
+            if code is None:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    ended[pid] = os.waitstatus_to_exitcode(status)
+        if None not in ended.values() or time.monotonic() > deadline:
+            return ended
+        time.sleep(0.001)
