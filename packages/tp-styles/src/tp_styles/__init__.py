@@ -10,6 +10,7 @@ from tp_styles.__about__ import __version__
 if TYPE_CHECKING:
     from tp_styles.apply import TPHandle as TPHandle
     from tp_styles.apply import apply_plan as apply_plan
+    from tp_styles.from_plan import from_sharding_plan as from_sharding_plan
     from tp_styles.legacy.pairwise import PairwiseParallel as PairwiseParallel
     from tp_styles.legacy.pairwise import PairwiseSequenceParallel as PairwiseSequenceParallel
     from tp_styles.legacy.prepare import make_input_replicate_1d as make_input_replicate_1d
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tp_styles.split import Split as Split
     from tp_styles.styles.base import ParallelStyle as ParallelStyle
     from tp_styles.styles.colwise import ColwiseParallel as ColwiseParallel
+    from tp_styles.styles.fused import FusedColwiseParallel as FusedColwiseParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput as PrepareModuleInput
     from tp_styles.styles.prepare_module import PrepareModuleInputOutput as PrepareModuleInputOutput
     from tp_styles.styles.prepare_module import PrepareModuleOutput as PrepareModuleOutput
@@ -53,6 +55,7 @@ _WHERE = {
     "PrepareModuleInput": ("styles.prepare_module", "PrepareModuleInput"),
     "PrepareModuleOutput": ("styles.prepare_module", "PrepareModuleOutput"),
     "PrepareModuleInputOutput": ("styles.prepare_module", "PrepareModuleInputOutput"),
+    "FusedColwiseParallel": ("styles.fused", "FusedColwiseParallel"),
     "NoParallel": ("styles.replicated", "NoParallel"),
     # the first styles
     "PairwiseParallel": ("legacy.pairwise", "PairwiseParallel"),
@@ -72,6 +75,7 @@ _WHERE = {
     "TPPlan": ("plan.planned", "TPPlan"),
     "Problem": ("problems", "Problem"),
     "PlanError": ("problems", "PlanError"),
+    "from_sharding_plan": ("from_plan", "from_sharding_plan"),
     # act
     "apply_plan": ("apply", "apply_plan"),
     "TPHandle": ("apply", "TPHandle"),
@@ -95,6 +99,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleOutput",
     "PrepareModuleInputOutput",
+    "FusedColwiseParallel",
     "NoParallel",
     "PairwiseParallel",
     "PairwiseSequenceParallel",
@@ -112,6 +117,7 @@ __all__ = [
     "TPPlan",
     "Problem",
     "PlanError",
+    "from_sharding_plan",
     "apply_plan",
     "TPHandle",
     "parallelize_module",

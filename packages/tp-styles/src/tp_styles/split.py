@@ -98,6 +98,11 @@ class Split:
         """Rows of all sections together."""
         return sum(section.size for section in self.sections)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether one rank after the other holds the next rows: at most one section, and no copies."""
+        return len(self.sections) <= 1 and all(section.copies == 1 for section in self.sections)
+
     def is_even(self, tp_size: int) -> bool:
         """Whether every rank's part of every section has the same size."""
         return all(section.is_even(tp_size) for section in self.sections)
@@ -106,7 +111,7 @@ class Split:
         """Whether DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
         if self.is_replicated:
             return True
-        if len(self.sections) > 1 or self.sections[0].copies > 1:
+        if not self.is_single:
             return False
         (section,) = self.sections
         return section.unit == 1 or section.is_even(tp_size)

@@ -60,21 +60,23 @@ class Axis:
 
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """All ranks' parts one after the other along `dim`; `sizes` where they differ."""
-        if sizes is not None and len(set(sizes)) > 1:
-            padded = _padded(x, dim, max(sizes))
-            parts = self._gather_parts(padded)
-            return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
-        parts = self._gather_parts(x)
-        return torch.cat(parts, dim=dim)
+        return torch.cat(self.gather_parts(x, dim, sizes), dim=dim)
 
-    def _gather_parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gather_parts(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """All ranks' parts, in rank order; `sizes` along `dim` where they differ."""
+        if sizes is None or len(set(sizes)) == 1:
+            return self._stacked(x)
+        parts = self._stacked(_padded(x, dim, max(sizes)))
+        return [part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _stacked(self, x: torch.Tensor) -> list[torch.Tensor]:
         x = x.contiguous()
         if is_compiling():
             flat = functional_collectives.all_gather_tensor(x.reshape(1, -1), 0, (self.mesh, 0))
-            return tuple(part.view(x.shape) for part in flat.unbind(0))
+            return [part.view(x.shape) for part in flat.unbind(0)]
         out = x.new_empty((self.size, *x.shape))
         all_gather_into(out.view(-1), x.view(-1), self.group)
-        return out.unbind(0)
+        return list(out.unbind(0))
 
     def reduce_scatter(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """This rank's part along `dim` of the sum over the ranks; `sizes` says how long each part is."""

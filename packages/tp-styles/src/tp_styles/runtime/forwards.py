@@ -173,6 +173,9 @@ class OwnForward(Forward):
             for flow in spec.outputs
         ]
         self.places = [(*_owner(module, key), key) for key, _ in spec.parameters]
+        self.kind = type(module)
+        owners = {id(owner): owner for owner, _, _ in self.places}
+        self.kinds = [(owner, type(owner)) for owner in owners.values()]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with its parameters replaced by local ones for as long as it runs."""
@@ -182,7 +185,10 @@ class OwnForward(Forward):
     def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The class's own forward, on local parameters."""
         kept: list[tuple[nn.Module, str, Any]] = []
+        views = [(owner, type(owner), kind) for owner, kind in self.kinds if type(owner) is not kind]
         try:
+            for owner, _, kind in views:  # a subclass that shows local parameters as DTensors: not to this forward
+                object.__setattr__(owner, "__class__", kind)
             for owner, attribute, key in self.places:
                 found = owner._parameters.get(attribute)
                 if found is None:
@@ -191,10 +197,12 @@ class OwnForward(Forward):
                 if local is not found:
                     kept.append((owner, attribute, found))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
-            return type(self.module).forward(self.module, *args, **kwargs)
+            return self.kind.forward(self.module, *args, **kwargs)
         finally:
             for owner, attribute, found in kept:
                 owner._parameters[attribute] = found
+            for owner, view, _ in views:
+                object.__setattr__(owner, "__class__", view)
 
     def finish(self, output: Any) -> Any:
         """Outputs in the layouts that were asked for, in the structure that they came in."""

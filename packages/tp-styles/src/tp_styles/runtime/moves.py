@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Move:
 
     def __init__(self, flow: Flow, axis: Axis, name: str = "", *, fresh: bool = False, uneven: bool = False) -> None:
         self.uneven = uneven
+        self.sections = None if flow.split is None or flow.split.is_single else flow.split
         self.flow = flow
         self.axis = axis
         self.name = name
@@ -74,9 +76,14 @@ class Move:
                 return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
             case "all_gather":
                 assert step.dim is not None
-                return axis.all_gather(x, step.dim, self._shard_sizes(x, step.dim))
+                sizes = self._shard_sizes(x, step.dim)
+                if sizes is not None and self.sections is not None:
+                    return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, sizes))
+                return axis.all_gather(x, step.dim, sizes)
             case "slice":
                 assert step.dim is not None
+                if self._feature_sizes(x, step.dim) is not None and self.sections is not None:
+                    return replace(self.sections, dim=step.dim).take(x, axis.rank, axis.size)
                 return axis.slice(x, step.dim, self._sizes_of_whole(x, step.dim))
             case "reduce_scatter":
                 assert step.dim is not None
@@ -109,6 +116,7 @@ class Move:
     def _sizes_of_whole(self, x: torch.Tensor, dim: int) -> tuple[int, ...]:
         sizes = self._feature_sizes(x, dim)
         whole = x.shape[dim]
+        assert sizes is None or self.sections is None, "plans refuse to cut sections across"
         if sizes is None:
             if self.uneven:
                 return chunk_sizes(whole, self.axis.size)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from tp_styles.legacy.prepare import make_input_replicate_1d, make_sharded_output_tensor
 from tp_styles.problems import Problem
-from tp_styles.spec import Flow, ModuleInfo, ParameterSpec, StyleSpec
+from tp_styles.spec import Flow, ModuleInfo, StyleSpec
 from tp_styles.split import Split
 from tp_styles.styles.base import ParallelStyle, PrepareInput, PrepareOutput
 from tp_styles.styles.layers import (
     embedding_problems,
+    flow_problems,
+    is_conv1d,
     linear_problems,
     linear_shape,
     refuse_mixed,
@@ -62,39 +66,41 @@ class ColwiseParallel(ParallelStyle):
         }
         return [name for name, is_given in given.items() if is_given]
 
+    def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
+        """How the output features are divided, along dim 0, and what speaks against it."""
+        return Split.along(0, features), []
+
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Output features are split; see `ParallelStyle.spec`."""
         shape = linear_shape(info)
         if shape is not None:
-            parameters = [("weight", Split.along(shape.out_dim, shape.out_features))]
+            split, problems = self.features_split(info, shape.out_features, tp_size)
+            parameters = [("weight", replace(split, dim=shape.out_dim))]
             if info.parameter("bias") is not None:
-                parameters.append(("bias", Split.along(0, shape.out_features)))
-            problems = linear_problems(info, shape)
-            features, width = shape.out_features, shape.in_features
-            plain = info.kind.forward is nn.Linear.forward
-            compute = "column-linear" if plain else "own"
+                parameters.append(("bias", split))
+            problems += linear_problems(info, shape)
+            width = shape.in_features
+            compute = "column-linear" if info.kind.forward is nn.Linear.forward else "own"
+            attributes = (("nf", split),) if is_conv1d(info.kind) else ()
         elif issubclass(info.kind, nn.Embedding):
-            features = int(info.size("embedding_dim") or 0)
-            width = 0
-            parameters = [("weight", Split.along(1, features))]
-            problems = embedding_problems(info, by_rows=False)
-            compute = "own"
+            split, problems = self.features_split(info, int(info.size("embedding_dim") or 0), tp_size)
+            parameters = [("weight", replace(split, dim=1))]
+            problems += embedding_problems(info, by_rows=False)
+            width, compute, attributes = 0, "own", ()
         else:
             return StyleSpec(problems=(wrong_kind(info, type(self).__name__),))
         if self._functions():
-            return StyleSpec(compute="dtensor", parameters=specs(**dict(parameters)), problems=tuple(problems))
-        output = self.output_layouts[0]
-        if isinstance(output, Partial):
-            problems.append(_partial(info, "output_layouts"))
+            return StyleSpec(compute="dtensor", parameters=specs(parameters), problems=tuple(problems))
         enter = Flow(self.input_layouts[0], Replicate(), gradient=Partial() if width else None, width=width)
-        leave = Flow(Shard(-1), output, split=Split.along(0, features), width=features)
+        leave = Flow(Shard(-1), self.output_layouts[0], split=split, width=split.global_size)
         return StyleSpec(
             compute=compute,
-            parameters=tuple((name, ParameterSpec(split)) for name, split in parameters),
+            parameters=specs(parameters),
             inputs=((info.arguments[0], enter),),
             outputs=(leave,),
             local_output=self.use_local_output,
-            problems=tuple(problems),
+            attributes=attributes,
+            problems=(*problems, *flow_problems(info, [("output_layouts", leave), ("input_layouts", enter)])),
         )
 
     def _arguments(self) -> dict[str, object]:
@@ -105,12 +111,3 @@ class ColwiseParallel(ParallelStyle):
             "output_layouts": self.output_layouts[0],
             "use_local_output": self.use_local_output,
         }
-
-
-def _partial(info: ModuleInfo, argument: str) -> Problem:
-    return Problem(
-        "partial-output",
-        info.where(argument),
-        found="Partial()",
-        hint="the output of a column-wise layer is a shard; ask for Shard(dim) or Replicate()",
-    )

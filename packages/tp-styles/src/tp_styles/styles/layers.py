@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.spec import ModuleInfo, ParameterSpec
+from tp_styles.spec import Flow, ModuleInfo, ParameterSpec
 from tp_styles.split import Split
+from tp_styles.transfer import NoTransfer, Step
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,40 @@ def refuse_mixed(style: str, first: Iterable[str], today: Iterable[str]) -> None
         )
 
 
-def specs(**splits: Split) -> tuple[tuple[str, ParameterSpec], ...]:
+def specs(splits: Iterable[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec], ...]:
     """Parameter specs by name."""
-    return tuple((name, ParameterSpec(split)) for name, split in splits.items())
+    return tuple((name, ParameterSpec(split)) for name, split in splits)
+
+
+def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Flow]]) -> list[Problem]:
+    """Flows that there is no way for.
+
+    Dims are looked at in a tensor of `PROBE_DIMS` dims, so that `Shard(-1)` and a dim from the front are told apart.
+    """
+    problems = []
+    for name, flow in flows:
+        try:
+            found = flow.transfer(PROBE_DIMS)
+        except NoTransfer as error:
+            problems.append(
+                Problem("no-transfer", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)")
+            )
+            continue
+        steps = (found.forward, found.backward)
+        if flow.split is not None and not flow.split.is_single and any(_cuts_across(step) for step in steps):
+            problems.append(
+                Problem(
+                    "sections-move",
+                    info.where(name),
+                    found=f"{flow.source} to {flow.wanted} of a last dim {flow.split}",
+                    hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",
+                )
+            )
+    return problems
+
+
+PROBE_DIMS = 8
+
+
+def _cuts_across(step: Step) -> bool:
+    return step.op in ("reduce_scatter", "all_to_all")

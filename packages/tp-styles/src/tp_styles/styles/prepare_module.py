@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.spec import Flow, ModuleInfo, StyleSpec
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.transfer import NoTransfer, transfer
+from tp_styles.styles.layers import flow_problems
 
 Layouts = Placement | tuple[Placement | None, ...]
 
@@ -211,19 +211,6 @@ class PrepareModuleInputOutput(ParallelStyle):
         before, after = self.prepare_module_input._arguments(), self.prepare_module_output._arguments()
         before["use_local_input"] = before.pop("use_local_output")
         return {**before, **after}
-
-
-def flow_problems(info: ModuleInfo, flows: list[tuple[str, Flow]]) -> list[Problem]:
-    """Flows that there is no way for."""
-    problems = []
-    for name, flow in flows:
-        try:
-            transfer(flow.source, flow.wanted, flow.gradient)
-        except NoTransfer as error:
-            problems.append(
-                Problem("no-transfer", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)")
-            )
-    return problems
 
 
 def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, ...] | None:

@@ -1,0 +1,93 @@
+"""Column-wise layers whose output features are several things in one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Placement
+
+from tp_styles.problems import Problem, StyleTypeError
+from tp_styles.spec import ModuleInfo
+from tp_styles.split import Section, Split
+from tp_styles.styles.colwise import ColwiseParallel
+
+
+class FusedColwiseParallel(ColwiseParallel):
+    """`ColwiseParallel` for a weight that holds several sections one after the other: q, k and v; gate and up.
+
+    Each section is divided on its own, so that `chunk` or `split` of the local output gives this rank's part of each.
+    The weight is not a plain shard, and is never labelled as one: it is a local parameter with `_sharding_info`, also
+    where `params="dtensor"`.
+
+    Args:
+        sections: Sizes of the sections in rows, or how many equal ones there are.
+        unit: Rows that may not be cut (the size of a head); one number, or one for each section.
+        input_layouts: As `ColwiseParallel`.
+        output_layouts: `Shard(-1)`, or `Replicate()` for the whole output in its usual order.
+        use_local_output: Has to stay True for a sharded output: a DTensor cannot say what it is.
+
+    Raises:
+        StyleTypeError: Sections or units that are no positive numbers.
+    """
+
+    def __init__(
+        self,
+        sections: int | Sequence[int] = 2,
+        *,
+        unit: int | Sequence[int] = 1,
+        input_layouts: Placement | tuple[Placement, ...] | None = None,
+        output_layouts: Placement | tuple[Placement, ...] | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.sections = sections if isinstance(sections, int) else tuple(sections)
+        self.unit = unit if isinstance(unit, int) else tuple(unit)
+        numbers = [self.sections] if isinstance(self.sections, int) else [*self.sections]
+        numbers += [self.unit] if isinstance(self.unit, int) else [*self.unit]
+        if not numbers or min(numbers) < 1:
+            raise StyleTypeError(
+                Problem("sections", type(self).__name__, found=f"{sections!r}, unit={unit!r}", hint="positive numbers")
+            )
+
+    def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
+        """Each section on its own."""
+        sizes = _equal(features, self.sections) if isinstance(self.sections, int) else self.sections
+        units = (self.unit,) * len(sizes) if isinstance(self.unit, int) else self.unit
+        problems = []
+        if sum(sizes) != features or len(units) != len(sizes):
+            problems.append(
+                Problem(
+                    "sections",
+                    info.where("sections"),
+                    found=f"{self.sections} (units {self.unit}) for {features} output features",
+                    hint="sections add up to the output features, and there is one unit, or one for each",
+                )
+            )
+        elif bad := [pair for pair in zip(sizes, units, strict=True) if pair[0] % pair[1]]:
+            problems.append(
+                Problem(
+                    "section-unit",
+                    info.where("unit"),
+                    found=", ".join(f"{size} rows by {unit}" for size, unit in bad),
+                    hint="a section holds a whole number of units",
+                )
+            )
+        if problems:
+            return Split.along(0, features), problems
+        if not self.use_local_output and len(sizes) > 1:
+            problems.append(
+                Problem(
+                    "fused-dtensor",
+                    info.where("use_local_output"),
+                    found="False",
+                    hint="a DTensor cannot say that its last dim is in sections; leave it True",
+                )
+            )
+        return Split(0, tuple(Section(size, unit) for size, unit in zip(sizes, units, strict=True))), problems
+
+    def _arguments(self) -> dict[str, object]:
+        return {"sections": self.sections, "unit": self.unit, **super()._arguments()}
+
+
+def _equal(features: int, count: int) -> tuple[int, ...]:
+    return (features // count,) * count

@@ -1,0 +1,215 @@
+"""Models under styles train as they do alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Literal
+
+import pytest
+import torch
+import tp_models as models
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize
+
+import tp_styles as tp
+
+# float64: the ranks add in another order than one process does, and 5 steps of SGD do not amplify 1e-16.
+EXACT = 1e-12
+
+
+def ids(count: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 17, (2, 6), generator=generator) for _ in range(count)]
+
+
+def vectors(width: int = 8, count: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(2, 6, width, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+@pytest.mark.parametrize(("fused", "tied"), [(False, False), (True, True)])
+def test_gpt(ranks: Ranks, params: Literal["dtensor", "local"], fused: bool, tied: bool) -> None:
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    model = models.seeded(lambda: models.GPT(fused=fused, tied=tied)).double()
+    count = models.compare_training(
+        model,
+        lambda m: tp.apply_plan(m, mesh, models.gpt_plan(fused), params=params),
+        ids(),
+        models.next_token_loss,
+        mesh,
+        atol=EXACT,
+    )
+    assert count > 6000
+    if tied:
+        assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
+    weight = model.get_parameter("layers.0.mlp.up.weight")
+    assert isinstance(weight, DTensor) == (params == "dtensor")
+    assert weight.numel() == (1024 if params == "dtensor" else 1024 // ranks.world_size)
+
+
+@pytest.mark.ranks(4)
+def test_uneven_mlp(ranks: Ranks) -> None:
+    mesh = ranks.mesh((4,), ("tp",))
+    for hidden in (10, 3):  # shards of 3, 3, 3, 1 rows and of 1, 1, 1, 0
+        model = models.seeded(lambda hidden=hidden: models.MLP(8, hidden)).double()
+        plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+        models.compare_training(
+            model, lambda m, plan=plan: tp.apply_plan(m, mesh, plan), vectors(), models.square_loss, mesh, atol=EXACT
+        )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("down", [Replicate(), Shard(1), Shard(-1)])
+@pytest.mark.parametrize("up", [Replicate(), Shard(1), Shard(-1)])
+def test_layouts_at_the_edges(ranks: Ranks, up: Replicate | Shard, down: Replicate | Shard) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(lambda: models.MLP(8, 12)).double()
+    reference = copy.deepcopy(model)
+    tp.apply_plan(
+        model,
+        mesh,
+        {"up": tp.ColwiseParallel(input_layouts=up), "down": tp.RowwiseParallel(output_layouts=down)},
+    )
+    for x in vectors():
+        whole, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
+        local = whole if isinstance(up, Replicate) else models.rows(whole, up.dim)
+        out = model(local)
+        wanted = reference(alone)
+        part = wanted if isinstance(down, Replicate) else models.rows(wanted, down.dim)
+        torch.testing.assert_close(out, part, atol=EXACT, rtol=0)
+        # Every rank's part of the loss; a shard's gradient is its own, a replicated output's is whole.
+        models.square_loss(out, x).backward()  # type: ignore[no-untyped-call]  # torch's
+        scale = 1 if isinstance(down, Replicate) else 1
+        total = models.square_loss(part, x) * scale
+        del total
+    grads = models.full_gradients(model, mesh)
+    assert len(grads) == 4
+
+
+@pytest.mark.ranks(2)
+def test_gradients_with_sequence_shards(ranks: Ranks) -> None:
+    """Norm on a sequence shard, gathered into the MLP, scattered out of it: gradients as alone, norms included."""
+    mesh = ranks.mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)).double()
+    for norm in (model[0], model[3]):
+        nn.init.normal_(norm.weight)
+    reference = copy.deepcopy(model)
+    tp.apply_plan(
+        model,
+        mesh,
+        {
+            "0": tp.SequenceParallel(use_local_output=True),
+            "1": tp.ColwiseParallel(input_layouts=Shard(1)),
+            "2": tp.RowwiseParallel(output_layouts=Shard(1)),
+            "3": tp.SequenceParallel(),
+        },
+    )
+    weight = torch.linspace(0, 1, 2 * 6 * 8, dtype=torch.float64).view(2, 6, 8)
+    for x in vectors():
+        out = model(models.rows(x, 1))
+        assert isinstance(out, DTensor)
+        assert out.shape == x.shape
+        (out.to_local() * models.rows(weight, 1)).sum().backward()
+        (reference(x) * weight).sum().backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 244
+
+
+@pytest.mark.ranks(2)
+def test_sequence_output_of_a_dtensor_model_may_be_uneven(ranks: Ranks) -> None:
+    """A length of 5 over 2 ranks: right where DTensors carry the global length, an error where nothing does."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(lambda: models.MLP(8, 12)).double()
+    reference = copy.deepcopy(model)
+    plan = {
+        "up": tp.ColwiseParallel(),
+        "down": tp.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    handle = tp.apply_plan(model, mesh, plan)
+    x = vectors()[0][:, :5]
+    out = model(x)
+    assert isinstance(out, DTensor)
+    assert out.shape == (2, 5, 8)
+    torch.testing.assert_close(out.full_tensor(), reference(x), atol=EXACT, rtol=0)
+    handle.undo()
+    tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel(output_layouts=Shard(1))})
+    with pytest.raises(tp.PlanError, match="uneven-shards"):
+        model(x)
+
+
+@pytest.mark.ranks(2)
+def test_fused_sections(ranks: Ranks) -> None:
+    """`chunk(3)` of a fused weight: a plain shard gives q of one rank and half of k; sections give a third of each."""
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fused = nn.Linear(8, 36)
+            self.down = nn.Linear(12, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b, c = self.fused(x).chunk(3, dim=-1)
+            result: torch.Tensor = self.down(a * torch.sigmoid(b) + c)
+            return result
+
+    model = models.seeded(Gated).double()
+    count = models.compare_training(
+        model,
+        lambda m: tp.apply_plan(m, mesh, {"fused": tp.FusedColwiseParallel(3), "down": tp.RowwiseParallel()}),
+        vectors(),
+        models.square_loss,
+        mesh,
+        atol=EXACT,
+    )
+    assert count == 5 + 36 * 9 + 8 * 13
+    weight = model.get_parameter("fused.weight")
+    assert not isinstance(weight, DTensor)
+    assert weight._sharding_info[4] == ((12, 1, 1),) * 3  # type: ignore[attr-defined]
+    gathered = models.seeded(lambda: nn.Linear(8, 36)).double()
+    alone = copy.deepcopy(gathered)
+    tp.apply_plan(gathered, mesh, tp.FusedColwiseParallel((12, 24), output_layouts=Replicate()))
+    x = vectors()[0]
+    torch.testing.assert_close(gathered(x), alone(x), atol=EXACT, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_with_torchs_own_entry_and_styles(ranks: Ranks) -> None:
+    """Our styles under torch's `parallelize_module`, and torch's under ours, in one model."""
+    mesh = ranks.mesh((2,), ("tp",))
+    for way in range(3):
+        model = models.seeded(lambda: models.MLP(8, 12)).double()
+
+        def apply(m: nn.Module, way: int = way) -> object:
+            if way == 0:
+                return torch_parallelize(m, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+            if way == 1:
+                return tp.parallelize_module(m, mesh, {"up": TorchColwise(), "down": TorchRowwise()})
+            return tp.parallelize_module(m, mesh, {"up": TorchColwise(), "down": tp.RowwiseParallel()})
+
+        models.compare_training(model, apply, vectors(), models.square_loss, mesh, atol=EXACT)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_communicated(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(lambda: models.MLP(8, 12))
+    tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}, params="local")
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    with ranks.record() as log:
+        out = model(x)
+    assert log.ops == ("all_reduce",)
+    assert log.bytes_sent() == 2 * 6 * 8 * 4
+    with ranks.record() as log:
+        out.sum().backward()
+    assert log.ops == ("all_reduce",)
+    assert log.bytes_sent() == 2 * 6 * 8 * 4
+    with ranks.delayed():
+        model(x).sum().backward()

@@ -1,0 +1,220 @@
+"""Models and comparisons that the tests share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import tp_styles as tp
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.parameters import full_tensor, split_of
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU."""
+
+    def __init__(self, width: int = 8, hidden: int = 12, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return result
+
+
+class Attention(nn.Module):
+    """Causal self-attention with q, k and v apart, or fused head by head (q, k, v of a head next to each other)."""
+
+    def __init__(self, width: int, heads: int, fused: bool = False) -> None:
+        super().__init__()
+        self.head = width // heads
+        self.fused = fused
+        if fused:
+            self.qkv = nn.Linear(width, 3 * width)
+        else:
+            self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        if self.fused:
+            qkv = self.qkv(x).view(batch, length, -1, 3, self.head).permute(3, 0, 2, 1, 4)
+            q, k, v = qkv.unbind(0)
+        else:
+            q, k, v = (
+                layer(x).view(batch, length, -1, self.head).transpose(1, 2) for layer in (self.q, self.k, self.v)
+            )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return result
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a norm."""
+
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attn = Attention(width, heads, fused)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = MLP(width, 4 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        result: torch.Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class GPT(nn.Module):
+    """A small language model."""
+
+    def __init__(
+        self, vocab: int = 17, width: int = 16, heads: int = 4, layers: int = 2, fused: bool = False, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.place = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(Block(width, heads, fused) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
+
+
+def gpt_plan(fused: bool = False) -> dict[str, tp.ParallelStyle]:
+    """Megatron's plan for `GPT`, whole logits."""
+    from torch.distributed.tensor import Replicate
+
+    return {
+        "embed": tp.RowwiseParallel(),
+        "layers.*.attn.qkv" if fused else "layers.*.attn.[qkv]": tp.ColwiseParallel(),
+        "layers.*.attn.proj": tp.RowwiseParallel(),
+        "layers.*.mlp.up": tp.ColwiseParallel(),
+        "**.down": tp.RowwiseParallel(),
+        "head": tp.ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The same random model on every rank."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def full_state(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Global values of all parameters, whatever they are made of."""
+    axis = Axis(mesh)
+    return {name: whole(parameter, axis) for name, parameter in model.named_parameters()}
+
+
+def full_gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Global values of all gradients."""
+    axis = Axis(mesh)
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad
+        info = getattr(parameter, "_sharding_info", None)
+        found[name] = full_tensor(gradient, axis, split_of(info)) if info is not None else whole(gradient, axis)
+    return found
+
+
+def whole(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The global value of one tensor."""
+    value = value.detach()
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value
+
+
+def whole_parameter(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The global value of one parameter."""
+    info = getattr(parameter, "_sharding_info", None)
+    return full_tensor(parameter, axis, split_of(info)) if info is not None else whole(parameter, axis)
+
+
+def assert_close(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], atol: float, rtol: float = 0.0
+) -> int:
+    """Every tensor of both; returns how many numbers were compared."""
+    assert found.keys() == wanted.keys()
+    count = 0
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=atol, rtol=rtol, msg=lambda text, n=name: f"{n}: {text}")
+        count += value.numel()
+    return count
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    lr: float = 0.1,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> list[float]:
+    """One step for each batch; the losses."""
+    optimizer = make(model.parameters(), lr=lr)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        value = loss(model(batch), batch)
+        value.backward()  # type: ignore[no-untyped-call]  # torch's
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def square_loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """A loss that treats no output like another."""
+    weight = torch.linspace(0.5, 1.5, output.numel(), dtype=output.dtype).view(output.shape)
+    return (output * weight).pow(2).mean()
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of the next id."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def compare_training(
+    model: nn.Module,
+    apply: Callable[[nn.Module], object],
+    batches: Sequence[torch.Tensor],
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    mesh: DeviceMesh,
+    *,
+    atol: float,
+    local: Callable[[torch.Tensor], torch.Tensor] = lambda batch: batch,
+    lr: float = 0.1,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> int:
+    """Train a copy alone and the model in parallel; losses and all parameters agree. Returns numbers compared."""
+    reference = copy.deepcopy(model)
+    apply(model)
+    wanted = train(reference, batches, loss, lr=lr, make=make)
+    found = train(model, [local(batch) for batch in batches], loss, lr=lr, make=make)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=atol, rtol=0)
+    axis = Axis(mesh)
+    state = {name: whole_parameter(parameter, axis) for name, parameter in model.named_parameters()}
+    return len(found) + assert_close(state, {n: p.detach() for n, p in reference.named_parameters()}, atol)
+
+
+def rows(batch: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """This rank's chunk of a batch."""
+    return batch.chunk(dist.get_world_size(), dim=dim)[dist.get_rank()]
