@@ -493,6 +493,6 @@ def test_facts_of_a_lazy_and_of_a_deep_copied_model(model: Any) -> None:
     before = copy.deepcopy(model.state_dict())
     ShardingPlan(RULES, mesh=MESH).validate(model)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    not_a_module: Any = [1, 2]
     with pytest.raises(TypeError, match="ModelFacts"):
-        not_a_module: Any = [1, 2]
         ShardingPlan({}).validate(not_a_module)
