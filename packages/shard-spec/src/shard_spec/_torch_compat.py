@@ -87,3 +87,56 @@ def torch_enumerable_spec(shards: list[Any]) -> Any:
     from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 
     return EnumerableShardingSpec(shards)
+
+
+def group_of_name(name: str) -> Any:
+    """The process group that torch knows under ``name``."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def can_order_groups() -> bool:
+    """Whether ``new_group`` can keep the order of the ranks it is given."""
+    import inspect
+
+    import torch.distributed as dist
+
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+def new_ordered_group(members: list[int], everybody: bool) -> Any:
+    """A process group in the order of ``members``; None where torch cannot keep the order, or this rank is not in it.
+
+    Args:
+        members: Global ranks.
+        everybody: Whether all ranks of the default group call this; else only the members do, and
+            ``num_groups`` has to be equal on them, because torch names the group after it.
+    """
+    import torch.distributed as dist
+
+    ordered = {} if members == sorted(members) else {"sort_ranks": False}
+    made = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
+    return made if isinstance(made, dist.ProcessGroup) else None
+
+
+def num_groups() -> int:
+    """How many process groups this rank knows: part of the name of a group that only its members make."""
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_names)
+
+
+def tensor_hooks(tensor: Any) -> list[Any]:
+    """The gradient hooks on a tensor, those that run after accumulation included."""
+    hooks = list((tensor._backward_hooks or {}).values())
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return hooks + list((after or {}).values())
+
+
+def all_gather_flat(output: Any, own: Any, group: Any) -> None:
+    """All ranks' ``own`` one after another in ``output``: torch 2.13 gave this collective another name."""
+    import torch.distributed as dist
+
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(output, own, group=group)

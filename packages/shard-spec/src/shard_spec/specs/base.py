@@ -12,6 +12,10 @@ from shard_spec.specs.geometry import cover_problems, overlap_problems
 from shard_spec.specs.shards import ShardMetadata, TensorShards
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
     from shard_spec.layout import Layout
 
 
@@ -77,6 +81,12 @@ class ShardingSpec(abc.ABC):
         from shard_spec.specs.layouts import spec_to_layout
 
         return spec_to_layout(self, shape)
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
+        """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
+        from shard_spec.acting.module import shard_tensor
+
+        return shard_tensor(tensor, self, src_rank=src_rank, process_group=process_group)
 
 
 def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:

@@ -1,0 +1,223 @@
+"""ModuleActions: what ``shard_module`` is about to do to one module, decided without communication."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_spec import _torch_compat
+from shard_spec.acting.agreement import Outcome
+from shard_spec.acting.devices import device_of
+from shard_spec.acting.forwards.base import ShardedForward
+from shard_spec.acting.rank_checks import layout_problems, order_problems, rank_problems, ranks_of
+from shard_spec.acting.readers import forward_for, reader_problem
+from shard_spec.acting.tensors import TensorAction, read_tensors
+from shard_spec.layout import Layout
+from shard_spec.mesh import MeshSpec
+from shard_spec.plan.resolve import Resolution, examine
+from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.plan.validate import validate
+from shard_spec.plan.values import is_spec, to_layout
+from shard_spec.problems import PlanError, Problem
+from shard_spec.specs import ShardingSpec, as_sharder, as_spec
+
+
+@dataclass(frozen=True)
+class ModuleActions:
+    """What is done to each tensor and module.
+
+    Attributes:
+        tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
+        forwards: Module FQN to the layout of its weight (None: whole), for modules that get a sharded forward.
+        sharders: Module FQN to Sharder.
+        outputs: Module FQN to what ``output_plan`` wants.
+        locals: Module FQNs of ``return_local_tensor``.
+        replicas: FQNs of parameters whose gradients are summed over the ranks.
+        src_rank: Rank of the group whose values count.
+        device: Device that this rank's pieces lie on.
+        problems: Why it cannot be done.
+    """
+
+    tensors: tuple[TensorAction, ...] = ()
+    forwards: dict[str, Layout | None] = field(default_factory=dict)
+    sharders: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)
+    locals: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()
+    src_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """One line for each thing that is done; equal on all ranks, or nothing is done."""
+        return (
+            f"source: rank {self.src_rank} of the group, pieces on {self.device.type}",
+            *(action.line for action in self.tensors),
+            *(f"module {path or '(root)'}: sharded forward" for path in self.forwards),
+            *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
+            *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
+            *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
+            *(f"gradient of {name}: summed over the ranks" for name in self.replicas),
+        )
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the ranks compare."""
+        return Outcome(self.lines, self.problems)
+
+    @property
+    def digest(self) -> str:
+        """A hash of what is done, equal on all ranks that do the same."""
+        return self.outcome.digest
+
+    def explain(self, name: str | None = None) -> str:
+        """The lines as text; with ``name`` those that mention it."""
+        return "\n".join(line for line in self.lines if name is None or name in line)
+
+    def to_json(self) -> str:
+        """The lines and the problems as JSON."""
+        problems = [vars(problem) for problem in self.problems]
+        return json.dumps({"actions": self.lines, "problems": problems, "digest": self.digest}, indent=1)
+
+
+def plan_module(
+    module: nn.Module, plan: Any, group: dist.ProcessGroup, src_rank: int, *, whole: bool = True
+) -> ModuleActions:
+    """Decide what to do to ``module``; changes and sends nothing.
+
+    Args:
+        module: The module.
+        plan: Ours, or torch's.
+        group: The ranks; only asked who they are.
+        src_rank: Rank in the group that has the values.
+        whole: Whether tensors that the plan does not mention are broadcast too.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    plan = own_plan(plan, ranks)
+    found, problems = _resolve(plan, module)
+    problems += _source_problems(src_rank, len(ranks))
+    tensors, more = read_tensors(module, found, dist.get_rank(group), src_rank, whole)
+    problems += more
+    for action in tensors:
+        if action.layout is not None:
+            problems += layout_problems(action, ranks)
+            problems += _reader_problems(module, action)
+    outputs, more = _outputs(plan, ranks)
+    problems += more
+    problems += order_problems(tensors, outputs)
+    problems += _sharder_problems(found, outputs, plan.return_local_tensor or ())
+    device, more = device_of(module, plan, found, group)
+    problems += more
+    return ModuleActions(
+        tensors=tensors,
+        forwards=_forwards(module, tensors),
+        sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
+        outputs=outputs,
+        locals=tuple(plan.return_local_tensor or ()),
+        replicas=tuple(action.names[0] for action in tensors if action.layout is None and action.kind == "parameter"),
+        src_rank=src_rank,
+        device=device,
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+def own_plan(plan: Any, ranks: tuple[int, ...]) -> ShardingPlan:
+    """The plan as one of ours; where neither it nor its rules name ranks, on the ranks of the group."""
+    if _torch_compat.shard_kind(plan) == "plan":
+        plan = ShardingPlan(plan.plan, plan.output_plan, plan.return_local_tensor)
+    if not isinstance(plan, ShardingPlan):
+        found = f"{plan!r:.200} of type {type(plan).__qualname__}"
+        raise PlanError(Problem("not-a-plan", "plan", found=found, hint="give a ShardingPlan"))
+    if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
+        return plan.with_mesh(MeshSpec({"rank": len(ranks)}, ranks))
+    return plan
+
+
+def _resolve(plan: ShardingPlan, module: object) -> tuple[Resolution, list[Problem]]:
+    if not isinstance(module, nn.Module):
+        found = f"{type(module).__qualname__}"
+        raise PlanError(Problem("not-a-module", "module", found=found, hint="give an nn.Module"))
+    return examine(plan, module), list(validate(plan, module))
+
+
+def _source_problems(src_rank: object, size: int) -> list[Problem]:
+    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
+        return []
+    hint = f"a rank in the group, 0 to {size - 1}"
+    return [Problem("src-rank-out-of-range", "src_rank", found=repr(src_rank), hint=hint)]
+
+
+def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
+    problems = []
+    for fqn in action.names:
+        path, _, name = fqn.rpartition(".")
+        problem = reader_problem(module, path, name, fqn)
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _outputs(plan: ShardingPlan, ranks: tuple[int, ...]) -> tuple[dict[str, ShardingSpec | Layout], list[Problem]]:
+    outputs: dict[str, ShardingSpec | Layout] = {}
+    problems: list[Problem] = []
+    for path, value in (plan.output_plan or {}).items():
+        try:
+            wanted = as_spec(value) if is_spec(value) else to_layout(value, plan.mesh)
+        except PlanError:
+            continue  # validate lists it
+        assert wanted is not None
+        name = f"output_plan[{path!r}]"
+        try:
+            named = ranks_of(wanted)
+        except PlanError as error:
+            problems += [replace(problem, name=name) for problem in error.problems]
+            continue
+        outputs[path] = wanted
+        if named is not None:
+            problems += rank_problems(name, named, ranks)
+    return outputs, problems
+
+
+def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: tuple[str, ...]) -> list[Problem]:
+    problems = []
+    for argument, paths in (("output_plan", tuple(outputs)), ("return_local_tensor", local)):
+        for path in paths:
+            if any(path.startswith(sharder + ".") for sharder in found.sharders):
+                text = f"{argument} names a module inside of one that a Sharder replaces"
+                problems.append(Problem("inside-sharder", path, found=text, hint="name the Sharder's module"))
+    return problems
+
+
+def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str, Layout | None]:
+    """The modules that get a sharded forward."""
+    forwards: dict[str, Layout | None] = {}
+    for action in tensors:
+        if action.layout is None:
+            continue
+        for fqn in action.names:
+            path, _, name = fqn.rpartition(".")
+            forward = forward_for(module.get_submodule(path))
+            if forward is None or name not in forward.tensors:
+                continue
+            if name == "weight":
+                forwards[path] = action.layout
+            else:
+                forwards.setdefault(path, _earlier_layout(module.get_submodule(path)))
+    return forwards
+
+
+def _earlier_layout(module: nn.Module) -> Layout | None:
+    """How the weight lies after an earlier call."""
+    forward = module.__dict__.get("forward")
+    return forward.cut.layout if isinstance(forward, ShardedForward) and forward.cut is not None else None
+
+
+def _wanted_text(wanted: ShardingSpec | Layout) -> str:
+    return f"{wanted} on ranks {list(wanted.mesh.ranks)}" if isinstance(wanted, Layout) else repr(wanted)

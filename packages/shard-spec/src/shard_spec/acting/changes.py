@@ -1,0 +1,99 @@
+"""Changes: every change a call makes to a module, so that all of them can be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Changes:
+    """A log of changes; ``roll_back`` undoes them, last first.
+
+    It keeps what was there before. Call ``forget`` when the call has succeeded, so that the old tensors can be freed.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """Put a parameter or buffer of ``module`` in place."""
+        put_tensor(module, name, value, self._undo)
+
+    def set_module(self, parent: nn.Module, name: str, value: nn.Module) -> None:
+        """Put a submodule in place."""
+        old = parent._modules[name]
+        self._undo.append(lambda: parent._modules.__setitem__(name, old))
+        parent._modules[name] = value
+
+    def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """Put a plain attribute of the instance in place."""
+        before = dict(module.__dict__)
+
+        def undo() -> None:
+            if name in before:
+                module.__dict__[name] = before[name]
+            else:
+                module.__dict__.pop(name, None)
+
+        self._undo.append(undo)
+        module.__dict__[name] = value
+
+    def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Write ``value`` into ``tensor``; nothing happens, and nothing is kept, where it is there already."""
+        if torch.equal(tensor.detach(), value):
+            return
+        old = tensor.detach().clone()
+
+        def undo() -> None:
+            with torch.no_grad():
+                tensor.copy_(old)
+
+        self._undo.append(undo)
+        with torch.no_grad():
+            tensor.copy_(value)
+
+    def note(self, undo: Callable[[], None]) -> None:
+        """Remember how to take back a change that the caller makes itself."""
+        self._undo.append(undo)
+
+    def roll_back(self) -> None:
+        """Take everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def forget(self) -> None:
+        """Keep the changes and drop what was there before."""
+        self._undo.clear()
+
+
+def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Callable[[], None]] | None = None) -> None:
+    """Replace a registered parameter or buffer; order, kind and persistence of the entry stay as they were."""
+    table: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    old = table[name]
+    if log is not None:
+        log.append(lambda: table.__setitem__(name, old))
+    table[name] = value
+
+
+class Snapshot:
+    """The registered state of a module and everything below it, to be put back when a Sharder fails."""
+
+    _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._state = [
+            (each, dict(each.__dict__), {name: each.__dict__[name].copy() for name in self._TABLES})
+            for each in module.modules()
+        ]
+
+    def restore(self) -> None:
+        """Put every attribute and table back as it was; values written in place are not undone."""
+        for module, attributes, tables in self._state:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for name, table in tables.items():
+                module.__dict__[name].clear()
+                module.__dict__[name].update(table)

@@ -1,0 +1,1 @@
+"""The forwards of sharded modules: local batches in, the outputs of the concatenated batch out."""

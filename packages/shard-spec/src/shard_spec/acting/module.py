@@ -1,0 +1,251 @@
+"""``shard_module`` and ``shard_parameter``: agree, scatter, then change the module, all or nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shard_spec.acting.actions import ModuleActions, plan_module
+from shard_spec.acting.agreement import Outcome, agree, attempt, group_or_default
+from shard_spec.acting.changes import Changes, Snapshot
+from shard_spec.acting.express import Expression, express
+from shard_spec.acting.handle import ShardHandle
+from shard_spec.acting.install import install
+from shard_spec.acting.meshes import MeshBook
+from shard_spec.acting.rank_checks import known_layout
+from shard_spec.acting.scatter import broadcast_, scatter
+from shard_spec.acting.session import GroupRef, Session
+from shard_spec.acting.tensors import TensorAction, tensor_at
+from shard_spec.layout import Layout
+from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.problems import PlanError, Problem
+from shard_spec.specs import ShardingSpec, as_spec
+from shard_spec.specs.torch_specs import unknown_spec
+
+
+def shard_module(
+    module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+) -> ShardHandle:
+    """Shard ``module`` in place as ``plan`` says, with the values that ``src_rank`` has.
+
+    Every rank of the group calls it. Before anything moves the ranks compare what they are about to do; a problem on
+    one rank raises the same error on all, and a call that fails leaves the module as it was.
+
+    Parameters and buffers that the plan names become DTensors; tied ones stay tied, frozen ones frozen. The others get
+    the source's values. From then on each rank passes its own local batch, and the module computes what the unsharded
+    one does on all of them concatenated (in the order of the ranks):
+
+    - an ``nn.Linear`` with a sharded weight returns a DTensor, the outputs of the whole batch: cut in its last dim
+      where the weight's rows are cut, partial sums where its columns are. The next sharded Linear takes it as it is.
+    - an ``nn.Embedding`` or ``nn.EmbeddingBag`` returns this rank's rows.
+    - ``output_plan`` lays the output of a module out otherwise; ``return_local_tensor`` gives this rank's rows back.
+    - in backward, the loss is the sum of the ranks' losses: gradients of parameters that are not sharded are summed
+      over the group as well, so that all parameters train as in the unsharded module.
+
+    Args:
+        module: The module. On ranks other than ``src_rank`` its tensors may be on the meta device.
+        plan: Ours or torch's ``ShardingPlan``. Ranks in specs are global ranks, every rank of the group named once,
+            in one order in the whole plan. A ``Sharder`` replaces the submodule it is given for.
+        src_rank: Rank in the group that has the values.
+        process_group: Default: the default group.
+
+    Returns:
+        A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
+
+    Raises:
+        PlanError: With every problem of every rank, before anything moved.
+    """
+    group = group_or_default(process_group)
+    return _act(module, plan, src_rank, group, whole=True, what="shard_module")
+
+
+def shard_parameter(
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardHandle:
+    """Shard one parameter or buffer of ``module`` in place.
+
+    As ``shard_module`` with a plan of one entry, but nothing else in the module is looked at: what the other
+    parameters hold on each rank, and their gradients, stay as they are, except that gradients of the replicated
+    parameters of this very module are summed over the group.
+
+    Args:
+        module: The module that has the parameter itself.
+        param_name: Its name there, without dots.
+        sharding_spec: Ours, torch's, or a ``Layout``.
+        src_rank: Rank in the group that has the values.
+        process_group: Default: the default group.
+
+    Raises:
+        PlanError: Before anything moved, on every rank; ``tied-elsewhere`` when another module has the same parameter
+            (shard the module that holds both).
+    """
+    group = group_or_default(process_group)
+
+    plan = ShardingPlan({param_name: sharding_spec})
+
+    def check() -> list[Problem]:
+        return _parameter_problems(module, param_name, sharding_spec)
+
+    return _act(module, plan, src_rank, group, whole=False, what="shard_parameter", check=check)
+
+
+def shard_tensor(
+    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+) -> DTensor:
+    """Scatter one tensor from ``src_rank`` of the group; a collective. The tensor itself is left alone.
+
+    Raises:
+        PlanError: Before anything moved, on every rank.
+    """
+    holder = nn.Module()
+    holder.register_buffer("tensor", tensor.detach())
+    shard_parameter(holder, "tensor", spec, src_rank, process_group)
+    value = holder._buffers["tensor"]
+    assert isinstance(value, DTensor)
+    value.requires_grad_(tensor.requires_grad)
+    return value
+
+
+# ---- the recipe -----------------------------------------------------------------------------------------------
+
+
+def _act(
+    module: nn.Module,
+    plan: Any,
+    src_rank: int,
+    group: dist.ProcessGroup,
+    *,
+    whole: bool,
+    what: str,
+    check: Callable[[], list[Problem]] = list,
+) -> ShardHandle:
+    actions, failed = attempt(lambda: plan_module(module, plan, group, src_rank, whole=whole))
+    extra, more = attempt(check)
+    outcome = actions.outcome if actions is not None else Outcome()
+    problems = (*outcome.problems, *failed, *(extra or ()), *more)
+    agree(group, Outcome(outcome.lines, problems), what)
+    assert actions is not None
+    ref = GroupRef(group)
+    session, meshes = Session(ref), MeshBook(ref, actions.device.type)
+    changes = Changes()
+    meshes.prepare(_meshes_wanted(actions))
+    try:
+        staged = _stage(module, actions, group, meshes)
+        replaced = _run_sharders(module, actions, group, changes)
+        handle = install(module, plan, actions, staged, replaced, session, meshes, changes)
+    except BaseException:
+        changes.roll_back()
+        raise
+    changes.forget()
+    return handle
+
+
+def _stage(
+    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, meshes: MeshBook
+) -> dict[str, torch.Tensor]:
+    """Move the values: first FQN to this rank's piece as a DTensor, or to the whole tensor."""
+    staged: dict[str, torch.Tensor] = {}
+    for action in actions.tensors:
+        tensor = tensor_at(module, action.names[0])
+        if action.layout is None:
+            staged[action.names[0]] = _broadcast(tensor, action, actions, group)
+            continue
+        full = tensor.detach() if dist.get_rank(group) == actions.src_rank else None
+        local = scatter(full, action.layout, action.shape, action.dtype, actions.device, group, actions.src_rank)
+        staged[action.names[0]] = as_dtensor(local, action.layout, action.shape, action.names[0], meshes)
+    return staged
+
+
+def _broadcast(
+    tensor: torch.Tensor, action: TensorAction, actions: ModuleActions, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The source's values, in a tensor of its own except on the source."""
+    if dist.get_rank(group) == actions.src_rank:
+        value = tensor.detach().to(actions.device).contiguous()
+    else:
+        value = torch.empty(action.shape, dtype=action.dtype, device=actions.device)
+    return broadcast_(value, group, actions.src_rank)
+
+
+def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshBook) -> DTensor:
+    """A DTensor of this rank's piece."""
+    expression = express(layout, shape, name)
+    assert isinstance(expression, Expression)  # planned
+    placements = [Replicate() if dim is None else Shard(dim) for dim in expression.dims]
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = meshes.mesh_of(layout)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _meshes_wanted(actions: ModuleActions) -> list[Layout]:
+    """Layouts of everything that will lie on a mesh, as far as that is known before there is an output."""
+    layouts = [action.layout for action in actions.tensors if action.layout is not None]
+    for wanted in actions.outputs.values():
+        known = known_layout(wanted)
+        if known is not None:
+            layouts.append(known)
+    return layouts
+
+
+def _run_sharders(
+    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, changes: Changes
+) -> dict[str, nn.Module]:
+    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
+    if not actions.sharders:
+        return {}
+
+    def run() -> dict[str, nn.Module]:
+        made = {}
+        for path, sharder in actions.sharders.items():
+            old = module.get_submodule(path)
+            changes.note(Snapshot(old).restore)
+            new = sharder.shard(old)
+            if not isinstance(new, nn.Module):
+                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
+                raise PlanError(Problem("sharder-returned-no-module", path, found=found, hint="return an nn.Module"))
+            made[path] = new
+        return made
+
+    made, problems = attempt(run)
+    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
+    agree(group, Outcome(lines, problems), "a Sharder failed")
+    assert made is not None
+    return made
+
+
+def _parameter_problems(module: nn.Module, name: object, spec: object) -> list[Problem]:
+    if not isinstance(name, str) or "." in name:
+        hint = "the name of a parameter of this very module; for deeper ones use shard_module"
+        return [Problem("not-a-parameter-name", "param_name", found=repr(name), hint=hint)]
+    if not isinstance(spec, Layout) and as_spec(spec) is None:
+        return [unknown_spec("sharding_spec", spec)]
+    return _tied_elsewhere(module, name)
+
+
+def _tied_elsewhere(module: nn.Module, name: str) -> list[Problem]:
+    """A problem when a module outside of ``module`` has the same parameter."""
+    tensor = module._parameters.get(name, module._buffers.get(name))
+    if tensor is None:
+        return []
+    tables = [each for each in gc.get_referrers(tensor) if isinstance(each, dict) and each is not module._parameters]
+    inside = {id(table) for each in module.modules() for table in (each._parameters, each._buffers)}
+    for table in tables:
+        if id(table) in inside:
+            continue
+        for holder in gc.get_referrers(table):
+            attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+            if attributes.get("_parameters") is table or attributes.get("_buffers") is table:
+                found = "another module has the same tensor, which would keep the whole one"
+                hint = "call shard_module on the module that holds both"
+                return [Problem("tied-elsewhere", name, found=found, hint=hint)]
+    return []

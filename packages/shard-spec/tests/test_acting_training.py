@@ -1,0 +1,230 @@
+"""Sharded modules train as the unsharded module does on the concatenated batch: 5 steps, in float64, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_spec.acting import shard_module
+from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+
+STEPS = 5
+# Sums over columns and ranks are formed in another order than in one process.
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def devices(ranks: Ranks, order: list[int] | None = None) -> list[str]:
+    return [f"rank:{rank}/{ranks.device}" for rank in (order or range(ranks.world_size))]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def train_and_compare(
+    ranks: Ranks,
+    model: nn.Module,
+    plan: ShardingPlan,
+    batch: Callable[[int, int], torch.Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    members: list[int] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **kwargs: Any,
+) -> nn.Module:
+    """Shard a copy of ``model``, train both, compare outputs, losses and every parameter at every step.
+
+    ``batch(step, rank)`` is what rank ``rank`` of the group passes. Returns the sharded module.
+    """
+    members = members or list(range(ranks.world_size))
+    me = members.index(ranks.rank)
+    reference, sharded = model, copy.deepcopy(model)
+    if me != kwargs.get("src_rank", 0):
+        with torch.no_grad():
+            for tensor in [*sharded.parameters(), *sharded.buffers()]:
+                tensor.zero_()  # only the source's values count
+    handle = shard_module(sharded, plan, process_group=group, **kwargs)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    ours = [p for p in sharded.parameters() if p.requires_grad]
+    assert len(trained) == len(ours) > 0
+    one, two = optimizer(trained, lr=0.05), optimizer(ours, lr=0.05)
+    compared = 0
+    for step in range(STEPS):
+        inputs = [batch(step, at) for at in range(len(members))]
+        start = sum(each.shape[0] for each in inputs[:me])
+        expected = reference(torch.cat(inputs))
+        got = sharded(inputs[me])
+        mine = expected[start : start + inputs[me].shape[0]]
+        torch.testing.assert_close(got, mine.detach(), **CLOSE)
+        row = expected.shape[1:]
+        weights = torch.linspace(-1, 1, row.numel(), dtype=mine.dtype).view(row)
+        (expected.square() * weights).sum().backward()
+        (got.square() * weights).sum().backward()
+        for (name, full), piece in zip(reference.named_parameters(), sharded.parameters(), strict=True):
+            assert (full.grad is None) == (piece.grad is None), name
+            if full.grad is not None and piece.grad is not None:
+                torch.testing.assert_close(whole(piece.grad), full.grad, **CLOSE, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        one.step(), two.step()
+        one.zero_grad(), two.zero_grad()
+        for (name, full), piece in zip(reference.named_parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(whole(piece), full.detach(), **CLOSE, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            compared += 1
+    assert compared == STEPS * len(list(model.parameters()))
+    assert handle.plan is plan
+    return sharded
+
+
+class MLP(nn.Module):
+    def __init__(self, features: int = 6, hidden: int = 9, out: int = 5, bias: bool = True) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(features, hidden, bias=bias)
+        self.gelu = nn.GELU()
+        self.fc2 = nn.Linear(hidden, out, bias=bias)
+        self.norm = nn.LayerNorm(out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.fc2(self.gelu(self.fc1(x))))
+        return normed
+
+
+def rows_of(features: int, rows: Callable[[int], int] = lambda rank: 3) -> Callable[[int, int], torch.Tensor]:
+    def batch(step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(rows(rank), features, generator=generator, dtype=torch.float64)
+
+    return batch
+
+
+@pytest.mark.ranks(2, 4)
+def test_column_then_row_with_output_plan_and_local_rows(ranks: Ranks) -> None:
+    """The seed's own example: torch 2.13 raises on it, linear on a ShardedTensor has no implementation any more."""
+    torch.manual_seed(0)
+    plan = ShardingPlan(
+        {
+            "fc1.weight": ChunkShardingSpec(0, devices(ranks)),
+            "fc1.bias": ChunkShardingSpec(0, devices(ranks)),
+            "fc2.weight": ChunkShardingSpec(1, devices(ranks)),
+        },
+        output_plan={"fc2": ChunkShardingSpec(0, devices(ranks))},
+        return_local_tensor=["fc2"],
+    )
+    train_and_compare(ranks, MLP().double(), plan, rows_of(6))
+
+
+@pytest.mark.ranks(2, 4)
+def test_every_way_of_sharding_two_linears(ranks: Ranks) -> None:
+    """Rows, columns, permuted ranks, torch's specs, no bias, biases sharded alone, uneven rows of the batch."""
+    world = ranks.world_size
+    turned = [*range(1, world), 0]
+    cases: list[tuple[dict[str, Any], dict[str, Any] | None, list[str], list[int] | None, bool]] = [
+        ({"fc1.weight": 0, "fc2.weight": 1}, {"fc2": 0}, ["fc2"], None, True),
+        ({"fc1.weight": 0, "fc2.weight": 1}, None, ["fc2"], turned, True),
+        ({"fc1.weight": -1, "fc2.weight": -2}, {"fc1": -2, "fc2": 0}, ["fc1", "fc2"], turned, True),
+        ({"fc1.weight": 1, "fc2.weight": 0}, None, ["fc1", "fc2"], None, False),
+        ({"fc1.bias": 0, "fc2.bias": 0}, None, [], turned, True),
+        ({"fc1.weight": 0, "fc1.bias": 0, "fc2.weight": 1, "fc2.bias": 0}, {"fc1": 1}, ["fc2"], None, True),
+        ({"fc1.weight": 1}, {"fc1": 0}, ["fc1"], turned, True),
+    ]
+    for number, (dims, outputs, local, order, bias) in enumerate(cases):
+        torch.manual_seed(number)
+        spec = {dim: ChunkShardingSpec(dim, devices(ranks, order)) for dim in range(-2, 2)}
+        plan = ShardingPlan(
+            {name: spec[dim] for name, dim in dims.items()},
+            None if outputs is None else {name: spec[dim] for name, dim in outputs.items()},
+            local,
+        )
+        uneven = number % 2 == 1
+        batch = rows_of(6, (lambda rank: 1 + rank) if uneven else (lambda rank: 2))
+        train_and_compare(ranks, MLP(bias=bias).double(), plan, batch, src_rank=number % world)
+
+
+@pytest.mark.ranks(4)
+def test_groups_in_reversed_order_and_grids(ranks: Ranks) -> None:
+    members = [3, 1]
+    group = dist.new_group(members, sort_ranks=False)
+    ascending = dist.new_group([1, 3])
+    for each, order in ((group, members), (ascending, [1, 3])):
+        if ranks.rank not in members:
+            continue
+        torch.manual_seed(3)
+        spec = {dim: ChunkShardingSpec(dim, devices(ranks, [3, 1])) for dim in (0, 1)}
+        plan = ShardingPlan({"fc1.weight": spec[0], "fc2.weight": spec[1]}, {"fc2": spec[0]}, ["fc2"])
+        train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: 2 + at), group=each, members=order)
+    # A 2 x 2 grid of the 9 x 6 weight, its 9 rows cut 5 + 4, on ranks in another order.
+    cells = [(0, 0, 5, 3, 2), (0, 3, 5, 3, 0), (5, 0, 4, 3, 3), (5, 3, 4, 3, 1)]
+    shards = [ShardMetadata([r, c], [h, w], f"rank:{at}/{ranks.device}") for r, c, h, w, at in cells]
+    plan = ShardingPlan({"fc1.weight": EnumerableShardingSpec(shards)}, None, ["fc1"])
+    torch.manual_seed(4)
+    train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: at))
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, a frozen layer, an int8 parameter, and a bool and an int64 buffer."""
+
+    codes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(9, 6)
+        self.fc = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.emb.weight
+        self.table = nn.Parameter(torch.arange(18, dtype=torch.int8).view(9, 2), requires_grad=False)
+        self.register_buffer("mask", torch.arange(9) % 2 == 0)
+        self.register_buffer("codes", torch.arange(9), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.frozen(torch.tanh(self.fc(self.emb(ids)))))
+        return logits
+
+
+def ids_of(rows: Callable[[int], int], length: int = 4, num: int = 9) -> Callable[[int, int], torch.Tensor]:
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randint(0, num, (rows(rank), length), generator=torch.Generator().manual_seed(7 * step + rank))
+
+    return batch
+
+
+@pytest.mark.ranks(2, 4)
+def test_tied_frozen_integer_and_buffers(ranks: Ranks) -> None:
+    """torch: the tie is cut, frozen parameters become trainable, int8 parameters and buffers fail."""
+    for dim in (0, 1):
+        torch.manual_seed(dim)
+        spec = {at: ChunkShardingSpec(at, devices(ranks)) for at in (0, 1)}
+        plan = ShardingPlan(
+            {
+                "head.weight": spec[dim],
+                "frozen.weight": spec[0],
+                "table": spec[0],
+                "mask": spec[0],
+                "codes": spec[0],
+            },
+            {"frozen": spec[0]},
+            ["frozen", "head"],
+        )
+        model = Tied().double()
+        model.table.data = model.table.data.to(torch.int8)
+        sharded = train_and_compare(ranks, model, plan, ids_of(lambda rank: 2 + rank))
+        assert isinstance(sharded, Tied)
+        assert sharded.emb.weight is sharded.head.weight
+        assert not sharded.frozen.weight.requires_grad
+        assert not sharded.frozen.bias.requires_grad
+        for name in ("table", "mask", "codes"):
+            value, expected = getattr(sharded, name), getattr(model, name)
+            assert isinstance(value, DTensor), name
+            assert value.dtype == expected.dtype
+            assert torch.equal(whole(value), expected), name
+        assert "codes" not in sharded.state_dict()
+        assert set(sharded.state_dict()) == set(model.state_dict())
