@@ -5,6 +5,19 @@ far from the optimum it stopped, `highs` asks a mixed-integer solver for a secon
 """
 
 from shard_spec.planners.solver.elimination import solve_exact
+from shard_spec.planners.solver.highs import HighsAnswer, solve_highs
+from shard_spec.planners.solver.memory_cap import CappedSolution, InfeasibleError, least_memory, solve_capped
 from shard_spec.planners.solver.problem import PairwiseBuilder, PairwiseProblem, Solution
 
-__all__ = ["PairwiseProblem", "PairwiseBuilder", "Solution", "solve_exact"]
+__all__ = [
+    "PairwiseProblem",
+    "PairwiseBuilder",
+    "Solution",
+    "solve_exact",
+    "solve_capped",
+    "CappedSolution",
+    "InfeasibleError",
+    "least_memory",
+    "solve_highs",
+    "HighsAnswer",
+]

@@ -20,6 +20,7 @@ from torch import Tensor
 from shard_spec.planners.solver.problem import PairwiseProblem, Solution
 
 MAX_TABLE_ENTRIES = 2**27  # 1 GiB of float64
+MAX_KEPT_ENTRIES = 2**13
 
 
 class TooConnectedError(ValueError):
@@ -53,6 +54,7 @@ class Eliminator:
     def __init__(self, problem: PairwiseProblem) -> None:
         self.problem = problem
         self.steps = plan_elimination([cost.numel() for cost in problem.costs], problem.edges)
+        self._fixed = [self._fixed_part(step) for step in self.steps]
 
     def solve(self, extra: Sequence[Tensor]) -> list[Solution]:
         """Solves for several node costs at once.
@@ -66,30 +68,46 @@ class Eliminator:
         num_variants = extra[0].shape[1] if extra else 1
         tables: list[Tensor] = []
         choices: list[Tensor] = []
-        for step in self.steps:
-            table = self._joined(step, extra[step.node], tables)
+        for step, fixed in zip(self.steps, self._fixed, strict=True):
+            table = self._joined(step, fixed, extra[step.node], tables)
             least, choice = table.min(dim=0)  # over the node's strategies
             tables.append(least)
             choices.append(choice)
         assignments = self._backtrack(choices, num_variants)
         return [Solution(found, self.problem.evaluate(found)) for found in assignments]
 
-    def _joined(self, step: Step, extra: Tensor, tables: Sequence[Tensor]) -> Tensor:
+    def _fixed_part(self, step: Step) -> list[Tensor]:
+        """What does not change between calls: the node's own costs and its edges, as ``[node, *neighbours, 1]``.
+
+        Added up where the sum is small; a list of views where it would take memory for every step.
+        """
+        scope = (step.node, *step.neighbours)
+        own = self.problem.costs[step.node]
+        parts = [own.reshape(-1, *([1] * len(step.neighbours)), 1)]
+        entries = own.numel()
+        for factor in step.factors:
+            if factor < len(self.problem.edges):
+                edge = self.problem.edge_costs[factor][..., None]
+                parts.append(_aligned(edge, self.problem.edges[factor], scope))
+                entries *= edge.numel() // own.numel()
+        if entries > MAX_KEPT_ENTRIES:
+            return parts
+        table = parts[0]
+        for part in parts[1:]:
+            table = table + part
+        return [table]
+
+    def _joined(self, step: Step, fixed: Sequence[Tensor], extra: Tensor, tables: Sequence[Tensor]) -> Tensor:
         """Sum of the step's factors, as a table ``[node, *neighbours, variant]``."""
         scope = (step.node, *step.neighbours)
-        own = self.problem.costs[step.node][:, None] + extra
-        table = own.reshape(own.shape[0], *([1] * len(step.neighbours)), own.shape[1])
-        # Small factors first, so that few additions touch the full table.
-        for factor in step.factors:
-            nodes, values = self._factor(factor, tables)
-            table = table + _aligned(values, nodes, scope)
-        return table
-
-    def _factor(self, index: int, tables: Sequence[Tensor]) -> tuple[tuple[int, ...], Tensor]:
+        table = fixed[0] + extra.reshape(extra.shape[0], *([1] * len(step.neighbours)), extra.shape[1])
+        for part in fixed[1:]:
+            table = table + part
         num_edges = len(self.problem.edges)
-        if index < num_edges:
-            return self.problem.edges[index], self.problem.edge_costs[index][..., None]
-        return self.steps[index - num_edges].neighbours, tables[index - num_edges]
+        for factor in step.factors:  # small factors first, so that few additions touch the full table
+            if factor >= num_edges:
+                table = table + _aligned(tables[factor - num_edges], self.steps[factor - num_edges].neighbours, scope)
+        return table
 
     def _backtrack(self, choices: Sequence[Tensor], num_variants: int) -> list[tuple[int, ...]]:
         """Fixes the nodes in the reverse order: each one's neighbours are known when its turn comes."""

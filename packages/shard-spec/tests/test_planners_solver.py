@@ -1,15 +1,25 @@
-"""Exact elimination against brute force, and its speed on 126 untied layers."""
+"""The solver: exact against brute force, under a memory cap too, against HiGHS, and its speed on 126 untied layers."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import pickle
 import random
 import time
 
 import pytest
 import torch
 
-from shard_spec.planners.solver import PairwiseBuilder, PairwiseProblem, solve_exact
+from shard_spec.planners.solver import (
+    InfeasibleError,
+    PairwiseBuilder,
+    PairwiseProblem,
+    least_memory,
+    solve_capped,
+    solve_exact,
+    solve_highs,
+)
 from shard_spec.planners.solver.elimination import Eliminator, TooConnectedError, plan_elimination
 
 
@@ -152,3 +162,89 @@ def test_126_untied_layers_in_about_a_second() -> None:
     seconds = time.perf_counter() - start
     assert solution.objective == problem.evaluate(solution.assignment)
     assert seconds < 5  # 0.25 s on two idle cores; the target of 1 s is measured by benchmarks/bench_planners.py
+
+
+# ---- with a memory cap ----------------------------------------------------------------------------------------------
+
+
+def memory_table(problem: PairwiseProblem) -> torch.Tensor:
+    """Bytes of every assignment, as a table with one dimension per node."""
+    table = torch.zeros([cost.numel() for cost in problem.costs], dtype=torch.int64)
+    for index, amount in enumerate(problem.memory):
+        table = table + amount.reshape([-1 if dim == index else 1 for dim in range(problem.num_nodes)])
+    return table
+
+
+def test_capped_equals_brute_force_and_proves_it() -> None:
+    compared = infeasible = 0
+    for seed in range(300):
+        problem = random_problem(seed, forbid=seed % 2 == 1)
+        cost, memory = brute_force_table(problem), memory_table(problem)
+        allowed = torch.isfinite(cost)
+        if not bool(allowed.any()):
+            with pytest.raises(InfeasibleError) as nothing:
+                solve_capped(problem, 10**9, time_limit=None)
+            assert nothing.value.least_bytes == -1
+            continue
+        least, most = int(memory[allowed].min()), int(memory[allowed].max())
+        limit = least + (most - least) * (seed * 37 % 100) // 100 - (seed % 7 == 0)
+        if limit < least:
+            with pytest.raises(InfeasibleError) as error:
+                solve_capped(problem, limit, time_limit=None)
+            assert error.value.least_bytes == least
+            assert pickle.loads(pickle.dumps(error.value)).limit == limit
+            infeasible += 1
+            continue
+        best = float(torch.where(memory <= limit, cost, torch.inf).min())
+        solution = solve_capped(problem, limit, time_limit=None)
+        assert solution.objective == best
+        assert solution.lower_bound <= best
+        assert solution.gap == 0
+        assert solution.exhausted
+        assert problem.memory_of(solution.assignment) == solution.memory <= limit
+        compared += 1
+    assert compared > 200
+    assert infeasible > 0
+
+
+def test_without_pressure_the_cap_changes_nothing() -> None:
+    problem = llama_like(4, 6)
+    free = solve_exact(problem)
+    capped = solve_capped(problem, 0)  # a problem without memory fits everywhere
+    assert (capped.assignment, capped.objective, capped.gap) == (free.assignment, free.objective, 0.0)
+
+
+def with_memory(problem: PairwiseProblem, seed: int = 1) -> PairwiseProblem:
+    generator = torch.Generator().manual_seed(seed)
+    memory = tuple(torch.randint(0, 10**9, cost.shape, generator=generator) for cost in problem.costs)
+    return PairwiseProblem(problem.names, problem.costs, problem.edges, problem.edge_costs, memory)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_40_untied_layers_under_a_cap_are_proven_within_a_percent(share: float) -> None:
+    problem = with_memory(llama_like(40, 8))
+    most = problem.memory_of(solve_exact(problem).assignment)
+    least = int(least_memory(problem).objective)
+    limit = least + int((most - least) * share)
+    solution = solve_capped(problem, limit, gap=0.01, time_limit=60.0)
+    assert solution.memory <= limit
+    assert solution.gap <= 0.01
+    assert solution.lower_bound >= solve_exact(problem).objective
+    assert solution == solve_capped(problem, limit, gap=0.01, time_limit=60.0)  # the same every time
+
+
+@pytest.mark.extra("highspy")
+def test_highs_agrees() -> None:
+    compared = 0
+    for seed in range(25):
+        problem = random_problem(seed, forbid=seed % 2 == 1)
+        exact, referee = solve_exact(problem), solve_highs(problem)
+        if math.isinf(exact.objective):
+            assert referee.assignment == ()
+            continue
+        assert referee.objective == pytest.approx(exact.objective, rel=1e-9)  # HiGHS works with tolerances
+        limit = (int(least_memory(problem).objective) + problem.memory_of(exact.assignment)) // 2
+        capped, referee = solve_capped(problem, limit, time_limit=None), solve_highs(problem, limit)
+        assert referee.objective == pytest.approx(capped.objective, rel=1e-9)
+        compared += 1
+    assert compared >= 20
