@@ -8,14 +8,13 @@ from typing import Literal
 import pytest
 import torch
 import tp_models as models
+import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize
-
-import tp_styles as tp
 
 # float64: the ranks add in another order than one process does, and 5 steps of SGD do not amplify 1e-16.
 EXACT = 1e-12
@@ -56,11 +55,12 @@ def test_gpt(ranks: Ranks, params: Literal["dtensor", "local"], fused: bool, tie
 @pytest.mark.ranks(4)
 def test_uneven_mlp(ranks: Ranks) -> None:
     mesh = ranks.mesh((4,), ("tp",))
+    plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
     for hidden in (10, 3):  # shards of 3, 3, 3, 1 rows and of 1, 1, 1, 0
-        model = models.seeded(lambda hidden=hidden: models.MLP(8, hidden)).double()
-        plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+        torch.manual_seed(0)
+        model = models.MLP(8, hidden).double()
         models.compare_training(
-            model, lambda m, plan=plan: tp.apply_plan(m, mesh, plan), vectors(), models.square_loss, mesh, atol=EXACT
+            model, lambda m: tp.apply_plan(m, mesh, plan), vectors(), models.square_loss, mesh, atol=EXACT
         )
 
 
@@ -76,20 +76,21 @@ def test_layouts_at_the_edges(ranks: Ranks, up: Replicate | Shard, down: Replica
         mesh,
         {"up": tp.ColwiseParallel(input_layouts=up), "down": tp.RowwiseParallel(output_layouts=down)},
     )
+    weight = torch.linspace(0.5, 1.5, 96, dtype=torch.float64).view(2, 6, 8)
+
+    def part(x: torch.Tensor, layout: Replicate | Shard) -> torch.Tensor:
+        return x if isinstance(layout, Replicate) else models.rows(x, layout.dim)
+
     for x in vectors():
-        whole, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
-        local = whole if isinstance(up, Replicate) else models.rows(whole, up.dim)
-        out = model(local)
-        wanted = reference(alone)
-        part = wanted if isinstance(down, Replicate) else models.rows(wanted, down.dim)
-        torch.testing.assert_close(out, part, atol=EXACT, rtol=0)
-        # Every rank's part of the loss; a shard's gradient is its own, a replicated output's is whole.
-        models.square_loss(out, x).backward()  # type: ignore[no-untyped-call]  # torch's
-        scale = 1 if isinstance(down, Replicate) else 1
-        total = models.square_loss(part, x) * scale
-        del total
-    grads = models.full_gradients(model, mesh)
-    assert len(grads) == 4
+        local = part(x, up).clone().requires_grad_()
+        alone = x.clone().requires_grad_()
+        out, wanted = model(local), reference(alone)
+        torch.testing.assert_close(out, part(wanted, down), atol=EXACT, rtol=0)
+        (out * part(weight, down)).sum().backward()
+        (wanted * weight).sum().backward()
+        torch.testing.assert_close(local.grad, part(alone.grad, up), atol=EXACT, rtol=0)  # type: ignore[arg-type]
+    gradients = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), gradients, atol=1e-11) == 212
 
 
 @pytest.mark.ranks(2)
@@ -98,8 +99,8 @@ def test_gradients_with_sequence_shards(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8), nn.LayerNorm(8)).double()
-    for norm in (model[0], model[3]):
-        nn.init.normal_(norm.weight)
+    for name in ("0", "3"):
+        nn.init.normal_(model.get_parameter(f"{name}.weight"))
     reference = copy.deepcopy(model)
     tp.apply_plan(
         model,
@@ -116,7 +117,7 @@ def test_gradients_with_sequence_shards(ranks: Ranks) -> None:
         out = model(models.rows(x, 1))
         assert isinstance(out, DTensor)
         assert out.shape == x.shape
-        (out.to_local() * models.rows(weight, 1)).sum().backward()
+        torch.autograd.backward((out.to_local() * models.rows(weight, 1)).sum())
         (reference(x) * weight).sum().backward()
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
     assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 244

@@ -231,9 +231,7 @@ def _act(model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank
             else:
                 changes += _apply_own(found, modules[found.name], axis, made)
     except BaseException:
-        for change in changes:
-            change.module._parameters.update(change.parameters)
-        _take_back(changes)
+        _restore(changes)
         raise
     return TPHandle(model, plan, axis, changes)
 
@@ -319,31 +317,48 @@ def _apply_foreign(
     found: PlannedModule, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> list[ModuleChange]:
     """A style that only knows how it is applied: what it did is found by comparing before and after."""
-    before = [(child, dict(child._parameters), _hooks(child), vars(child).get("forward")) for child in module.modules()]
+    before = [(child, dict(child._parameters), _hooks(child), dict(vars(child))) for child in module.modules()]
     found.style.src_data_rank = src_data_rank
-    changes = []
     try:
         returned = found.style._apply(module, mesh)
-        if returned is not module:
-            raise PlanError(
-                Problem(
-                    "module-replaced",
-                    found.name,
-                    found=f"{found.style!r} returned another module",
-                    hint="a style works on the module it is given",
-                )
+    except BaseException:
+        _restore(_differences(before))
+        raise
+    changes = _differences(before)
+    if returned is not module:
+        _restore(changes)
+        raise PlanError(
+            Problem(
+                "module-replaced",
+                found.name,
+                found=f"{found.style!r} returned another module",
+                hint="a style works on the module it is given",
             )
-    finally:
-        for child, parameters, hooks, forward in before:
-            replaced = {key: value for key, value in parameters.items() if child._parameters.get(key) is not value}
-            change = ModuleChange(
-                child, parameters={key: value for key, value in replaced.items() if value is not None}
-            )
-            change.removers += _hook_removers(child, hooks)
-            if vars(child).get("forward") is not forward:
-                change.removers.append(_ForwardRemover(child, forward))
-            changes.append(change)
+        )
     return changes
+
+
+_Before = list[tuple[nn.Module, dict[str, Any], dict[str, set[int]], dict[str, Any]]]
+
+
+def _differences(before: _Before) -> list[ModuleChange]:
+    changes = []
+    for child, parameters, hooks, attributes in before:
+        replaced = {key: value for key, value in parameters.items() if child._parameters.get(key) is not value}
+        change = ModuleChange(child, parameters={key: value for key, value in replaced.items() if value is not None})
+        change.removers += _hook_removers(child, hooks)
+        change.removers += [_AttributeRemover(child, key) for key in vars(child) if key not in attributes]
+        if "forward" in attributes and vars(child)["forward"] is not attributes["forward"]:
+            change.attributes["forward"] = attributes["forward"]
+        changes.append(change)
+    return changes
+
+
+def _restore(changes: list[ModuleChange]) -> None:
+    """Put everything back as it was, the parameters too."""
+    for change in changes:
+        change.module._parameters.update(change.parameters)
+    _take_back(changes)
 
 
 def _hooks(module: nn.Module) -> dict[str, set[int]]:
@@ -368,12 +383,9 @@ class _KeyRemover:
 
 
 @dataclass
-class _ForwardRemover:
+class _AttributeRemover:
     module: nn.Module
-    forward: Any
+    name: str
 
     def __call__(self) -> None:
-        if self.forward is None:
-            vars(self.module).pop("forward", None)
-        else:
-            vars(self.module)["forward"] = self.forward
+        vars(self.module).pop(self.name, None)

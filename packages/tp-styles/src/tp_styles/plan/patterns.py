@@ -17,11 +17,10 @@ def is_glob(pattern: str) -> bool:
 
 
 def specificity(pattern: str) -> tuple[int, int, int, int]:
-    """Greater for a pattern that says more: exact, then fewest `**`, then most whole names, then most letters."""
+    """Greater for a pattern that says more: no glob, then fewest `**`, then most whole names, then fewest bare `*`."""
     parts = pattern.split(".")
     whole = sum(not is_glob(part) for part in parts)
-    letters = sum(character not in "*?[]" for character in pattern)
-    return (int(not is_glob(pattern)), -parts.count("**"), whole, letters)
+    return (int(not is_glob(pattern)), -parts.count("**"), whole, -parts.count("*"))
 
 
 @cache
