@@ -1,0 +1,70 @@
+"""Agreement: ranks compare what they are about to do before the first byte of data moves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard.members import Members, message_device
+from shard_reshard.problems import PlanError, Problem
+
+CHECKS = ("first", "always")
+
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def check_mode(check: str) -> str:
+    """``check`` if it is one of the modes there are."""
+    if check not in CHECKS:
+        raise PlanError(Problem("bad-check", "check", found=repr(check), hint="'first' or 'always'"))
+    return check
+
+
+def agree(members: Members, facts: str, problems: Sequence[Problem], check: str = "first") -> None:
+    """Return on all ranks, or raise the same error on all.
+
+    Args:
+        members: The group; every member calls this.
+        facts: What has to be the same on every rank, as text.
+        problems: What is wrong on this rank; then no rank goes on.
+        check: "first": facts that this group has agreed on before need no communication. "always": compare.
+
+    Raises:
+        PlanError: The problems of all ranks; ``ranks-disagree`` with what each said where facts differ.
+    """
+    digest = hashlib.sha256(facts.encode())
+    agreed = _agreed.setdefault(members.group, set())
+    if check == "first" and not problems and digest.hexdigest() in agreed:
+        return
+    mine = torch.tensor([len(problems) > 0, *digest.digest()], dtype=torch.uint8, device=message_device(members.group))
+    everyone = [torch.empty_like(mine) for _ in range(members.size)]
+    dist.all_gather(everyone, mine, group=members.group)
+    rows = [row.tolist() for row in everyone]
+    if all(row == rows[0] for row in rows) and not rows[0][0]:
+        agreed.add(digest.hexdigest())
+        return
+    _raise_together(members, facts, problems)
+
+
+def _raise_together(members: Members, facts: str, problems: Sequence[Problem]) -> None:
+    said: list[Any] = [None] * members.size
+    dist.all_gather_object(said, (facts, tuple(problems)), group=members.group)
+    found: list[Problem] = []
+    for theirs in (problem for _, listed in said for problem in listed):
+        if theirs not in found:
+            found.append(theirs)
+    groups: dict[str, list[int]] = {}
+    for rank, (text, listed) in enumerate(said):
+        if not listed:
+            groups.setdefault(text, []).append(rank)
+    if len(groups) > 1:
+        for text, ranks in groups.items():
+            who = f"ranks {', '.join(map(str, ranks))} say {text}"
+            hint = "call with the same shape, dtype, layouts and options on every rank of the group"
+            found.append(Problem("ranks-disagree", found=who, hint=hint))
+    raise PlanError(found, "nothing was moved: found before the exchange, the same on every rank")

@@ -1,0 +1,120 @@
+"""DTensor in, DTensor out: any mesh to any mesh, in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from shard_reshard.members import members_of
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.resharder import reshard
+
+
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> DTensor:
+    """Redistribute a DTensor to placements on the same mesh or on another one.
+
+    One exchange with the fewest bytes, whatever the number of axes. ``DTensor.redistribute`` moves axis by axis and
+    ignores another mesh. Gradients come back in the source's placements, as DTensor's own do.
+
+    Args:
+        dtensor: What to move. Ranks outside of its mesh pass the DTensor that they have, which is empty.
+        device_mesh: The destination mesh.
+        placements: One for each of its axes.
+        group: A group that holds the ranks of both meshes; every member calls. None: the mesh's own group where that
+            is one, else the default group, which then may hold no other ranks.
+
+    Returns:
+        A new DTensor on ``device_mesh``, its local tensor in fresh memory.
+
+    Raises:
+        PlanError: On every rank alike, before any data moves.
+    """
+    ndim = dtensor.dim()
+    placements = tuple(
+        Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements
+    )  # DTensor itself counts dims from the front only
+    moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        dtensor, device_mesh, placements, group or _union_group(dtensor.device_mesh, device_mesh)
+    )
+    assert isinstance(moved, DTensor)
+    return moved
+
+
+class _Redistribute(torch.autograd.Function):
+    """What a DTensor's gradient means differs from a plain tensor's: a replicated gradient is not added up."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: dist.ProcessGroup) -> DTensor:
+        ctx.mesh, ctx.placements, ctx.group = dtensor.device_mesh, dtensor.placements, group
+        ctx.out_mesh = mesh
+        return _moved(dtensor, mesh, placements, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        ops = {p.reduce_op for p in ctx.placements if isinstance(p, Partial)}
+        if ops - {"sum", "avg"}:
+            found = f"a reduction by {', '.join(sorted(ops))}"
+            hint = "detach() the tensor; gradients flow through sums and averages"
+            raise PlanError(Problem("not-differentiable", "src", found=found, hint=hint))
+        # Every contributor to a sum has the gradient of the sum; to an average, its share of it.
+        back = tuple(Replicate() if isinstance(p, Partial) else p for p in ctx.placements)
+        averaged = prod(
+            size
+            for size, p in zip(ctx.mesh.shape, ctx.placements, strict=True)
+            if isinstance(p, Partial) and p.reduce_op == "avg"
+        )
+        moved = redistribute(grad, ctx.mesh, back, group=ctx.group)
+        return (moved / averaged if averaged > 1 else moved), None, None, None
+
+
+def _moved(dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: dist.ProcessGroup) -> DTensor:
+    local = dtensor.to_local()
+    there = _is_member(dtensor.device_mesh)
+    moved = reshard(
+        local if there else None,
+        (dtensor.device_mesh, dtensor.placements),
+        (mesh, placements),
+        shape=dtensor.shape,
+        group=group,
+        dtype=dtensor.dtype,
+    )
+    if moved is None:
+        moved = torch.empty(0, dtype=dtensor.dtype, device=local.device)
+    return as_dtensor(moved, mesh, placements, dtensor.shape)
+
+
+def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> DTensor:
+    """The DTensor of a local tensor; shape and stride are said, because uneven shards do not tell them."""
+    stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _is_member(mesh: DeviceMesh) -> bool:
+    return mesh.get_coordinate() is not None
+
+
+def _union_group(src: DeviceMesh, dst: DeviceMesh) -> dist.ProcessGroup:
+    """A group of exactly the ranks of both meshes."""
+    wanted = set(src.mesh.flatten().tolist()) | set(dst.mesh.flatten().tolist())
+    candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and _is_member(mesh)]
+    for group in candidates:
+        if set(dist.get_process_group_ranks(group)) == wanted:
+            return group
+    world = members_of(None)
+    if set(world.global_ranks) == wanted:
+        return world.group
+    found = f"meshes over {len(wanted)} of {world.size} ranks"
+    hint = "pass group=, a process group of exactly those ranks"
+    raise PlanError(Problem("group-needed", "group", found=found, hint=hint))

@@ -1,0 +1,244 @@
+"""Mover: carries out one plan or several fused ones in a group, again and again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._torch_compat import is_fake
+from shard_reshard.agreement import agree, check_mode
+from shard_reshard.exchange import Collective, Exchange
+from shard_reshard.members import Members, data_device
+from shard_reshard.plan import ReshardPlan
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.program import build_program
+from shard_reshard.simulate import local_problems
+
+
+class Mover:
+    """The acting side of one or several fused plans.
+
+    Args:
+        plans: What to carry out, in one collective (or one for each stage or round).
+        members: The group.
+        keep_workspace: Keep the buffers between calls.
+        check: "first" or "always", see `agree`.
+    """
+
+    def __init__(
+        self, plans: Sequence[ReshardPlan], members: Members, keep_workspace: bool = False, check: str = "first"
+    ) -> None:
+        self.plans = tuple(plans)
+        self.members = members
+        self.check = check_mode(check)
+        self.keep_workspace = keep_workspace
+        self.num_calls = 0
+        self.facts = "\n".join(plan.to_json() for plan in self.plans)
+        self._exchange: Exchange | None = None
+        self._transposed: Mover | None = None
+        self._agreed: set[tuple[str, str]] = set()
+        self._busy = False
+        self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
+
+    @property
+    def exchange(self) -> Exchange:
+        """The program bound to torch, made at the first call."""
+        if self._exchange is None:
+            program = build_program(self.plans, self.members.rank, self.members.size)
+            self._exchange = Exchange(program, self.keep_workspace)
+        return self._exchange
+
+    @property
+    def transposed(self) -> Mover:
+        """The mover of gradients. What it does follows from this one's plans, so that it has nothing to compare."""
+        if self._transposed is None:
+            turned = [plan.transpose() for plan in self.plans]
+            self._transposed = Mover(turned, self.members, self.keep_workspace, self.check)
+            self._transposed._transposed = self
+        return self._transposed
+
+    # ---- checks -----------------------------------------------------------------------------------------------
+
+    def problems(
+        self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
+    ) -> list[Problem]:
+        """What is wrong with the tensors of this rank."""
+        rank, found = self.members.rank, []
+        for number, plan in enumerate(self.plans):
+            if plan.world_size > self.members.size:
+                named = f"the plan names rank {plan.world_size - 1}, the group has {self.members.size} ranks"
+                found.append(Problem("group-too-small", "group", found=named, hint="pass a larger group="))
+                continue
+            found += local_problems(plan, rank, sources[number])
+            if outs is not None:
+                found += local_problems(plan, rank, outs[number], "dst")
+                found += _writable_problems(rank, outs[number], sources[number])
+        devices = {tensor.device for tensors in (*sources, *(outs or ())) for tensor in tensors}
+        if len(devices) > 1:
+            listed = ", ".join(sorted(map(str, devices)))
+            found.append(Problem("mixed-devices", f"rank {rank}", found=listed, hint="one device on each rank"))
+        return found
+
+    def agree(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
+        """Compare with all ranks; see `shard_reshard.agreement.agree`. Fake tensors compare nothing."""
+        if (device.type, more) in self._agreed and not problems:
+            return
+        if is_fake(()):
+            raise_alone(problems)
+            return
+        agree(self.members, f"{self.facts}\non {device.type}{more}", problems, self.check)
+        if self.check == "first":
+            self._agreed.add((device.type, more))
+
+    # ---- moving -----------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor] | None,
+        async_op: bool,
+    ) -> tuple[list[torch.Tensor], Callable[[], None]]:
+        """Move checked tensors.
+
+        Returns:
+            The destination tensors, and a function that has to be called before they are read.
+
+        Raises:
+            RuntimeError: When a call whose workspace is kept is still under way, and when the collective fails.
+        """
+        if self._busy:
+            raise RuntimeError(
+                "this Resharder has a call in flight that uses its workspace; wait() for that handle first, "
+                "or use a second Resharder"
+            )
+        device = self.device(sources, outs or ())
+        exchange = self.exchange
+        number = self.num_calls = self.num_calls + 1
+        self._busy = self.keep_workspace
+        try:
+            with torch.no_grad():
+                if self._freed is not None:
+                    torch.cuda.current_stream(device).wait_event(self._freed)
+                targets = exchange.allocate(device) if outs is None else list(outs)
+                finish = exchange.start(sources, targets, self._collective(number), device, async_op)
+        except BaseException:
+            self._busy = False
+            raise
+        if not async_op:
+            self._end(device)
+            return targets, finish
+
+        def end() -> None:
+            try:
+                with torch.no_grad():
+                    finish()
+            finally:
+                self._end(device)
+
+        return targets, end
+
+    def _end(self, device: torch.device) -> None:
+        self._busy = False
+        if self.keep_workspace and device.type == "cuda" and not is_fake(()):
+            if self._freed is None:
+                self._freed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._freed.record(torch.cuda.current_stream(device))
+
+    def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
+        """Where this rank's tensors lie; for a rank without any, where the group's lie."""
+        for found in tensors:
+            for tensor in found:
+                return tensor.device
+        return data_device(self.members.group)
+
+    def _collective(self, call: int) -> Collective:
+        group = self.members.group
+
+        def collective(
+            output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
+        ) -> Any:
+            try:
+                work = dist.all_to_all_single(
+                    output, input, output_splits, input_splits, group=group, async_op=async_op
+                )
+            except RuntimeError as error:
+                raise self._failed(call) from error
+            return None if work is None else _NamedWork(work, self, call)
+
+        return collective
+
+    def _failed(self, call: int) -> RuntimeError:
+        digest = self.plans[0].digest[:12]
+        return RuntimeError(
+            f"all_to_all_single of call {call} of reshard plan {digest} failed on rank {self.members.rank}: another "
+            "rank died, left the call out or made another one; the destination tensors are not complete"
+        )
+
+
+class _NamedWork:
+    """A work whose failure says which plan and call it was."""
+
+    def __init__(self, work: dist.Work, mover: Mover, call: int) -> None:
+        self._work, self._mover, self._call = work, mover, call
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._mover._failed(self._call) from error
+
+
+def _writable_problems(rank: int, outs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Problem]:
+    """Why destination tensors cannot be written to."""
+    problems = []
+    held = {tensor.untyped_storage().data_ptr() for tensor in sources if tensor.numel()} - {0}
+    for tensor in outs:
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
+            problems.append(Problem("out-overlaps", f"rank {rank}, out", found=f"strides {tensor.stride()}", hint=hint))
+        if tensor.numel() and tensor.untyped_storage().data_ptr() in held:
+            hint = "the source is still read while out is written; pass other memory"
+            problems.append(Problem("out-is-source", f"rank {rank}, out", found="memory of the source", hint=hint))
+        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+            hint = "write into parameters under torch.no_grad()"
+            problems.append(
+                Problem("out-requires-grad", f"rank {rank}, out", found="a leaf that requires grad", hint=hint)
+            )
+    return problems
+
+
+class ReshardWork:
+    """A reshard under way. Holds all its tensors until :meth:`wait`."""
+
+    def __init__(self, result: Any, finish: Callable[[], None], what: str) -> None:
+        self._result, self._finish, self._what = result, finish, what
+        self._done = False
+
+    def wait(self) -> Any:
+        """Wait, unpack on the current stream, and return the destination tensor (a list for several boxes)."""
+        if not self._done:
+            self._done = True
+            self._finish()
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` has been called."""
+        return self._done
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            warnings.warn(
+                f"a reshard of {self._what} was started and never waited for: its destination is not filled",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def raise_alone(problems: Sequence[Problem]) -> None:
+    """Raise where nothing can be compared: under fake tensors."""
+    if problems:
+        raise PlanError(problems)

@@ -1,0 +1,167 @@
+"""Where a step's bytes lie in memory: which regions are copied, and which are sent or received where they are.
+
+Pure: works on shapes, strides and numbers. `Exchange` turns the answer into tensor views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import NamedTuple
+
+from shard_reshard.bound import Index
+from shard_reshard.plan import ReshardPlan
+from shard_reshard.program import Segment, Step
+
+
+class Region(NamedTuple):
+    """A strided view of a local tensor: arguments of ``as_strided``; ``offset`` counts from the tensor's start."""
+
+    tensor: int
+    sizes: Index
+    strides: Index
+    offset: int
+
+
+class Packed(NamedTuple):
+    """A region and its place in a buffer."""
+
+    region: Region
+    byte_offset: int
+    plan: int
+    addend: int
+
+
+class Run(NamedTuple):
+    """One contiguous stretch of a local tensor's memory, in elements from the tensor's start."""
+
+    tensor: int
+    offset: int
+    numel: int
+
+
+class Side(NamedTuple):
+    """One side of a collective: a run that is used in place, or regions that are copied to or from a buffer."""
+
+    run: Run | None
+    packed: tuple[Packed, ...]
+    splits: tuple[int, ...]
+    num_bytes: int
+
+
+class StepMemory(NamedTuple):
+    """Both sides of a step, and the copies that stay on the rank and bypass the collective."""
+
+    sends: Side
+    receives: Side
+    own: tuple[tuple[Region, Region, int, int], ...]  # source, destination, plan, addend
+
+
+def lay_out_step(
+    step: Step,
+    plans: Sequence[ReshardPlan],
+    rank: int,
+    send_strides: Sequence[Index],
+    dst_strides: Sequence[Index],
+) -> StepMemory:
+    """Choose, for the given strides, the way that copies the fewest bytes.
+
+    Args:
+        step: What is sent, received and kept.
+        plans: The plans of the program.
+        rank: The rank in the group.
+        send_strides: Strides of the tensors that are sent from (the destination's, in a relayed step).
+        dst_strides: Strides of the destination tensors.
+    """
+    own = tuple(
+        (
+            _region(copy.src_tensor, copy.src_start, copy.sizes, send_strides),
+            _region(copy.dst_tensor, copy.dst_start, copy.sizes, dst_strides),
+            copy.plan,
+            copy.addend,
+        )
+        for copy in step.own
+    )
+    sends = _packed(step.sends, send_strides)
+    receives = _packed(step.receives, dst_strides)
+    plain = StepMemory(
+        Side(None, sends, step.send_splits, sum(step.send_splits)),
+        Side(None, receives, step.receive_splits, sum(step.receive_splits)),
+        own,
+    )
+    if len(plans) > 1 or not step.exchanges:
+        return plain
+    (plan,) = plans
+    may_send = plan.dtype == plan.wire_dtype or step.relayed
+    may_receive = plan.out_dtype == plan.wire_dtype and plan.reduce_op is None
+    apart = StepMemory(_in_place(plain.sends, may_send), _in_place(plain.receives, may_receive), own)
+    if not own or plan.reduce_op is not None:
+        return apart
+    size = plan.itemsize
+    sends_with = _with_own(plain.sends, [entry[0] for entry in own], rank, size)
+    receives_with = _with_own(plain.receives, [entry[1] for entry in own], rank, size)
+    together = StepMemory(_in_place(sends_with, may_send), _in_place(receives_with, may_receive), ())
+    # Both move the own bytes once; what differs is how many bytes are copied to and from buffers.
+    return together if _copied(together) < _copied(apart) else apart
+
+
+def _region(tensor: int, start: Index, sizes: Index, strides: Sequence[Index]) -> Region:
+    own = strides[tensor]
+    return Region(tensor, sizes, own, sum(at * stride for at, stride in zip(start, own, strict=True)))
+
+
+def _packed(segments: Iterable[Segment], strides: Sequence[Index]) -> tuple[Packed, ...]:
+    return tuple(Packed(_region(s.tensor, s.start, s.sizes, strides), s.offset, s.plan, s.addend) for s in segments)
+
+
+def _with_own(side: Side, own: list[Region], rank: int, itemsize: int) -> Side:
+    """The side with the rank's own bytes in their slot of the collective."""
+    own_bytes = sum(prod(region.sizes) for region in own) * itemsize
+    begin = sum(side.splits[:rank])
+    packed = [entry for entry in side.packed if entry.byte_offset < begin]
+    offset = begin
+    for region in own:
+        packed.append(Packed(region, offset, 0, 0))
+        offset += prod(region.sizes) * itemsize
+    packed.extend(
+        entry._replace(byte_offset=entry.byte_offset + own_bytes) for entry in side.packed if entry.byte_offset >= begin
+    )
+    splits = (*side.splits[:rank], own_bytes, *side.splits[rank + 1 :])
+    return Side(None, tuple(packed), splits, side.num_bytes + own_bytes)
+
+
+def _in_place(side: Side, allowed: bool) -> Side:
+    run = _run([entry.region for entry in side.packed]) if allowed else None
+    return side if run is None else side._replace(run=run)
+
+
+def _run(regions: list[Region]) -> Run | None:
+    """The stretch of memory that ``regions`` are, one after the other, if they are one."""
+    if not regions:
+        return None
+    first = regions[0]
+    expected = first.offset
+    for region in regions:
+        if (
+            region.tensor != first.tensor
+            or region.offset != expected
+            or not is_contiguous(region.sizes, region.strides)
+        ):
+            return None
+        expected += prod(region.sizes)
+    return Run(first.tensor, first.offset, expected - first.offset)
+
+
+def is_contiguous(sizes: Index, strides: Index) -> bool:
+    """Whether a strided view is one stretch of memory in row-major order."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _copied(memory: StepMemory) -> int:
+    return sum(0 if side.run is not None else side.num_bytes for side in (memory.sends, memory.receives))

@@ -1,0 +1,212 @@
+"""Reshard one tensor: the one-shot function, and the object for repeated use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard.agreement import agree
+from shard_reshard.bind import LayoutLike, bind
+from shard_reshard.differentiable import differentiable_start, gradient_problems
+from shard_reshard.dtypes import ITEMSIZES, dtype_name
+from shard_reshard.members import Members, members_of, message_device
+from shard_reshard.mover import Mover, ReshardWork
+from shard_reshard.plan import ReshardPlan
+from shard_reshard.planner import bind_both, cached_plan
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.simulate import Shards, as_list, as_result
+
+
+def reshard(
+    tensor: Shards,
+    src: LayoutLike | None,
+    dst: LayoutLike,
+    *,
+    shape: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: Shards = None,
+    async_op: bool = False,
+    dtype: torch.dtype | None = None,
+    max_workspace_bytes: int | None = None,
+    check: str = "first",
+) -> Any:
+    """Move a tensor from one layout to another: one all-to-all, differentiable.
+
+    Every rank of ``group`` calls it with the same layouts.
+
+    Args:
+        tensor: This rank's local tensor (a list for several boxes, None where it has none), or a DTensor.
+        src: Where the tensor is, see `LayoutLike`. None for a DTensor, which knows.
+        dst: Where it is to be.
+        shape: Global shape. May be left out where a DTensor or boxes give it.
+        group: The union of the ranks of both layouts; None is the default group.
+        out: Tensors to fill instead of fresh ones.
+        async_op: Return a handle; its ``wait()`` returns the result.
+        dtype: The destination's dtype, where it is another than the source's. The same on every rank.
+        max_workspace_bytes: See `plan_reshard`.
+        check: "first" compares plans between ranks at their first use in a group, "always" at every call.
+
+    Returns:
+        The local tensor in the destination layout (a list for several boxes, None for none), or a `ReshardWork`.
+
+    Raises:
+        PlanError: On every rank alike, before any data moves.
+        RuntimeError: When the collective fails.
+    """
+    members = members_of(group)
+    tensor, src, shape = _unwrapped(tensor, src, shape)
+    try:
+        mover = _mover_for(members, as_list(tensor), src, dst, shape, as_list(out), dtype, max_workspace_bytes, check)
+    except PlanError as error:
+        agree(members, "", error.problems, "always")  # the others are told; all raise
+        raise
+    return _move(mover, tensor, out, async_op)
+
+
+class Resharder:
+    """Reshards tensors by one plan again and again: keeps views, buffers and the check between ranks.
+
+    Args:
+        plan: From `plan_reshard`.
+        group: The union of the ranks of both layouts; None is the default group.
+        keep_workspace: Keep the buffers; a second call while a handle is in flight is then refused.
+        check: "first" or "always", see `reshard`.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        group: dist.ProcessGroup | None = None,
+        *,
+        keep_workspace: bool = True,
+        check: str = "first",
+    ) -> None:
+        self.plan = plan
+        self._mover = Mover((plan,), members_of(group), keep_workspace, check)
+
+    def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
+        """Move ``tensor``; arguments and result as in `reshard`."""
+        return _move(self._mover, tensor, out, async_op)
+
+
+def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
+    """One checked call."""
+    (plan,) = mover.plans
+    rank = mover.members.rank
+    src_shapes, dst_shapes = plan.src.local_shapes(rank), plan.dst.local_shapes(rank)
+    given = as_list(tensor)
+    # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
+    sources = [] if not src_shapes and len(given) == 1 and given[0].numel() == 0 else given
+    outs = None if out is None else as_list(out)
+    problems = mover.problems([sources], None if outs is None else [outs])
+    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if grad:
+        problems += gradient_problems(mover, outs is not None)
+    mover.agree(problems, mover.device(given, outs or ()), " with gradients" if grad else "")
+    if grad:
+        results, finish = differentiable_start(mover, given, async_op)
+    else:
+        results, finish = mover.start(sources, outs, async_op)
+    result = as_result(dst_shapes, results)
+    if not dst_shapes and grad:
+        result = results[0]
+    if async_op:
+        return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
+    return result
+
+
+# ---- from arguments to movers ---------------------------------------------------------------------------------
+
+
+def _unwrapped(tensor: Any, src: LayoutLike | None, shape: Sequence[int] | None) -> tuple[Shards, Any, Any]:
+    """A DTensor as its local tensor, its layout and its shape."""
+    if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
+        src = (tensor.device_mesh, tuple(tensor.placements)) if src is None else src
+        shape = tuple(tensor.shape) if shape is None else shape
+        tensor = tensor.to_local()
+    return tensor, src, shape
+
+
+def _mover_for(
+    members: Members,
+    given: list[torch.Tensor],
+    src: LayoutLike | None,
+    dst: LayoutLike,
+    shape: Sequence[int] | None,
+    out: list[torch.Tensor],
+    dtype: torch.dtype | None,
+    max_workspace_bytes: int | None,
+    check: str,
+) -> Mover:
+    if src is None:
+        hint = "only a DTensor knows where it is"
+        raise PlanError(Problem("layout-needed", "src", found="src=None", hint=hint))
+    size = None if shape is None else tuple(shape)
+    names = _dtypes(members, given, src, size, out, dtype)
+    key: tuple[Any, ...] = (_hashable(src), _hashable(dst), size, *names, max_workspace_bytes, check)
+    movers = _movers.setdefault(members.group, {})
+    try:
+        mover = movers.get(key)
+    except TypeError:  # torch's sharding specs and mappings have no hash
+        key, mover = (), None
+    if mover is None:
+        plan = cached_plan(*bind_both(size, src, dst, members.to_group), *names, max_workspace_bytes)
+        mover = movers.get((plan, check))
+        if mover is None:
+            mover = movers[(plan, check)] = Mover((plan,), members, False, check)
+        if key:
+            movers[key] = mover
+        while len(movers) > 8192:
+            movers.pop(next(iter(movers)))
+    return mover
+
+
+def _dtypes(
+    members: Members,
+    given: list[torch.Tensor],
+    src: LayoutLike,
+    shape: tuple[int, ...] | None,
+    out: list[torch.Tensor],
+    dtype: torch.dtype | None,
+) -> tuple[str, str | None]:
+    """Dtype of the source, and of the destination where it is another."""
+    if dtype is not None:
+        return dtype_name(given[0].dtype if given else dtype), dtype_name(dtype)
+    if _everyone_holds(members, src, shape):
+        found = given or out
+        return dtype_name(found[0].dtype if found else torch.float32), (dtype_name(out[0].dtype) if out else None)
+    # Some rank has nothing to tell the dtype from: those that have tell it.
+    names = sorted(ITEMSIZES)
+    mine = [names.index(dtype_name(found[0].dtype)) if found else 255 for found in (given, out)]
+    row = torch.tensor(mine, dtype=torch.uint8, device=message_device(members.group))
+    rows = [torch.empty_like(row) for _ in range(members.size)]
+    dist.all_gather(rows, row, group=members.group)
+    told = [[code for code in column if code != 255] for column in zip(*(row.tolist() for row in rows), strict=True)]
+    own = mine[0] if mine[0] != 255 else told[0][0] if told[0] else None
+    if own is None:
+        hint = "the ranks of the source layout pass their local tensors"
+        raise PlanError(Problem("no-source", "tensor", found="no rank has a tensor", hint=hint))
+    return names[own], names[told[1][0]] if told[1] else None
+
+
+def _everyone_holds(members: Members, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
+    """Whether every rank of the group is one of the source layout's."""
+    try:
+        ranks = bind(src, shape, members.to_group).rank_set
+    except PlanError:
+        return True  # told later, when both layouts are bound
+    return len(ranks) == members.size
+
+
+_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
+
+
+def _hashable(layout: Any) -> Any:
+    """A pair of mesh and list of placements as one that has a hash."""
+    if isinstance(layout, tuple) and len(layout) == 2 and isinstance(layout[1], list):
+        return layout[0], tuple(layout[1])
+    return layout

@@ -1,0 +1,75 @@
+"""Random layouts and the plain reference that reshards are compared with."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from shard_spec import Box, Layout, MeshSpec
+
+from shard_reshard import BoundLayout, BoxBound, MeshBound
+
+_KINDS = ("R", "S({d})", "S({d})", "S({d})", "I({d},2)", "B({d},2)", "B({d},1,cyclic)")
+
+
+def random_shape(rng: random.Random, most: int = 8) -> tuple[int, ...]:
+    sizes = [1, 2, 3, 4, 5, 7, most]
+    shape = [rng.choice(sizes) for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3]))]
+    if shape and rng.random() < 0.05:
+        shape[rng.randrange(len(shape))] = 0
+    return tuple(shape)
+
+
+def random_layout(rng: random.Random, shape: tuple[int, ...], world_size: int) -> BoundLayout:
+    """A mesh over some of the ranks in any order, or free boxes; either may replicate."""
+    return _on_mesh(rng, shape, world_size) if rng.random() < 0.7 else _free_boxes(rng, shape, world_size)
+
+
+def _on_mesh(rng: random.Random, shape: tuple[int, ...], world_size: int) -> BoundLayout:
+    count = rng.randint(1, world_size)
+    sizes = rng.choice([(count,), *[(a, count // a) for a in range(2, count) if count % a == 0]])
+    texts = []
+    for _ in sizes:
+        dim = rng.randrange(-len(shape), len(shape)) if shape else 0
+        texts.append(rng.choice(_KINDS).format(d=dim) if shape else "R")
+    axes = {f"axis{at}": size for at, size in enumerate(sizes)}
+    return MeshBound(Layout(MeshSpec(axes, rng.sample(range(world_size), count)), ", ".join(texts)), shape)
+
+
+def _free_boxes(rng: random.Random, shape: tuple[int, ...], world_size: int) -> BoundLayout:
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(rng.randint(0, 4)):
+        at = rng.randrange(len(boxes))
+        offsets, sizes = boxes[at]
+        dim = rng.randrange(len(shape)) if shape else 0
+        if shape and sizes[dim] > 1:
+            cut = rng.randint(1, sizes[dim] - 1)
+            left = (*sizes[:dim], cut, *sizes[dim + 1 :])
+            right = (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])
+            moved = (*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :])
+            boxes[at : at + 1] = [(offsets, left), (moved, right)]
+    held: dict[int, list[Box]] = {}
+    for offsets, sizes in boxes:
+        for rank in rng.sample(range(world_size), min(world_size, rng.choice([1, 1, 1, 2]))):
+            held.setdefault(rank, []).append(Box(offsets, sizes))
+    return BoxBound(shape, held)
+
+
+def local_tensors(layout: BoundLayout, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
+    """What `rank` holds of `full`, cut with plain indexing."""
+    if isinstance(layout, BoxBound):
+        return [full[box.slices()].clone() for box in layout.boxes.get(rank, ())]
+    assert isinstance(layout, MeshBound)
+    if rank not in layout.rank_set:
+        return []
+    local = full
+    for dim, intervals in enumerate(layout.layout.pieces(rank, layout.shape)):
+        local = torch.cat([local.narrow(dim, start, size) for start, size in intervals], dim)
+    return [local.clone()]
+
+
+def as_listed(result: object) -> list[torch.Tensor]:
+    """What a reshard returned, as a list."""
+    if result is None:
+        return []
+    return [result] if isinstance(result, torch.Tensor) else list(result)  # type: ignore[call-overload]  # a list

@@ -1,0 +1,158 @@
+"""Every element arrives where the destination layout says, for random pairs of layouts, in one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from layout_pairs import as_listed, local_tensors, random_layout, random_shape
+
+from shard_reshard import PlanError, ReshardPlan, plan_reshard, simulate
+
+NUM_PAIRS = 10_000
+
+
+def _check(plan: ReshardPlan, full: torch.Tensor, world_size: int) -> int:
+    """Moves `full` by the plan and compares every rank's tensors; returns how many elements were compared."""
+    moved = simulate(plan, [local_tensors(plan.src, rank, full) for rank in range(world_size)])
+    compared = 0
+    for rank in range(world_size):
+        found, wanted = as_listed(moved[rank]), local_tensors(plan.dst, rank, full)
+        assert len(found) == len(wanted)
+        for tensor, reference in zip(found, wanted, strict=True):
+            assert torch.equal(tensor, reference), (plan.src, plan.dst, rank)
+            compared += tensor.numel()
+    return compared
+
+
+def test_ten_thousand_random_pairs() -> None:
+    rng = random.Random(0)
+    compared = bounded = 0
+    for _ in range(NUM_PAIRS):
+        world_size = rng.randint(1, 6)
+        shape = random_shape(rng)
+        src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
+        limit = rng.choice([None, None, None, 256])
+        full = torch.randint(-1000, 1000, shape, dtype=torch.int16)
+        plan = plan_reshard(shape, full.dtype, src, dst, max_workspace_bytes=limit)
+        compared += _check(plan, full, world_size)
+        bounded += limit is not None
+        if rng.random() < 0.1:
+            assert plan.wire_bytes == plan.lower_bound, (src, dst)
+            again = ReshardPlan.from_json(plan.to_json())
+            assert again == plan
+            assert again.to_json() == plan.to_json()
+    assert compared > 200_000
+    assert bounded > 2000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("limit", [None, 2048])
+def test_partial_sources_reduce_in_rank_order(dtype: torch.dtype, limit: int | None) -> None:
+    shape = (16, 12)
+    parts = [torch.randn(shape).to(dtype) for _ in range(4)]
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    references = {"sum": total.to(dtype), "avg": (total / 4).to(dtype)}
+    references["max"] = torch.stack(parts).amax(0)
+    references["min"] = torch.stack(parts).amin(0)
+    for op, reference in references.items():
+        for dst in ("4: R", "4: S(0)", "4: S(1)", "2x2: S(1), R", "2: S(1) on ranks 2..3", "whole on rank 3"):
+            plan = plan_reshard(shape, dtype, f"4: P({op})", dst, max_workspace_bytes=limit)
+            moved = simulate(plan, parts)
+            for rank in range(4):
+                for found, wanted in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, reference), strict=True):
+                    assert torch.equal(found, wanted), (op, dst, rank)
+
+
+def test_replicas_of_a_reduction_are_bit_equal() -> None:
+    # Sums of floats depend on their order: all replicas have to add in one, whichever rank each addend came from.
+    parts = [torch.randn(7, 5) * 10.0**k for k in range(4)]
+    for limit in (None, 400):
+        plan = plan_reshard((7, 5), torch.float32, "4: P", "4: R", max_workspace_bytes=limit)
+        moved = [as_listed(found)[0] for found in simulate(plan, parts)]
+        assert all(torch.equal(found, moved[0]) for found in moved)
+
+
+def test_partial_destination_holds_the_value_once() -> None:
+    full = torch.arange(12.0).view(3, 4)
+    plan = plan_reshard((3, 4), torch.float32, "4: S(1)", "2x2: P, S(0)")
+    moved = [as_listed(found)[0] for found in simulate(plan, list(full.chunk(4, 1)))]
+    assert torch.equal(torch.cat([moved[0] + moved[2], moved[1] + moved[3]]), full)
+
+
+def test_wire_bytes_of_a_reduction_to_replicas_meet_the_bound() -> None:
+    plan = plan_reshard((64, 64, 8), torch.float32, "4: P", "4: R")
+    assert plan.relays
+    assert plan.wire_bytes == plan.lower_bound == 2 * 3 * 64 * 64 * 8 * 4
+
+
+def test_one_holder_scatters_and_receivers_pass_on() -> None:
+    plan = plan_reshard((64, 64, 8), torch.float32, "whole on rank 0", "8: R")
+    assert plan.relays
+    sent = [sum(row) for row in plan.bytes_matrix]
+    assert max(sent) < 2 * 64 * 64 * 8 * 4  # not seven copies out of rank 0
+    assert plan.wire_bytes == plan.lower_bound
+
+
+def test_a_cast_travels_in_the_smaller_dtype() -> None:
+    full = torch.randn(8, 6)
+    for dtype, out_dtype, itemsize in (
+        (torch.float32, torch.bfloat16, 2),
+        (torch.bfloat16, torch.float32, 2),
+        (torch.float32, torch.float8_e4m3fn, 1),
+    ):
+        plan = plan_reshard((8, 6), dtype, "3: S(0)", "3: S(1)", out_dtype=out_dtype)
+        given = full.to(dtype)
+        moved = simulate(plan, [local_tensors(plan.src, rank, given)[0] for rank in range(3)])
+        assert plan.itemsize == itemsize
+        for rank in range(3):
+            wanted = local_tensors(plan.dst, rank, given.to(out_dtype).float())[0]
+            assert torch.equal(as_listed(moved[rank])[0].float(), wanted)
+
+
+def test_strided_and_expanded_sources() -> None:
+    full = torch.arange(48.0).view(6, 8)
+    plan = plan_reshard((6, 8), torch.float32, "2: S(0)", "2: S(1)")
+    turned = [half.t().contiguous().t() for half in full.chunk(2)]
+    assert not turned[0].is_contiguous()
+    for rank, found in enumerate(simulate(plan, turned)):
+        assert torch.equal(as_listed(found)[0], full.chunk(2, 1)[rank])
+    row = torch.arange(8.0).expand(3, 8)
+    for found, wanted in zip(simulate(plan, [row, row]), row.repeat(2, 1).chunk(2, 1), strict=True):
+        assert torch.equal(as_listed(found)[0], wanted)
+
+
+def test_transpose_is_the_adjoint() -> None:
+    # <A x, y> == <x, A' y> for the linear map of all ranks' tensors, and transposing twice gives the plan.
+    rng = random.Random(1)
+    for _ in range(200):
+        world_size, shape = rng.randint(2, 5), random_shape(rng)
+        src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
+        plan = plan_reshard(shape, torch.float64, src, dst)
+        assert plan.transpose().transpose() == plan
+        shards = [[torch.randint(-9, 9, s).double() for s in src.local_shapes(r)] for r in range(world_size)]
+        grads = [[torch.randint(-9, 9, s).double() for s in dst.local_shapes(r)] for r in range(world_size)]
+        moved, back = simulate(plan, shards), simulate(plan.transpose(), grads)
+        forward = sum(
+            float((a * b).sum()) for r in range(world_size) for a, b in zip(as_listed(moved[r]), grads[r], strict=True)
+        )
+        backward = sum(
+            float((a * b).sum()) for r in range(world_size) for a, b in zip(shards[r], as_listed(back[r]), strict=True)
+        )
+        assert forward == backward  # small integers: exact
+
+
+def test_holes_and_overlaps_are_named() -> None:
+    from shard_spec import Box
+
+    boxes = {0: [Box((0, 0), (4, 4))], 1: [Box((3, 0), (4, 8))], 2: [Box((7, 0), (1, 8))]}
+    with pytest.raises(PlanError) as caught:
+        plan_reshard((8, 8), torch.float32, boxes, "3: S(0)")
+    codes = [problem.code for problem in caught.value.problems]
+    assert codes == ["box-overlap", "box-hole"]
+    assert "Box(offsets=(3, 0), sizes=(4, 8)) of rank 1" in str(caught.value)
+    assert "no rank has Box(offsets=(0, 4), sizes=(3, 4))" in str(caught.value)

@@ -1,0 +1,176 @@
+"""Whole state dicts: from a trainer's mesh to serving layouts and to one rank, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranktest import Ranks
+from shard_spec import InterleavedShard, Layout, MeshSpec
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from shard_reshard import Part, PlanError, Progress, reshard_state_dict, state_version
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, 8)
+        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+        self.out = nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 19, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _model() -> Block:
+    torch.manual_seed(7)
+    return Block()
+
+
+def _placements(name: str) -> tuple[Placement, ...]:
+    """A 2-D layout: data parallel rows over tensor parallel columns."""
+    if "norm" in name:
+        return Replicate(), Replicate()
+    if name.endswith("bias"):
+        return Replicate(), Shard(0)
+    return Shard(0), Shard(1 if name.startswith("out") else 0)
+
+
+def _sharded(ranks: Ranks) -> dict[str, DTensor]:
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    state = {k: v.to(ranks.device) for k, v in _model().state_dict().items()}
+    return {name: distribute_tensor(tensor, mesh, _placements(name)) for name, tensor in state.items()}
+
+
+def _whole(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in state.items():
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.ranks(4)
+def test_to_a_serving_mesh_and_to_one_rank(ranks: Ranks) -> None:
+    reference = {k: v.to(ranks.device) for k, v in _model().state_dict().items()}
+    state = _sharded(ranks)
+    mesh = ranks.mesh((4,), ("tp",))
+    layouts = {name: (mesh, (Replicate() if tensor.dim() < 2 else Shard(1),)) for name, tensor in reference.items()}
+    with ranks.record() as log:
+        moved = reshard_state_dict(state, layouts)
+    assert log.count("all_to_all") == 1
+    assert list(moved) == sorted(reference)
+    compared = 0
+    for name, tensor in _whole(moved):
+        assert torch.equal(tensor, reference[name]), name
+        compared += tensor.numel()
+    assert compared == sum(tensor.numel() for tensor in reference.values())
+    assert "norm.weight" in moved.explain()
+
+    single = reshard_state_dict(state, dict.fromkeys(reference, "rank 0"))
+    assert sorted(single) == (sorted(reference) if ranks.rank == 0 else [])
+    assert all(torch.equal(single[name], reference[name]) for name in single)
+    if ranks.rank == 0:
+        model = _model()
+        nn.init.zeros_(model.embed.weight)
+        model.load_state_dict(single)
+        assert torch.equal(model.embed.weight, reference["embed.weight"])
+
+
+@pytest.mark.ranks(4)
+def test_replica_groups_fill_a_live_module(ranks: Ranks) -> None:
+    # Each data-parallel row has DTensors of its own on its own tensor-parallel sub-mesh; the norm is plain.
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    reference = {k: v.to(ranks.device) for k, v in _model().state_dict().items()}
+    state: dict[str, torch.Tensor] = {
+        name: tensor if "norm" in name else distribute_tensor(tensor, mesh["tp"], (Shard(0),))
+        for name, tensor in reference.items()
+    }
+    serving = _model().to(ranks.device)
+    everyone = ranks.mesh((4,), ("tp",))
+    for module in (serving.q, serving.k, serving.v, serving.out):
+        assert isinstance(module, nn.Linear)
+        module.weight = nn.Parameter(distribute_tensor(torch.zeros_like(module.weight), everyone, (Shard(1),)))
+    with torch.no_grad():
+        serving.embed.weight.zero_()
+        serving.norm.weight.zero_()
+    seen: list[Progress] = []
+    reshard_state_dict(state, out=serving, version=3, progress=seen.append)
+    assert state_version(serving) == 3
+    assert seen[-1].done == seen[-1].total == len(seen)
+    assert seen[-1].done_bytes == seen[-1].total_bytes
+    compared = 0
+    for name, tensor in _whole(dict(serving.state_dict())):
+        assert torch.equal(tensor, reference[name]), name
+        compared += 1
+    assert compared == len(reference)
+
+
+@pytest.mark.ranks(4)
+def test_qkv_into_one_fused_weight_on_other_ranks(ranks: Ranks) -> None:
+    reference = {k: v.to(ranks.device) for k, v in _model().state_dict().items()}
+    names = ["q.weight", "k.weight", "v.weight"]
+    trainer = Layout(MeshSpec({"fsdp": 2}, ranks=[2, 0]), "S(0)")
+    mesh = MeshSpec({"tp": 2}, ranks=[1, 3])
+    fused = Layout(mesh, [InterleavedShard(0, (8, 4, 4))])
+    local = {name: reference[name].chunk(2)[0 if ranks.rank == 2 else 1] for name in names}
+    moved = reshard_state_dict(
+        local if ranks.rank in (0, 2) else {},
+        {"qkv.weight": fused},
+        src_layouts=dict.fromkeys(names, trainer),
+        shapes={name: reference[name].shape for name in names},
+        key_map={"q.weight": Part("qkv.weight"), "k.weight": Part("qkv.weight", 8), "v.weight": Part("qkv.weight", 12)},
+    )
+    if ranks.rank in (1, 3):
+        at = 0 if ranks.rank == 1 else 1
+        wanted = torch.cat([reference[name].chunk(2)[at] for name in names])
+        assert torch.equal(moved["qkv.weight"], wanted)
+    else:
+        assert moved == {}
+    # And taken apart again, to two other ranks.
+    back = reshard_state_dict(
+        dict(moved),
+        dict.fromkeys(names, "2: S(1) on ranks 0..1"),
+        src_layouts={"qkv.weight": fused},
+        shapes={"qkv.weight": (16, 8)},
+        key_map={
+            "qkv.weight": [
+                Part("q.weight", size=8),
+                Part("k.weight", source_start=8, size=4),
+                Part("v.weight", source_start=12, size=4),
+            ]
+        },
+    )
+    for name in names if ranks.rank < 2 else ():
+        assert torch.equal(back[name], reference[name].chunk(2, 1)[ranks.rank])
+
+
+@pytest.mark.ranks(2)
+def test_problems_of_all_tensors_and_ranks_come_in_one_error(ranks: Ranks) -> None:
+    state = {"a": torch.zeros(4, 4), "b": torch.full((3,), float(ranks.rank)), "c": torch.zeros(2 + ranks.rank)}
+    with ranks.record() as log, pytest.raises(PlanError) as caught:
+        reshard_state_dict(state, {"a": "2: S(7)", "b": "2: R", "c": "2: R"})
+    assert log.count("all_to_all") == 0
+    codes = {problem.code for problem in caught.value.problems}
+    # b: each rank has other values under one name, so these are shards that nobody described.
+    assert codes >= {"layout-needed", "ranks-disagree"}
+    said = ranks.gather(str(caught.value))
+    assert said[0] == said[1]
+    with pytest.raises(PlanError, match="layout-needed"):
+        reshard_state_dict({"a": torch.zeros(4)}, {})
+
+
+@pytest.mark.ranks(2)
+def test_out_in_another_dtype_and_a_loop(ranks: Ranks) -> None:
+    # The receiver's dtype is known on the receiver only; five rounds with changing values, plans agreed on once.
+    out = {"w": torch.zeros(6, 4, dtype=torch.bfloat16, device=ranks.device)} if ranks.rank == 1 else {}
+    for step in range(5):
+        full = torch.randn(6, 4, generator=torch.Generator().manual_seed(step)).to(ranks.device)
+        state = {"w": full} if ranks.rank == 0 else {}
+        with ranks.record() as log:
+            reshard_state_dict(state, {"w": "rank 1"}, out=out, version=step)
+        if step:
+            assert list(log.ops) == ["all_gather", "all_to_all"]
+        if ranks.rank == 1:
+            assert torch.equal(out["w"], full.to(torch.bfloat16))
+            assert state_version(out) == step
