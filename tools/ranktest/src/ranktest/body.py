@@ -23,6 +23,9 @@ from ranktest import _pytest_compat as compat
 from ranktest import process, wire
 from ranktest.job import Job, Meeting, Outcome
 
+#: Imported before the first fork, because most bodies would import them.
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo")
+
 _config: Any = None
 _modules: dict[str, ModuleType] = {}
 
@@ -33,7 +36,7 @@ def configure(config: Any) -> None:
     _config = config
 
 
-def preload(names: list[str]) -> None:
+def preload(names: tuple[str, ...]) -> None:
     """Import what rank processes would otherwise each import on their own."""
     import torch
 

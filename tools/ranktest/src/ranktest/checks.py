@@ -1,13 +1,13 @@
 """Refusing what gloo takes without an error and then does wrongly.
 
 gloo's `all_to_all_single` accepts split sizes that disagree between ranks and a dim 0 that does not divide (rows stay
-stale or come from elsewhere), and fills a non-contiguous output wrongly. Here each is a ValueError: the local ones at
-issue, disagreement at `wait()` of every rank, after an exchange of the sizes that travels beside the data.
+stale, or the process aborts), and fills a non-contiguous output wrongly. In ranks each is a ValueError on every rank of
+the group, before any data moves: the ranks first exchange what they are about to send and expect. That makes the call
+a meeting point of its ranks also where it was asked to be asynchronous.
 """
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,26 +16,31 @@ from ranktest import _torch_compat as compat
 from ranktest import intercept
 from ranktest.intercept import Call, Execute
 
-_alive: list[Any] = []
-
 
 class GlooChecks:
     """The listener that every rank runs with."""
 
     def around(self, call: Call, execute: Execute) -> Any:
-        """Check an all_to_all_single on CPU tensors; let everything else through."""
-        if call.name != "alltoall_base_" or call.device.type != "cpu":
-            return execute(call.arguments)
-        sent, received = check_locally(call)
-        told, gathering = _exchange(call, sent + received)
-        result = execute(call.arguments)
-        work = CheckedWork(call, compat.unbox_work(result), gathering, told)
-        _alive.append(work)
-        return compat.box_work(work)
+        """Check an all_to_all_single on CPU tensors; let everything else through.
+
+        Raises:
+            ValueError: this rank's tensors and splits do not fit, another rank's do not, or two ranks disagree.
+        """
+        if call.name == "alltoall_base_" and call.device.type == "cpu":
+            problem, sizes = "", [-1] * (2 * call.size)
+            try:
+                sizes = sent_and_expected(call)
+            except ValueError as error:
+                problem = str(error)
+            told = _exchange(call, sizes).tolist()
+            problem = problem or _others_refuse(told, call.global_ranks) or disagreements(told, call.global_ranks)
+            if problem:
+                raise ValueError(f"all_to_all_single: {problem}")
+        return execute(call.arguments)
 
 
-def check_locally(call: Call) -> tuple[list[int], list[int]]:
-    """Bytes that this rank sends to and expects from each rank.
+def sent_and_expected(call: Call) -> list[int]:
+    """Bytes that this rank sends to each rank, then bytes that it expects from each.
 
     Raises:
         ValueError: non-contiguous tensors, or split sizes that do not fit them.
@@ -43,7 +48,7 @@ def check_locally(call: Call) -> tuple[list[int], list[int]]:
     found = []
     for side in ("input", "output"):
         tensor, splits = call.arguments[side], list(call.arguments[f"{side}_split_sizes"])
-        what = f"all_to_all_single: {side} {list(tensor.shape)}"
+        what = f"{side} {list(tensor.shape)}"
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{what} with strides {list(tensor.stride())} is not contiguous; gloo would read or fill it as if it "
@@ -59,76 +64,33 @@ def check_locally(call: Call) -> tuple[list[int], list[int]]:
                 "would leave rows out. Pass split sizes."
             )
         row_bytes = tensor.numel() * tensor.element_size() // rows if rows else 0
-        found.append([size * row_bytes for size in splits or [rows // call.size] * call.size])
-    return found[0], found[1]
+        found += [size * row_bytes for size in splits or [rows // call.size] * call.size]
+    return found
 
 
-def _exchange(call: Call, own: list[int]) -> tuple[torch.Tensor, Any]:
-    row = torch.tensor(own, dtype=torch.int64)
+def _exchange(call: Call, own: list[int]) -> torch.Tensor:
+    row = torch.tensor([own], dtype=torch.int64)
     told = torch.empty(call.size, len(own), dtype=torch.int64)
-    _, boxed = intercept.unseen(
-        "_allgather_base_",
-        {"output_tensor": told, "input_tensor": row.unsqueeze(0), "process_group": call.arguments["process_group"]},
-        row.device,
+    group = call.arguments["process_group"]
+    _, work = intercept.unseen(
+        "_allgather_base_", {"output_tensor": told, "input_tensor": row, "process_group": group}, row.device
     )
-    return told, compat.unbox_work(boxed)
+    compat.unbox_work(work).wait()
+    return told
 
 
-class CheckedWork(compat.Work):
-    """The handle of an all_to_all_single; compares all ranks' sizes at `wait()`."""
-
-    def __init__(self, call: Call, real: Any, gathering: Any, told: torch.Tensor) -> None:
-        super().__init__()
-        self.real, self.gathering, self.told = real, gathering, told
-        self.size, self.ranks = call.size, call.global_ranks
-        self.buffers = (call.arguments["input"], call.arguments["output"])
-        self.done = False
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the data.
-
-        Raises:
-            ValueError: two ranks disagree about what goes from one to the other; all ranks raise.
-        """
-        if not self.done:
-            self.gathering.wait()
-            problems = disagreements(self.told, self.ranks)
-            if problems:
-                raise ValueError("all_to_all_single: split sizes disagree between ranks:\n  " + "\n  ".join(problems))
-            self.real.wait()
-            self.done = True
-            del self.buffers
-        return True
-
-    def get_future(self) -> Any:
-        """The backend's future, after the sizes were compared."""
-        self.wait()
-        return self.real.get_future()
-
-    def is_completed(self) -> bool:
-        """Whether the data has arrived."""
-        return self.done or bool(self.gathering.is_completed() and self.real.is_completed())
-
-    def is_success(self) -> bool:
-        """Whether the data has arrived without error."""
-        return bool(self.real.is_success())
-
-    def synchronize(self) -> None:
-        """Same as `wait`."""
-        self.wait()
-
-    def result(self) -> Any:
-        """The output tensors."""
-        return self.real.result()
+def _others_refuse(told: list[list[int]], ranks: tuple[int, ...]) -> str:
+    refused = [rank for rank, row in zip(ranks, told, strict=True) if row[0] < 0]
+    return f"refused on ranks {refused}, whose tensors or splits do not fit; their errors say why" if refused else ""
 
 
-def disagreements(told: torch.Tensor, ranks: tuple[int, ...]) -> list[str]:
-    """Pairs whose sender and receiver have different sizes; `told[r]` is rank r's bytes to each, then from each."""
+def disagreements(told: list[list[int]], ranks: tuple[int, ...]) -> str:
+    """Pairs whose sender and receiver differ; `told[r]` is rank r's bytes to each rank, then from each rank."""
     size = len(ranks)
-    rows = told.tolist()
-    return [
-        f"rank {ranks[a]} sends {rows[a][b]} bytes to rank {ranks[b]}, which expects {rows[b][size + a]}"
+    pairs = [
+        f"rank {ranks[a]} sends {told[a][b]} bytes to rank {ranks[b]}, which expects {told[b][size + a]}"
         for a in range(size)
         for b in range(size)
-        if rows[a][b] != rows[b][size + a]
+        if told[a][b] != told[b][size + a]
     ]
+    return "\n  ".join(["split sizes disagree between ranks:", *pairs]) if pairs else ""

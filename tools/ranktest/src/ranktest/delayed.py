@@ -75,6 +75,7 @@ class Transfer:
     def __init__(self, call: Call) -> None:
         reads, writes = call.reads(), call.writes()
         self.copies: dict[int, torch.Tensor] = {}
+        self.versions: list[int] = []
         self.arguments = {
             name: self._copied(call.arguments[name])
             for name in {call.operator.reads, call.operator.writes} - {""}
@@ -97,6 +98,7 @@ class Transfer:
         """Make the outputs unusable."""
         for tensor, _ in self.writes:
             _poison(tensor)
+        self.versions = [_version(tensor) for tensor, _ in self.writes]
 
     def touched(self) -> list[str]:
         """What was done to the buffers since they were issued."""
@@ -104,8 +106,8 @@ class Transfer:
         for tensor, before in self.reads:
             if not _same_bytes(tensor, before):
                 found.append(f"its input {_shape(tensor)} was changed between issue and wait()")
-        for tensor, _ in self.writes:
-            if not _same_bytes(tensor, _poison(tensor.detach().clone())):
+        for (tensor, _), version in zip(self.writes, self.versions, strict=True):
+            if _version(tensor) != version or not _same_bytes(tensor, _poison(tensor.detach().clone())):
                 found.append(f"its output {_shape(tensor)} was written between issue and wait()")
         return found
 
@@ -113,7 +115,7 @@ class Transfer:
         """Copy the results to where the caller expects them."""
         for tensor, copy in self.writes:
             tensor.data.copy_(copy)
-        self.reads, self.writes, self.copies, self.arguments = [], [], {}, {}
+        self.reads, self.writes, self.versions, self.copies, self.arguments = [], [], [], {}, {}
 
 
 class Work(compat.Work):
@@ -215,6 +217,12 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
     else:
         data.fill_(torch.iinfo(data.dtype).max if torch.iinfo(data.dtype).min == 0 else -1)
     return tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """The count of in-place changes, since NaN plus one is the same NaN; all views of a storage share one count."""
+    whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor._version if whole and not tensor.is_inference() else 0
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -22,8 +22,6 @@ _POOL = pytest.StashKey["Pool"]()
 _WORLD = pytest.StashKey["torchrun.World"]()
 _NOT_RUN = pytest.StashKey[list[tuple[str, str]]]()
 
-#: Imported by the server before the first fork, because most bodies would import them.
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
 #: Default limit of a whole test, and of one collective, in seconds.
 TEST_TIMEOUT_S, GROUP_TIMEOUT_S = 60.0, 30.0
 
@@ -239,7 +237,7 @@ def _pool(config: pytest.Config) -> Pool:
     from ranktest.pool import Pool
 
     if _POOL not in config.stash:
-        config.stash[_POOL] = Pool(_server_args(config), PRELOAD)
+        config.stash[_POOL] = Pool(_server_args(config))
     return config.stash[_POOL]
 
 

@@ -20,9 +20,8 @@ from ranktest.supervise import Child, Member, Report
 class Pool:
     """Runs jobs on ranks forked from a server that has imported torch already."""
 
-    def __init__(self, pytest_args: list[str], preload: list[str]) -> None:
+    def __init__(self, pytest_args: list[str]) -> None:
         self.pytest_args = pytest_args
-        self.preload = preload
         self.folder = Path(tempfile.mkdtemp(prefix="ranktest-"))
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
@@ -54,7 +53,6 @@ class Pool:
                 "sys_path": list(sys.path),
                 "cwd": os.getcwd(),
                 "pytest_args": self.pytest_args,
-                "preload": self.preload,
             },
         )
 

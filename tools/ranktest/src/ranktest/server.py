@@ -32,7 +32,7 @@ class Server:
 
         body.configure(_pytest_compat.make_config(request["pytest_args"]))
         os.environ.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
-        body.preload(request["preload"])
+        body.preload(body.PRELOAD)
         self.body = body
         return {"ok": True}
 

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from ranktest import body, supervise
+from ranktest.body import PRELOAD
 from ranktest.job import Job, Meeting
 from ranktest.supervise import Child, Member, Report
 
@@ -58,11 +59,9 @@ class World:
     def store(self) -> Any:
         """Torchrun's store, with keys of this run's tests."""
         if self._store is None:
-            import torch
-
             from ranktest import _torch_compat as compat
 
-            torch.set_num_threads(1)
+            body.preload(PRELOAD)
             serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             base = compat.TCPStore(

@@ -1,0 +1,106 @@
+"""Tests with faults; run by test_engines.py under both engines. Odd ones fail, each is followed by one that passes."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranktest import Ranks
+
+
+@pytest.mark.ranks(2)
+def test_raises(ranks: Ranks) -> None:
+    print("printed by rank", ranks.rank)
+    found = {"same": 1, "other": ranks.rank}
+    assert found == {"same": 1, "other": 0}
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_after_raises(ranks: Ranks) -> None:
+    assert ranks.gather(ranks.rank) == [0, 1]
+
+
+@pytest.mark.ranks(2, timeout=3)
+def test_hangs(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        time.sleep(100)
+
+
+@pytest.mark.ranks(2)
+def test_after_hangs(ranks: Ranks) -> None:
+    assert ranks.gather(ranks.rank) == [0, 1]
+
+
+@pytest.mark.ranks(2)
+def test_dies(ranks: Ranks) -> None:
+    if ranks.rank == 1:
+        os._exit(3)
+    time.sleep(100)
+
+
+@pytest.mark.ranks(2)
+def test_after_dies(ranks: Ranks) -> None:
+    assert ranks.gather(ranks.rank) == [0, 1]
+
+
+@pytest.mark.ranks(3)
+def test_three(ranks: Ranks) -> None:
+    assert ranks.gather(ranks.rank) == [0, 1, 2]
+
+
+@pytest.mark.ranks(2)
+def test_all_skip() -> None:
+    pytest.skip("not today")
+
+
+@pytest.mark.ranks(2)
+def test_one_skips(ranks: Ranks) -> None:
+    if ranks.rank == 0:
+        pytest.skip("not me")
+
+
+@pytest.mark.ranks(2)
+def test_warns() -> None:
+    warnings.warn("careful", stacklevel=1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:careful")
+def test_warns_allowed() -> None:
+    warnings.warn("careful", stacklevel=1)
+
+
+@pytest.mark.ranks(1, 2)
+def test_sizes(ranks: Ranks) -> None:
+    assert ranks.world_size == dist.get_world_size()
+
+
+class TestMethods:
+    @pytest.mark.ranks(2)
+    @pytest.mark.parametrize("number", [3])
+    def test_method(self, ranks: Ranks, number: int, tmp_path: Path) -> None:
+        assert number == 3
+        assert len(set(ranks.gather(str(tmp_path)))) == 1
+        assert len(set(ranks.gather(torch.rand(1).item()))) == 1
+        assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def unpicklable() -> object:
+    return lambda: None
+
+
+@pytest.mark.ranks(2)
+def test_unpicklable(unpicklable: object) -> None:
+    pass
+
+
+def test_plain() -> None:
+    pass

@@ -1,0 +1,111 @@
+"""Both engines report an exception, a hang and a death of one rank with every rank's story, and go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAMPLE = Path(__file__).parent / "samples" / "faults.py"
+INI = "[pytest]\naddopts = --import-mode=importlib --strict-markers\nfilterwarnings = error\n"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable]
+ENGINES = {"pool": [sys.executable], "torchrun": [sys.executable, *TORCHRUN]}
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, int]:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "test_faults.py").write_text(SAMPLE.read_text())
+    (folder / "pytest.ini").write_text(INI)
+    command = [*ENGINES[request.param], "-m", "pytest", "-v", "-p", "no:cacheprovider", "test_faults.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240, env=environment
+    )
+    return request.param, done.stdout, done.returncode
+
+
+def story(output: str, test: str) -> str:
+    """The part of the report about one failure."""
+    found = re.search(rf"^_+ {re.escape(test)} _+$(.*?)(?=^_{{5,}} |^=====)", output, re.DOTALL | re.MULTILINE)
+    assert found, output
+    return found[1]
+
+
+def outcome(output: str, test: str) -> str:
+    found = re.findall(rf"::{re.escape(test)} (PASSED|FAILED|SKIPPED|ERROR)", output)
+    assert len(found) == 1, output
+    return str(found[0])
+
+
+def test_exit_code_and_counts(run: tuple[str, str, int]) -> None:
+    engine, output, code = run
+    assert code == 1
+    passed = 8 if engine == "torchrun" else 9  # three ranks do not fit into torchrun's two
+    assert f"6 failed, {passed} passed, 1 skipped" in output, output
+    assert output.count("short test summary info") == 1, "one report, not one per rank"
+
+
+def test_exception_on_one_rank(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    found = story(output, "test_raises")
+    assert "rank 0: silent: stack below, then killed" in found
+    assert "rank 1: failed: AssertionError: assert {'" in found
+    assert "{'other': 1} != {'other': 0}" in found, "asserts are rewritten"
+    assert re.search(r"rank 0: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_raises", found)
+    assert "printed by rank 0" in found
+    assert "printed by rank 1" in found
+    assert outcome(output, "test_after_raises") == "PASSED"
+
+
+def test_hang_on_one_rank(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    found = story(output, "test_hangs")
+    assert "ranks [1] of 2 did not finish in time" in found
+    assert "rank 0: passed" in found
+    assert re.search(r"rank 1: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_hangs", found)
+    assert outcome(output, "test_after_hangs") == "PASSED"
+
+
+def test_death_of_one_rank(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    found = story(output, "test_dies")
+    assert "rank 1 of 2 died: exit code 3" in found
+    assert re.search(r"rank 0: stack -+\n(.*\n)*?  File .*test_faults.py\", line \d+ in test_dies", found)
+    assert outcome(output, "test_after_dies") == "PASSED"
+
+
+def test_skips_are_agreed_and_listed(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    assert outcome(output, "test_all_skip") == "SKIPPED"
+    assert "test_faults.py::test_all_skip: not today" in output
+    assert "ranks disagree: ['skipped', 'passed']" in story(output, "test_one_skips")
+
+
+def test_warnings_are_errors_in_ranks(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    assert "UserWarning: careful" in story(output, "test_warns")
+    assert outcome(output, "test_warns_allowed") == "PASSED"
+
+
+def test_fixture_that_does_not_pickle(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    assert "fixture 'unpicklable' cannot be sent to the ranks" in story(output, "test_unpicklable")
+
+
+def test_world_too_small_is_listed(run: tuple[str, str, int]) -> None:
+    engine, output, _ = run
+    if engine == "torchrun":
+        assert "test_faults.py::test_three: needs 3 ranks, there are 2" in output
+    else:
+        assert outcome(output, "test_three") == "PASSED"
+
+
+def test_methods_parameters_and_plain_tests(run: tuple[str, str, int]) -> None:
+    _, output, _ = run
+    for test in ("test_method[3]", "test_plain", "test_sizes[ranks1]", "test_sizes[ranks2]"):
+        assert outcome(output, test) == "PASSED"
