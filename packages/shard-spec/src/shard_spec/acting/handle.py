@@ -137,9 +137,11 @@ class ShardHandle:
         return restored
 
     def _gathered(self, tensor: torch.Tensor, placed: Placed) -> torch.Tensor:
+        """The whole of a tensor that lies like ``placed``; any dtype, which ``full_tensor`` does not take."""
         if isinstance(tensor, DTensor):
+            assert isinstance(placed.value, DTensor)
             with torch.no_grad():
-                return tensor.full_tensor()
+                tensor = tensor.redistribute(placements=placed.value.placements).to_local()
         return gather_pieces(tensor, placed.layout, placed.shape, self._group)
 
 

@@ -30,7 +30,7 @@ from shard_spec.specs.torch_specs import unknown_spec
 
 
 def shard_module(
-    module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    module: nn.Module, plan: ShardingPlan | Any, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> ShardHandle:
     """Shard ``module`` in place as ``plan`` says, with the values that ``src_rank`` has.
 
@@ -68,7 +68,7 @@ def shard_module(
 def shard_parameter(
     module: nn.Module,
     param_name: str,
-    sharding_spec: ShardingSpec,
+    sharding_spec: ShardingSpec | Layout | Any,
     src_rank: int = 0,
     process_group: dist.ProcessGroup | None = None,
 ) -> ShardHandle:
