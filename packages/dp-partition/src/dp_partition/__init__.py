@@ -1,5 +1,100 @@
-"""Turn an unmodified single-device train step into a data-parallel fx graph."""
+"""Turn an unmodified single-device train step into a data-parallel fx graph.
+
+`compile` is the front end. The stages it runs stand beside it for graphs that come from elsewhere: `gradients_tagging`,
+`build_data_parallel_strategies`, `mark_data_parallel_shardings`, `partitioner`, and all of them as
+`partition_data_parallel`. `dp_partition.legacy` has the decorator of torch 2.1.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from dp_partition.__about__ import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from dp_partition import legacy as legacy
+    from dp_partition.capture.tagging import gradients_tagging as gradients_tagging
+    from dp_partition.data_parallel.batch_dim import BatchDimAnalyzer as BatchDimAnalyzer
+    from dp_partition.data_parallel.marking import mark_data_parallel_shardings as mark_data_parallel_shardings
+    from dp_partition.data_parallel.marking import partitioner as partitioner
+    from dp_partition.data_parallel.partition import partition_data_parallel as partition_data_parallel
+    from dp_partition.data_parallel.strategies import build_data_parallel_strategies as build_data_parallel_strategies
+    from dp_partition.placements import DataParallelStrategy as DataParallelStrategy
+    from dp_partition.placements import PerRank as PerRank
+    from dp_partition.placements import PlacementSpec as PlacementSpec
+    from dp_partition.placements import PlacementStrategy as PlacementStrategy
+    from dp_partition.placements import TupleStrategy as TupleStrategy
+    from dp_partition.plan import ParamPlan as ParamPlan
+    from dp_partition.plan import PartitionPlan as PartitionPlan
+    from dp_partition.plan import TensorInfo as TensorInfo
+    from dp_partition.plan import plan_placements as plan_placements
+    from dp_partition.problems import PlanError as PlanError
+    from dp_partition.problems import Problem as Problem
+    from dp_partition.step import Batch as Batch
+    from dp_partition.step import Step as Step
+    from dp_partition.step import compile as compile
+    from dp_partition.styles import DataParallelStyle as DataParallelStyle
+    from dp_partition.styles import NodeType as NodeType
+
+_WHERE = {
+    "compile": "step",
+    "Step": "step",
+    "Batch": "step",
+    "plan_placements": "plan",
+    "PartitionPlan": "plan",
+    "ParamPlan": "plan",
+    "TensorInfo": "plan",
+    "DataParallelStyle": "styles",
+    "NodeType": "styles",
+    "PlacementSpec": "placements",
+    "PlacementStrategy": "placements",
+    "DataParallelStrategy": "placements",
+    "TupleStrategy": "placements",
+    "PerRank": "placements",
+    "gradients_tagging": "capture.tagging",
+    "build_data_parallel_strategies": "data_parallel.strategies",
+    "mark_data_parallel_shardings": "data_parallel.marking",
+    "partitioner": "data_parallel.marking",
+    "partition_data_parallel": "data_parallel.partition",
+    "BatchDimAnalyzer": "data_parallel.batch_dim",
+    "PlanError": "problems",
+    "Problem": "problems",
+}
+
+__all__ = [
+    "__version__",
+    "compile",
+    "Step",
+    "Batch",
+    "plan_placements",
+    "PartitionPlan",
+    "ParamPlan",
+    "TensorInfo",
+    "DataParallelStyle",
+    "NodeType",
+    "PlacementSpec",
+    "PlacementStrategy",
+    "DataParallelStrategy",
+    "TupleStrategy",
+    "PerRank",
+    "gradients_tagging",
+    "build_data_parallel_strategies",
+    "mark_data_parallel_shardings",
+    "partitioner",
+    "partition_data_parallel",
+    "BatchDimAnalyzer",
+    "legacy",
+    "PlanError",
+    "Problem",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f"dp_partition.{_WHERE[name]}"), name)
+        globals()[name] = value
+        return value
+    if name == "legacy":
+        return importlib.import_module("dp_partition.legacy")
+    raise AttributeError(f"module 'dp_partition' has no attribute {name!r}")

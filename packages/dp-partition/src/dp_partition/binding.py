@@ -1,0 +1,284 @@
+"""Bind: put a model's parameters and its optimizers' state where the plan says, and bring them back.
+
+Parameters become DTensors, in the module and in the optimizers' ``param_groups``; state of a parameter's shape
+becomes a DTensor as well. The graph works on the local tensors behind them, in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from dp_partition.capture.states import initial_state
+from dp_partition.capture.subject import Subject
+from dp_partition.collectives import chunk_bounds
+from dp_partition.plan import PartitionPlan
+from dp_partition.problems import PlanError, Problem
+
+
+def local_part(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, with memory of its own when it is a shard."""
+    if not isinstance(placement, Shard):
+        return tensor
+    start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
+    return tensor.narrow(placement.dim, start, end - start).clone()
+
+
+def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A DTensor around a local part; ``like`` has the global shape and strides."""
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=torch.Size(like.shape), stride=_stride(like)
+    )
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride())
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's local tensor behind a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class Binding:
+    """A model and its optimizers while they are placed on a mesh.
+
+    Attributes:
+        subject: The module and optimizers; its parameters are the placed ones.
+        plan: Where everything lies.
+        params: The placed parameters by name.
+    """
+
+    def __init__(self, subject: Subject, plan: PartitionPlan, mesh: DeviceMesh) -> None:
+        self.subject, self.plan, self.mesh = subject, plan, mesh
+        self.world, self.rank = mesh.size(), mesh.get_local_rank()
+        self.params: dict[str, nn.Parameter] = dict(subject.params)
+        self.slots = list(subject.slots())
+
+    def place(self, equal: str) -> None:
+        """Make the ranks' tensors equal, place them, and rebind the optimizers.
+
+        Args:
+            equal: ``"broadcast"`` takes rank 0's values; ``"check"`` raises if ranks differ.
+        """
+        values = self.equal_values(equal)
+        placed: dict[str, nn.Parameter] = {}
+        for fqn, param in self.subject.params.items():
+            placement = self.plan[fqn].param
+            local = local_part(values.pop(fqn), placement, self.world, self.rank)
+            placed[fqn] = nn.Parameter(as_dtensor(local, param, self.mesh, placement), param.requires_grad)
+        states = self.placed_states(placed, values)
+        for fqn, value in values.items():
+            if fqn in self.subject.buffers:
+                self.subject.buffers[fqn].copy_(value)
+        self.install(placed, states)
+
+    def equal_values(self, equal: str) -> dict[str, torch.Tensor]:
+        """Values of parameters, buffers and existing state, the same on every rank."""
+        tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.subject.params.items()}
+        tensors |= {name: b.detach() for name, b in self.subject.buffers.items()}
+        tensors |= {name: s.detach() for name, s in self.state_tensors().items()}
+        if self.world == 1:
+            return tensors
+        group = self.mesh.get_group()
+        if equal == "check":
+            check_equal(tensors, group)
+            return tensors
+        return broadcast_from_first(tensors, group)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Existing optimizer state, under names that cannot collide with parameters."""
+        found = {}
+        for number, fqn, state in self.states():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{fqn}\0{number}\0{key}"] = value
+        return found
+
+    def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
+        """State of every parameter that has some."""
+        fqn_of = {id(param): fqn for fqn, param in self.subject.params.items()}
+        for number, optimizer in enumerate(self.subject.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param in optimizer.state:
+                        yield number, fqn_of[id(param)], optimizer.state[param]
+
+    def placed_states(
+        self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
+    ) -> list[dict[str, dict[Any, Any]]]:
+        """State of every optimizer by parameter name: what there was, or what the first step would begin with."""
+        result: list[dict[str, dict[Any, Any]]] = []
+        existing = {(number, fqn): state for number, fqn, state in self.states()}
+        for number, optimizer in enumerate(self.subject.optimizers):
+            states: dict[str, dict[Any, Any]] = {}
+            fqn_of = {id(param): fqn for fqn, param in self.subject.params.items()}
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    fqn = fqn_of[id(param)]
+                    known = existing.get((number, fqn))
+                    if known:
+                        whole = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in known.items()}
+                        states[fqn] = {k: self.place_state(fqn, v, whole=True) for k, v in whole.items()}
+                    elif param.requires_grad:
+                        local = nn.Parameter(self.state_like(fqn, placed[fqn]), True)
+                        fresh = initial_state(optimizer, group, local)
+                        states[fqn] = {k: self.place_state(fqn, v, whole=False) for k, v in fresh.items()}
+            result.append(states)
+        return result
+
+    def state_like(self, fqn: str, param: nn.Parameter) -> torch.Tensor:
+        """An empty local tensor of the shape that state of this parameter has here."""
+        plan = self.plan[fqn]
+        if plan.state == plan.param:
+            return local_of(param.data)
+        return local_part(local_of(param.data), plan.state, self.world, self.rank)
+
+    def place_state(self, fqn: str, value: Any, *, whole: bool) -> Any:
+        """One state entry: like its parameter's state placement if it has the parameter's shape."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        plan, like = self.plan[fqn], self.subject.params[fqn]
+        expected = tuple(like.shape) if whole else self.local_state_shape(fqn)
+        if value.ndim == 0 or tuple(value.shape) != expected:
+            return value
+        local = local_part(value, plan.state, self.world, self.rank) if whole else value
+        return as_dtensor(local, like, self.mesh, plan.state)
+
+    def local_state_shape(self, fqn: str) -> tuple[int, ...]:
+        """Local shape of state that has the parameter's shape."""
+        plan = self.plan[fqn]
+        shape = plan.info.shape
+        if not isinstance(plan.state, Shard):
+            return shape
+        start, end = chunk_bounds(shape[0], self.world, self.rank)
+        return (end - start, *shape[1:])
+
+    def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
+        """Let module and optimizers hold the given parameters and state."""
+        fqn_of = {id(param): fqn for fqn, param in self.subject.params.items()}
+        for number, optimizer in enumerate(self.subject.optimizers):
+            state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+            for fqn, entries in states[number].items():
+                if entries:
+                    state[params[fqn]] = entries
+            for group in optimizer.param_groups:
+                group["params"] = [params[fqn_of[id(param)]] for param in group["params"]]
+            optimizer.state = state
+        self.install_modules(params)
+        self.subject.params = dict(params)
+        self.params = dict(params)
+
+    def install_modules(self, params: dict[str, nn.Parameter]) -> None:
+        """Let the modules hold the given parameters, under every name."""
+        for fqn, module, attribute, is_param in self.slots:
+            name = self.subject.aliases.get(fqn, fqn)
+            if is_param and name in params:
+                module._parameters[attribute] = params[name]
+
+    def check_in_place(self) -> None:
+        """Raise if someone put other parameters into the module or optimizer since they were placed."""
+        problems = []
+        for fqn, module, attribute, is_param in self.slots:
+            name = self.subject.aliases.get(fqn, fqn)
+            if is_param and module._parameters.get(attribute) is not self.params[name]:
+                hint = "load values in place (load_state_dict without assign), or call step.release() first"
+                problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
+        if problems:
+            raise PlanError(problems)
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The full tensor on every rank; a copy when it was sharded."""
+        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+    @contextmanager
+    def unsharded(self, writeback: bool = True) -> Iterator[None]:
+        """Within the block the modules hold whole plain parameters; values written to them are kept."""
+        placed = self.params
+        full = {fqn: nn.Parameter(self.whole(p), p.requires_grad) for fqn, p in placed.items()}
+        self.install_modules(full)
+        try:
+            yield
+        finally:
+            self.install_modules(placed)
+        if writeback:
+            with torch.no_grad():
+                for fqn, param in placed.items():
+                    placement = self.plan[fqn].param
+                    local_of(param.data).copy_(local_part(full[fqn].data, placement, self.world, self.rank))
+
+    def release(self) -> None:
+        """Plain whole parameters and state in module and optimizers, for good."""
+        plain = {fqn: nn.Parameter(self.whole(p), p.requires_grad) for fqn, p in self.params.items()}
+        states: list[dict[str, dict[Any, Any]]] = [{} for _ in self.subject.optimizers]
+        for number, fqn, state in self.states():
+            states[number][fqn] = {k: self.whole(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        self.install(plain, states)
+
+
+def broadcast_from_first(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Rank 0's values of all tensors, a few large messages per dtype; the tensors passed are left alone."""
+    result: dict[str, torch.Tensor] = {}
+    buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(name)
+    backend_device = _group_device(group)
+    for names in buckets.values():
+        for part in _by_bytes(names, tensors):
+            flat = torch.cat([tensors[name].reshape(-1) for name in part])
+            travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
+            dist.broadcast(travelling, group=group, group_src=0)
+            flat = travelling.to(flat.device)
+            pieces = torch.split(flat, [tensors[name].numel() for name in part])
+            for name, piece in zip(part, pieces, strict=True):
+                result[name] = torch.empty_like(tensors[name]).copy_(piece.view(tensors[name].shape))
+    return result
+
+
+def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 64 << 20) -> Iterable[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name in names:
+        part.append(name)
+        size += tensors[name].numel() * tensors[name].element_size()
+        if size >= limit:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _group_device(group: dist.ProcessGroup) -> torch.device:
+    kinds = [device.type for device in group._device_types]
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])
+
+
+def check_equal(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if any tensor differs from rank 0's."""
+    reference = broadcast_from_first(tensors, group)
+    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, reference[name])]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, differing, group=group)
+    problems = [
+        Problem(
+            "ranks-differ",
+            name.replace("\0", " "),
+            found=f"rank {rank} does not hold rank 0's values",
+            hint="seed every rank alike, or use equal='broadcast'",
+        )
+        for rank, names in enumerate(gathered)
+        for name in names
+    ]
+    if problems:
+        raise PlanError(problems, "the ranks start with different values")
+
+
+__all__ = ["Binding", "as_dtensor", "check_equal", "local_of", "local_part"]

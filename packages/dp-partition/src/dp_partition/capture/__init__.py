@@ -1,0 +1,1 @@
+"""Capture: one graph of forward, backward and optimizer, recorded on fake tensors."""

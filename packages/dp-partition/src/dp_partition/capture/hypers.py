@@ -1,0 +1,93 @@
+"""Hyperparameters as inputs: what an optimizer reads from ``param_groups`` stays live in the graph.
+
+Every float of a parameter group becomes a symbol while the step is traced. Arithmetic on it is recorded with exactly
+the operations eager mode uses, so results are the same bit for bit; a condition on it (``if weight_decay != 0``)
+becomes a guard that is checked when the value changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """One live float: ``optimizers[optimizer].param_groups[group][key]``, or its element ``index`` (betas)."""
+
+    optimizer: int
+    group: int
+    key: str
+    index: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of the graph input."""
+        tail = "" if self.index is None else str(self.index)
+        return f"optim{self.optimizer}_group{self.group}_{self.key}{tail}"
+
+    def read(self, optimizers: list[Optimizer]) -> float:
+        """The value now."""
+        value = optimizers[self.optimizer].param_groups[self.group][self.key]
+        return float(value if self.index is None else value[self.index])
+
+
+def find_hypers(optimizers: list[Optimizer]) -> list[Hyper]:
+    """Every float (and every float of a tuple) in the parameter groups."""
+    found = []
+    for number, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for key, index, value in _scalars(group):
+                if is_live(key, value):
+                    found.append(Hyper(number, group_index, key, index))
+    return found
+
+
+def is_live(key: str, value: Any) -> bool:
+    """Whether a value of a parameter group is a number that schedulers change."""
+    if isinstance(value, bool) or key in ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"):
+        return False
+    return isinstance(value, float) or (isinstance(value, int) and key in ("lr", "weight_decay", "momentum", "eps"))
+
+
+def static_signature(optimizers: list[Optimizer]) -> tuple[Any, ...]:
+    """What a trace depends on besides live floats: flags, names and the number of parameters of each group."""
+    parts: list[Any] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            frozen = tuple(
+                (key, index, _signature_of(value))
+                for key, index, value in _scalars(group)
+                if not is_live(key, value)
+                and key not in ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+            )
+            parts.append((type(optimizer).__qualname__, len(group["params"]), frozen))
+    return tuple(parts)
+
+
+def _signature_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype, value.device)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def _scalars(group: dict[str, Any]) -> Iterator[tuple[str, int | None, Any]]:
+    for key in sorted(group):
+        if key in ("params", "param_names"):
+            continue
+        value = group[key]
+        if isinstance(value, tuple | list):
+            for index, element in enumerate(value):
+                yield key, index, element
+        else:
+            yield key, None, value

@@ -1,0 +1,382 @@
+"""Trace a train step to one fx graph on fake tensors, leaving every object of the caller as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from dp_partition._torch_compat import FakeTensor, FakeTensorMode, make_fx, new_fake_mode, pytree, symbolic_scalar
+from dp_partition.capture.hypers import Hyper, find_hypers
+from dp_partition.capture.phases import Phases, mark_phases
+from dp_partition.capture.states import initial_state
+from dp_partition.capture.subject import Subject
+from dp_partition.capture.tagging import gradients_tagging
+from dp_partition.problems import PlanError, Problem
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: ``kind`` is param, buffer, state, hyper or arg; ``key`` names the entry of a parameter's
+    state.
+    """
+
+    kind: str
+    name: str
+    key: Any = None
+    optimizer: int = 0
+    hyper: Hyper | None = None
+
+    @property
+    def label(self) -> str:
+        """A readable placeholder name."""
+        if self.kind == "hyper":
+            return self.name
+        tail = "" if self.key is None else f"_{self.key}"
+        return f"{self.kind}_{self.name}{tail}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value the graph returns: for the user, or a new buffer or state entry to put in place."""
+
+    kind: str
+    name: str = ""
+    key: Any = None
+    optimizer: int = 0
+
+
+@dataclass
+class Capture:
+    """A traced train step.
+
+    Attributes:
+        module: The graph at full parameter shapes; placeholders stand in the order of ``inputs``.
+        inputs: What each placeholder is.
+        outputs: What each returned value is.
+        user_leaves: The step's result, flattened; tensors and symbols are replaced by their position in the outputs.
+        user_spec: How to unflatten it.
+        guards: Conditions on hyperparameters under which the trace holds, as sympy expressions.
+        symbols: The sympy symbol of each hyperparameter.
+        mode: The fake mode that holds the nodes' ``meta["val"]``.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Input]
+    outputs: list[Output]
+    user_leaves: list[Any]
+    user_spec: Any
+    mode: FakeTensorMode
+    guards: list[Any] = field(default_factory=list)
+    symbols: dict[Hyper, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Fakes:
+    """Fake stand-ins for everything the step reads."""
+
+    params: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    states: dict[tuple[int, str], dict[Any, Any]]
+    hypers: dict[Hyper, torch.Tensor]
+    args: list[torch.Tensor]
+
+
+def trace_step(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    subject: Subject,
+    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
+) -> Capture:
+    """Trace ``function(*args, **kwargs)``.
+
+    Args:
+        function: The train step, as written for one device.
+        args: Its arguments; tensors among them become graph inputs, other leaves are constants of the trace.
+        kwargs: Its keyword arguments.
+        subject: The modules and optimizers among the arguments.
+        batch_of: Shape at which a tensor argument is traced, from the tensor passed; default its own.
+
+    Raises:
+        PlanError: When the step cannot be traced (code ``not-traceable``) or carries gradients or Python state from one
+            call to the next (``grads-carried-over``, ``python-state``).
+    """
+    mode = new_fake_mode()
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    fakes = _make_fakes(mode, subject, [leaves[i] for i in positions], batch_of)
+    inputs, flat = _flatten_inputs(fakes)
+    phases = Phases()
+    record: dict[str, Any] = {}
+
+    def body(*tensors: Any) -> list[Any]:
+        count = len(tensors) - len(positions)
+        call = list(leaves)
+        for position, value in zip(positions, tensors[count:], strict=True):
+            call[position] = value
+        call_args, call_kwargs = pytree.tree_unflatten(call, spec)
+        with _installed(subject, fakes, record), phases.recording(subject.optimizers, [m for _, m in subject.modules]):
+            with gradients_tagging(dict(fakes.params)), torch.enable_grad():
+                result = function(*call_args, **call_kwargs)
+            return _collect_outputs(result, subject, fakes, phases, record)
+
+    try:
+        with mode:
+            module = make_fx(body)(*flat)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(_trace_problem(function, error), "the train step could not be traced") from error
+    module.graph.set_codegen(fx.graph.CodeGen())
+    mark_phases(list(module.graph.nodes), phases)
+    _name_placeholders(module, inputs, _groups(subject))
+    shape_env: Any = mode.shape_env
+    capture = Capture(
+        module,
+        inputs,
+        record["outputs"],
+        record["user_leaves"],
+        record["user_spec"],
+        mode,
+        [guard.expr for guard in shape_env.guards],
+        record["symbols"],
+    )
+    _check_constants(module)
+    return capture
+
+
+def _make_fakes(
+    mode: FakeTensorMode,
+    subject: Subject,
+    tensors: list[torch.Tensor],
+    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+) -> _Fakes:
+    def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        with mode:
+            if shape is None or shape == tuple(tensor.shape):
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    params = {fqn: nn.Parameter(fake(param), param.requires_grad) for fqn, param in subject.params.items()}
+    states: dict[tuple[int, str], dict[Any, Any]] = {}
+    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    for number, optimizer in enumerate(subject.optimizers):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                fqn = fqn_of[id(param)]
+                if not param.requires_grad:
+                    continue
+                known = optimizer.state.get(param)
+                if not known:
+                    with mode:
+                        known = initial_state(optimizer, group, params[fqn])
+                # Fresh fakes throughout: one made by torch.tensor() remembers its value and would be burnt in.
+                states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in known.items()}
+    return _Fakes(
+        params,
+        {fqn: fake(buffer) for fqn, buffer in subject.buffers.items()},
+        states,
+        {h: symbolic_scalar(mode, h.read(subject.optimizers), h.label) for h in find_hypers(subject.optimizers)},
+        [
+            fake(tensor, batch_of(tensor) if batch_of else None).requires_grad_(tensor.requires_grad)
+            for tensor in tensors
+        ],
+    )
+
+
+def _flatten_inputs(fakes: _Fakes) -> tuple[list[Input], list[torch.Tensor]]:
+    inputs: list[Input] = []
+    flat: list[torch.Tensor] = []
+
+    def add(entry: Input, tensor: torch.Tensor) -> None:
+        inputs.append(entry)
+        flat.append(tensor)
+
+    for fqn, param in fakes.params.items():
+        add(Input("param", fqn), param)
+    for fqn, buffer in fakes.buffers.items():
+        add(Input("buffer", fqn), buffer)
+    for (number, fqn), state in fakes.states.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                add(Input("state", fqn, key, number), value)
+    for hyper, scalar in fakes.hypers.items():
+        add(Input("hyper", hyper.label, hyper=hyper), scalar)
+    for index, tensor in enumerate(fakes.args):
+        add(Input("arg", str(index)), tensor)
+    return inputs, flat
+
+
+@contextlib.contextmanager
+def _installed(subject: Subject, fakes: _Fakes, record: dict[str, Any]) -> Iterator[None]:
+    """Put the fakes where the step looks for tensors; put everything back afterwards."""
+    with contextlib.ExitStack() as stack:
+        _install_modules(stack, subject, fakes)
+        record["symbols"] = {}
+        for number, optimizer in enumerate(subject.optimizers):
+            _install_optimizer(stack, number, optimizer, subject, fakes, record["symbols"])
+        yield
+
+
+def _install_modules(stack: contextlib.ExitStack, subject: Subject, fakes: _Fakes) -> None:
+    for fqn, module, attribute, is_param in list(subject.slots()):
+        name = subject.aliases.get(fqn, fqn)
+        table: dict[str, Any] = module._parameters if is_param else module._buffers
+        stack.callback(table.__setitem__, attribute, table[attribute])
+        table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
+
+
+def _install_optimizer(
+    stack: contextlib.ExitStack,
+    number: int,
+    optimizer: Optimizer,
+    subject: Subject,
+    fakes: _Fakes,
+    symbols: dict[Hyper, Any],
+) -> None:
+    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    stack.callback(setattr, optimizer, "state", optimizer.state)
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for (owner, fqn), entries in fakes.states.items():
+        if owner == number and entries:
+            state[fakes.params[fqn]] = dict(entries)
+    optimizer.state = state
+    for index, group in enumerate(optimizer.param_groups):
+        stack.callback(group.update, dict(group))
+        group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
+        if _is_on_gpu(group) and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
+            group["foreach"] = True  # what eager mode chooses there; it does not recognise fake tensors
+        if group.get("fused"):
+            continue  # schemas with plain floats: canonicalise connects them to the inputs
+        for hyper, scalar in fakes.hypers.items():
+            if (hyper.optimizer, hyper.group) == (number, index):
+                value = scalar.item()
+                symbols[hyper] = getattr(value, "node", None) and value.node.expr  # type: ignore[union-attr]
+                group[hyper.key] = value if hyper.index is None else _replaced(group[hyper.key], hyper.index, value)
+
+
+def _is_on_gpu(group: dict[str, Any]) -> bool:
+    return all(param.device.type == "cuda" for param in group["params"])
+
+
+def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
+    return tuple(value if i == index else old for i, old in enumerate(values))
+
+
+def _collect_outputs(result: Any, subject: Subject, fakes: _Fakes, phases: Phases, record: dict[str, Any]) -> list[Any]:
+    """Flatten what the step returned, then every buffer and state entry that it put in place of an old one."""
+    left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
+    if left and not phases.cleared and phases.backward:
+        hint = "call optim.zero_grad() at the start or the end of the step"
+        raise PlanError(
+            [Problem("grads-carried-over", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
+        )
+    values: list[Any] = []
+    outputs: list[Output] = []
+    leaves, record["user_spec"] = pytree.tree_flatten(result)
+    user_leaves: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            user_leaves.append(_Position(len(values)))
+            values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+            outputs.append(Output("user"))
+        else:
+            user_leaves.append(leaf)
+    record["user_leaves"] = user_leaves
+    for fqn, module, attribute, is_param in subject.slots():
+        table: dict[str, Any] = module._parameters if is_param else module._buffers
+        name = subject.aliases.get(fqn, fqn)
+        old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
+        if table[attribute] is old:
+            continue
+        if is_param:
+            raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
+        if table[attribute] is not None:
+            values.append(table[attribute].detach())
+            outputs.append(Output("buffer", fqn))
+    for number, optimizer in enumerate(subject.optimizers):
+        _collect_states(number, optimizer, fakes, values, outputs)
+    record["outputs"] = outputs
+    return values
+
+
+def _collect_states(number: int, optimizer: Optimizer, fakes: _Fakes, values: list[Any], outputs: list[Output]) -> None:
+    for fqn, param in fakes.params.items():
+        before = fakes.states.get((number, fqn), {})
+        for key, value in optimizer.state.get(param, {}).items():
+            old = before.get(key)
+            if isinstance(value, torch.Tensor):
+                if value is not old:
+                    values.append(value.detach())
+                    outputs.append(Output("state", fqn, key, number))
+            elif value != old and not (old is None and value is None):
+                hint = "keep counters in tensors, as torch.optim does"
+                found = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
+                raise PlanError(Problem("python-state", fqn, found=found, hint=hint))
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Stands in the flattened result for a value the graph returns."""
+
+    index: int
+
+
+def fill_result(capture: Capture, values: tuple[Any, ...]) -> Any:
+    """The step's result, from the graph's outputs."""
+    leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in capture.user_leaves]
+    return pytree.tree_unflatten(leaves, capture.user_spec)
+
+
+def _trace_problem(function: Callable[..., Any], error: Exception) -> Problem:
+    name = getattr(function, "__name__", "train_step")
+    text = f"{type(error).__name__}: {error}".strip().splitlines()
+    hint = (
+        "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no closure-based optimizer)"
+    )
+    return Problem("not-traceable", name, found=" ".join(text[:3])[:600], hint=hint)
+
+
+def _groups(subject: Subject) -> dict[str, tuple[int, int]]:
+    """The optimizer and parameter group of every parameter that has one."""
+    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    return {
+        fqn_of[id(param)]: (number, index)
+        for number, optimizer in enumerate(subject.optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+
+
+def _name_placeholders(module: fx.GraphModule, inputs: list[Input], groups: dict[str, tuple[int, int]]) -> None:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, entry in zip(placeholders, inputs, strict=True):
+        name = "".join(c if c.isalnum() else "_" for c in entry.label)
+        node._rename(name)
+        node.target = node.name
+        node.meta["input"] = entry
+        if entry.kind == "param" and entry.name in groups:
+            node.meta["group"] = groups[entry.name]
+    module.recompile()
+
+
+def _check_constants(module: fx.GraphModule) -> None:
+    """A parameter that the trace met as a constant would never be trained, so it is refused."""
+    problems = []
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = getattr(module, str(node.target))
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not isinstance(tensor, FakeTensor):
+            hint = "pass the module that holds it as an argument of the train step"
+            found = f"a tensor of shape {tuple(tensor.shape)} that requires grad is reached through a closure"
+            problems.append(Problem("parameter-in-closure", str(node.target), found=found, hint=hint))
+    if problems:
+        raise PlanError(problems)

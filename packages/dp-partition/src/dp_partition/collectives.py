@@ -1,0 +1,134 @@
+"""Write the moves from one placement to another into a graph, as functional collectives.
+
+A mover knows the rank it builds for: slices of uneven shards differ between ranks, the sequence of collectives does
+not. Shards follow ``torch.chunk``: equal chunks of ``ceil(n / world)``, the last ones smaller or empty. Uneven
+tensors are padded to ``world`` equal chunks for communication; the padding is the tail of the result and is cut off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from dp_partition._torch_compat import collectives
+from dp_partition.ops import aten
+
+
+def chunk_bounds(size: int, world: int, rank: int) -> tuple[int, int]:
+    """Start and end of a rank's chunk of a dim, as ``torch.chunk`` cuts it."""
+    step = -(-size // world)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, world: int, rank: int) -> tuple[int, ...]:
+    """Shape of a rank's part of a tensor of global ``shape``."""
+    if not isinstance(placement, Shard):
+        return shape
+    start, end = chunk_bounds(shape[placement.dim], world, rank)
+    return (*shape[: placement.dim], end - start, *shape[placement.dim + 1 :])
+
+
+@dataclass
+class Mover:
+    """Inserts moves on one mesh axis.
+
+    Attributes:
+        graph: The graph; nodes go to its current insertion point.
+        world: Size of the group.
+        rank: Rank in the group that the graph is for.
+        group: Name of the process group.
+    """
+
+    graph: fx.Graph
+    world: int
+    rank: int
+    group: str
+
+    def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:
+        """A node with the value of ``node``, brought from one placement to another.
+
+        Args:
+            node: The value, as ``source`` says.
+            source: Where it lies.
+            target: Where it is wanted.
+            shape: Its global shape.
+        """
+        if isinstance(source, Partial):
+            if isinstance(target, Shard):
+                return self.reduce_scatter(node, source, target.dim, shape)
+            return self.all_reduce(node, source)
+        if isinstance(source, Shard):
+            whole = self.all_gather(node, source.dim, shape)
+            return whole if isinstance(target, Replicate) else self.move(whole, Replicate(), target, shape)
+        if isinstance(target, Shard):
+            return self.cut(node, target.dim, shape)
+        assert isinstance(target, Partial), f"no move from {source} to {target}"
+        if target.reduce_op in ("max", "min", "avg") or self.rank == 0:
+            return node
+        return self.call(aten.zeros_like.default, node)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def wait(self, node: fx.Node) -> fx.Node:
+        """The result of a collective."""
+        return self.call(collectives.wait_tensor.default, node)
+
+    def all_reduce(self, node: fx.Node, kind: Partial) -> fx.Node:
+        """Partial -> replicated."""
+        if kind.reduce_op.startswith("norm"):
+            order = float(kind.reduce_op.removeprefix("norm"))
+            powers = self.call(aten.pow.Tensor_Scalar, node, order)
+            total = self.wait(self.call(collectives.all_reduce.default, powers, "sum", self.group))
+            return self.call(aten.pow.Tensor_Scalar, total, 1.0 / order)
+        return self.wait(self.call(collectives.all_reduce.default, node, kind.reduce_op, self.group))
+
+    def reduce_scatter(self, node: fx.Node, kind: Partial, dim: int, shape: tuple[int, ...]) -> fx.Node:
+        """Partial -> shard."""
+        front = self.call(aten.transpose.int, node, 0, dim) if dim else node
+        padded = self.pad(front, shape[dim])
+        result = self.call(collectives.reduce_scatter_tensor.default, padded, kind.reduce_op, self.world, self.group)
+        mine = self.unpad(self.wait(result), shape[dim])
+        return self.call(aten.transpose.int, mine, 0, dim) if dim else mine
+
+    def pad(self, node: fx.Node, size: int) -> fx.Node:
+        """Rows 0..size -> rows of ``world`` equal chunks, contiguous."""
+        missing = -(-size // self.world) * self.world - size
+        rows = node
+        if missing:
+            ndim = len(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else 1
+            rows = self.call(aten.constant_pad_nd.default, node, [0, 0] * (ndim - 1) + [0, missing])
+        return self.call(aten.contiguous.default, rows)
+
+    def unpad(self, chunk: fx.Node, size: int) -> fx.Node:
+        """The rank's chunk without padding."""
+        start, end = chunk_bounds(size, self.world, self.rank)
+        if end - start == -(-size // self.world):
+            return chunk
+        return self.call(aten.slice.Tensor, chunk, 0, 0, end - start)
+
+    def all_gather(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
+        """Shard -> replicated."""
+        size = shape[dim]
+        step = -(-size // self.world)
+        front = self.call(aten.transpose.int, node, 0, dim) if dim else node
+        start, end = chunk_bounds(size, self.world, self.rank)
+        if end - start != step:
+            front = self.call(
+                aten.constant_pad_nd.default, front, [0, 0] * (len(shape) - 1) + [0, step - (end - start)]
+            )
+        front = self.call(aten.contiguous.default, front)
+        whole = self.wait(self.call(collectives.all_gather_into_tensor.default, front, self.world, self.group))
+        if step * self.world != size:
+            whole = self.call(aten.slice.Tensor, whole, 0, 0, size)
+        return self.call(aten.transpose.int, whole, 0, dim) if dim else whole
+
+    def cut(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
+        """Replicated -> shard: no communication, a view."""
+        start, end = chunk_bounds(shape[dim], self.world, self.rank)
+        return self.call(aten.slice.Tensor, node, dim, start, end)

@@ -1,0 +1,160 @@
+"""Insert collectives: turn the single-device graph into the graph of one rank.
+
+Reads ``meta["sharding"]`` of every node (a `PlacementStrategy` or None), brings each input where the strategy wants it,
+adapts the arguments that name shapes, and removes the markings. Every value is moved at most once to each placement; a
+value that is written keeps only the copy that was written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.fx import GraphModule
+
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.tagging import TAG_GRAD
+from dp_partition.collectives import Mover, local_shape
+from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
+from dp_partition.problems import PlanError, Problem
+
+# Which argument of an operator names the output's shape.
+SHAPE_ARGUMENTS: dict[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.reshape.default: 1,
+    aten._reshape_alias.default: 1,
+    aten.expand.default: 1,
+}
+
+# Which argument names the number of rows (dim 0) of the input.
+ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+
+
+class Inserter:
+    """One pass over a graph, for one rank."""
+
+    def __init__(self, module: GraphModule, world: int, rank: int, group: str) -> None:
+        self.module, self.world, self.rank = module, world, rank
+        self.mover = Mover(module.graph, world, rank, group)
+        self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
+        self.family: dict[fx.Node, list[fx.Node]] = {}
+
+    def run(self) -> None:
+        """Rewrite the whole graph."""
+        for node in list(self.module.graph.nodes):
+            strategy = node.meta.get("sharding")
+            if isinstance(strategy, PlacementStrategy):
+                self.rewrite(node, strategy)
+        for node in list(self.module.graph.nodes):
+            node.meta.pop("sharding", None)
+            if node.target is TAG_GRAD:
+                node.replace_all_uses_with(node.args[0])
+                self.module.graph.erase_node(node)
+
+    def rewrite(self, node: fx.Node, strategy: PlacementStrategy) -> None:
+        """Bring a node's inputs where it wants them and remember where its output lies."""
+        sources = list(node.all_input_nodes)
+        wanted = dict(zip(sources, strategy.input_specs or (None,) * len(sources), strict=True))
+        written = mutated_inputs(node)
+        moved: dict[fx.Node, fx.Node] = {}
+        for source, spec in wanted.items():
+            if isinstance(spec, PlacementSpec) and source in self.versions:
+                version = self.version(source, spec.placement, node)
+                if version is not source:
+                    moved[source] = version
+        for source in written:
+            spec = wanted.get(source)
+            if isinstance(spec, PlacementSpec):
+                self.keep_written(node, source, spec.placement)
+        node.args = fx.map_arg(node.args, lambda n: moved.get(n, n))
+        node.kwargs = fx.map_arg(node.kwargs, lambda n: moved.get(n, n))
+        if isinstance(strategy.output_spec, PlacementSpec):
+            placement = strategy.output_spec.placement
+            self.versions[node] = {placement: node}
+            self.family.setdefault(root_of(node), []).append(node)
+            self.fit_shape(node, placement)
+        elif node.target in ROW_ARGUMENTS and spec_values(strategy.output_spec)[0].placement == Shard(0):
+            position = ROW_ARGUMENTS[node.target]
+            node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
+
+    def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
+        """The node that holds ``source`` where it is wanted, moved there if need be."""
+        known = self.versions[source]
+        if wanted in known:
+            return known[wanted]
+        origin = _best_origin(known, wanted)
+        if isinstance(origin, PerRank) or isinstance(wanted, PerRank):
+            return known[origin]
+        shape = tuple(source.meta["val"].shape)
+        with self.module.graph.inserting_before(before):
+            start = known[origin]
+            result = self.mover.move(start, origin, wanted, shape)
+        self.describe(start, result, source, before)
+        known[wanted] = result
+        return result
+
+    def describe(self, start: fx.Node, result: fx.Node, source: fx.Node, before: fx.Node) -> None:
+        """Let inserted nodes carry the type, phase and origin of what they move."""
+        node = result
+        while node is not start and "moves" not in node.meta:
+            node.meta["moves"] = source.name
+            node.meta["node_type"] = source.meta.get("node_type")
+            node.meta["phase"] = before.meta.get("phase")
+            node = node.all_input_nodes[0]
+
+    def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
+        """After a write only the written copy is the tensor; views of another copy would read stale memory."""
+        kept = self.versions[source].get(placement)
+        root = root_of(source)
+        for relative in self.family.get(root, ()):
+            known = self.versions[relative]
+            if relative is source:
+                if kept is not None:
+                    self.versions[relative] = {placement: kept}
+                continue
+            native = next(iter(known))
+            self.versions[relative] = {native: known[native]}
+            if kept is not None and kept is not source and _is_used_after(relative, node):
+                found = f"{source.name} was moved, and {relative.name} still shares memory with the original"
+                raise PlanError(Problem("alias-after-move", f"node {node.name}", found=found))
+
+    def fit_shape(self, node: fx.Node, placement: Placement) -> None:
+        """Let an argument that names the output's shape name the local one."""
+        position = SHAPE_ARGUMENTS.get(node.target)
+        if position is not None and isinstance(placement, Shard):
+            shape = local_shape(tuple(node.meta["val"].shape), placement, self.world, self.rank)
+            node.update_arg(position, list(shape))
+
+
+def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placement:
+    """Prefer what is whole, then a shard; an unreduced value comes last."""
+
+    def rank(placement: Placement) -> int:
+        if isinstance(placement, Replicate):
+            return 0
+        return 2 if isinstance(placement, Partial) else 1
+
+    return min(known, key=rank)
+
+
+def _is_used_after(node: fx.Node, position: fx.Node) -> bool:
+    return any(position < user for user in node.users if user is not position)
+
+
+def spec_values(spec: Any) -> list[PlacementSpec]:
+    """The tensor specs in a node's output spec."""
+    return [one for one in pytree.tree_leaves(spec) if isinstance(one, PlacementSpec)]
+
+
+def partition_for_rank(module: GraphModule, world: int, rank: int, group: str) -> GraphModule:
+    """Turn a marked graph into the graph of ``rank``, in place."""
+    Inserter(module, world, rank, group).run()
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+__all__ = ["Inserter", "partition_for_rank", "spec_values"]

@@ -1,0 +1,36 @@
+"""Local shapes: run a rank's graph on fake tensors and record what each node holds on that rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition._torch_compat import FakeTensorMode, tensor_metadata
+from dp_partition.problems import PlanError, Problem
+
+
+class _Recorder(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}".splitlines()[0][:400]
+            hint = "this is a defect of dp-partition's rule for the operator"
+            raise PlanError(Problem("does-not-fit", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
+        n.meta["val"] = value
+        n.meta.pop("tensor_meta", None)
+        if isinstance(value, torch.Tensor):
+            n.meta["tensor_meta"] = tensor_metadata(value)
+        return value
+
+
+def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
+    """Fill ``meta["val"]`` of every node from fake local inputs.
+
+    Raises:
+        PlanError: When an operator does not accept its local inputs (code ``does-not-fit``).
+    """
+    with mode, torch.no_grad():
+        _Recorder(module, garbage_collect_values=True).run(*inputs)

@@ -1,0 +1,113 @@
+"""What the graph passes need to know about operators, read from their schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition._torch_compat import OpOverload, pytree
+
+aten = torch.ops.aten
+
+# These write their running statistics although their schemas do not say so.
+_RUNNING_STATISTICS = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
+
+
+def is_op(node: fx.Node) -> bool:
+    """Whether the node calls an operator of a library (rather than Python arithmetic or getitem)."""
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """The operator's schema arguments with the values passed for them; defaults are left out."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args) and not argument.kwarg_only:
+            yield argument, node.args[position]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The graph nodes in an argument: itself, or those in a list."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
+
+
+def mutated_inputs(node: fx.Node) -> list[fx.Node]:
+    """The input nodes whose memory the operator writes."""
+    if not is_op(node):
+        return []
+    found = []
+    for argument, value in arguments(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += nodes_in(value)
+    if node.target in _RUNNING_STATISTICS and len(node.args) > 5 and node.args[5]:
+        for position in _RUNNING_STATISTICS[node.target]:
+            found += nodes_in(node.args[position])
+    return found
+
+
+def viewed_input(node: fx.Node) -> fx.Node | None:
+    """The input whose memory the node's output shares without writing it, if the schema says so."""
+    if not is_op(node) or node.target._schema.name == "dp_partition::tag_grad":  # type: ignore[union-attr]
+        return None  # a gradient gets memory of its own when it is reduced
+    for argument, value in arguments(node):
+        if argument.alias_info is not None and not argument.alias_info.is_write and isinstance(value, fx.Node):
+            return value
+    return None
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The node that owns the memory a chain of views looks at."""
+    while True:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            if viewed_input(source) is None:
+                return node
+            node = source
+            continue
+        viewed = viewed_input(node)
+        if viewed is None:
+            return node
+        node = viewed
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the operator draws random numbers."""
+    return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the node must run although nothing uses its value: it writes memory, draws numbers or communicates."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if not is_op(node):
+        return node.is_impure()
+    namespace = node.target.namespace  # type: ignore[union-attr]
+    return bool(mutated_inputs(node)) or is_random(node) or namespace in ("_c10d_functional", "c10d_functional")
+
+
+def base_name(node: fx.Node) -> str:
+    """The operator's name without namespace, overload and in-place underscore: ``add_.Tensor`` -> ``add``."""
+    name = node.target._schema.name.split("::")[-1]  # type: ignore[union-attr]
+    inplace = name.endswith("_") and not name.endswith("__")
+    return name[:-1] if inplace else name  # type: ignore[no-any-return]
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake value recorded for the node, or None."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(value_of(node), torch.Tensor)

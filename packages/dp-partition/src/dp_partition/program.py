@@ -1,0 +1,171 @@
+"""One traced and partitioned step, ready to run: the pipeline from a Python function to a rank's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from dp_partition.canonicalise import canonicalise
+from dp_partition.capture.hypers import Hyper
+from dp_partition.capture.subject import Subject
+from dp_partition.capture.trace import Capture, Input, trace_step
+from dp_partition.collectives import local_shape
+from dp_partition.decompose import decompose, remove_tags
+from dp_partition.insert import partition_for_rank
+from dp_partition.localise import record_local_values
+from dp_partition.mark import mark_graph
+from dp_partition.placements import PerRank
+from dp_partition.plan import PartitionPlan
+from dp_partition.propagate import Homes, NodePlan, propagate
+from dp_partition.styles import NodeType
+
+_TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
+
+
+@dataclass
+class Program:
+    """A step partitioned for one rank.
+
+    Attributes:
+        capture: What was traced; its module is the partitioned graph.
+        inputs: What each placeholder wants.
+        output_placements: Where each returned value lies.
+        guards: Conditions on hyperparameters under which it holds.
+    """
+
+    capture: Capture
+    inputs: list[Input]
+    output_placements: list[Placement | None]
+    checked: tuple[float, ...] = ()
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The partitioned graph."""
+        return self.capture.module
+
+    def holds_for(self, values: dict[Hyper, float]) -> bool:
+        """Whether the decisions taken while tracing hold for these hyperparameters."""
+        now = tuple(values.values())
+        if now == self.checked:
+            return True
+        substitution = {
+            self.capture.symbols[h]: v for h, v in values.items() if self.capture.symbols.get(h) is not None
+        }
+        for guard in self.capture.guards:
+            if not bool(guard.xreplace(substitution)):
+                return False
+        self.checked = now
+        return True
+
+
+def build_program(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    subject: Subject,
+    plan: PartitionPlan,
+    mesh: DeviceMesh,
+    batch_dim: int = 0,
+) -> Program:
+    """Trace a step and partition it for this rank. Communicates nothing and changes no object of the caller."""
+    local = plan.semantics == "local"
+    capture = trace_step(function, args, kwargs, subject, None if local else whole_batch(plan.world, batch_dim))
+    canonicalise(capture)
+    if not local:
+        remove_tags(capture.module.graph)
+        decompose(capture.module, capture.mode)
+    homes = home_placements(capture, plan, PerRank() if local else Shard(batch_dim))
+    plans = propagate(capture.module.graph, homes, plan.world, local=local)
+    place_new_states(capture, plan, plans)
+    mark_graph(plans, mesh)
+    rank = mesh.get_local_rank()
+    placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
+    fakes = local_inputs(capture, placements, plan.world, rank)
+    partition_for_rank(capture.module, plan.world, rank, mesh.get_group().group_name)
+    record_local_values(capture.module, fakes, capture.mode)
+    return Program(capture, capture.inputs, returned_placements(capture.module, plans))
+
+
+def whole_batch(world: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
+    """Shape of all ranks' batches together, from one rank's."""
+
+    def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+        if tensor.ndim == 0:
+            return ()
+        return (*tensor.shape[:dim], tensor.shape[dim] * world, *tensor.shape[dim + 1 :])
+
+    return shape_of
+
+
+def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> Homes:
+    """Where every placeholder lies between steps."""
+    homes = Homes({}, {})
+    for node in capture.module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        entry: Input = node.meta["input"]
+        homes.placements[node] = _home(node, entry, plan, batch)
+        if entry.kind in _TYPES:
+            homes.types[node] = _TYPES[entry.kind]
+        if entry.kind == "hyper":
+            node.meta["val"] = None
+    grads = {param.info.name: param.grad for param in plan.params}
+    homes.grad_home = lambda name, shape: grads[name]
+    return homes
+
+
+def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) -> Placement:
+    if entry.kind == "param":
+        return plan[entry.name].param
+    if entry.kind == "state":
+        like = plan[entry.name]
+        return like.state if tuple(node.meta["val"].shape) == like.info.shape else Replicate()
+    if entry.kind == "arg" and (isinstance(batch, PerRank) or node.meta["val"].ndim > 0):
+        return batch
+    return Replicate()
+
+
+def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node, NodePlan]) -> None:
+    """State that the step makes itself is returned where the plan wants it."""
+    output = next(node for node in capture.module.graph.nodes if node.op == "output")
+    values = output.args[0]
+    assert isinstance(values, list | tuple)
+    for value, entry in zip(values, capture.outputs, strict=True):
+        if entry.kind == "state" and isinstance(value, fx.Node):
+            like = plan[entry.name]
+            same = tuple(value.meta["val"].shape) == like.info.shape
+            plans[output].inputs[value] = like.state if same else Replicate()
+
+
+def returned_placements(module: fx.GraphModule, plans: dict[fx.Node, NodePlan]) -> list[Placement | None]:
+    """Where each returned value lies, after marking."""
+    output = next(node for node in plans if node.op == "output")
+    order = output.meta["returned"] if "returned" in output.meta else list(output.args[0])  # type: ignore[arg-type]
+    return [plans[output].inputs.get(node) if isinstance(node, fx.Node) else None for node in order]
+
+
+def local_inputs(capture: Capture, placements: list[Placement], world: int, rank: int) -> list[Any]:
+    """Fake local tensors for every placeholder."""
+    fakes: list[Any] = []
+    nodes = [node for node in capture.module.graph.nodes if node.op == "placeholder"]
+    with capture.mode:
+        for node, placement in zip(nodes, placements, strict=True):
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                fakes.append(0.5)
+                continue
+            shape = local_shape(tuple(value.shape), placement, world, rank)
+            whole = shape == tuple(value.shape)
+            fake = (
+                torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
+                if whole
+                else (torch.empty(shape, dtype=value.dtype, device=value.device))
+            )
+            fakes.append(fake)
+    return fakes

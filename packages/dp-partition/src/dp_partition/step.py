@@ -1,0 +1,297 @@
+"""The front end: `compile` wraps a train step, the first call traces and places, later calls run the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+from torch.optim import Optimizer
+
+from dp_partition._torch_compat import pytree
+from dp_partition.binding import Binding, as_dtensor, local_of
+from dp_partition.capture.hypers import find_hypers, static_signature
+from dp_partition.capture.subject import Subject, find_subject
+from dp_partition.capture.trace import fill_result
+from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.problems import PlanError, Problem
+from dp_partition.program import Program, build_program
+from dp_partition.styles import DataParallelStyle, parse_style
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the batch stands in the tensor arguments of a step.
+
+    Attributes:
+        dim: The batch dim of every tensor argument that has dims.
+    """
+
+    dim: int = 0
+
+
+class Step:
+    """A train step that runs data-parallel. Made by `compile`; call it like the function it was made from."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mesh: DeviceMesh,
+        style: DataParallelStyle,
+        semantics: str,
+        placements: Mapping[str, Placement],
+        equal: str,
+        batch_dim: int = 0,
+        passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> None:
+        self.passes = passes
+        self.batch_dim = batch_dim
+        self.function, self.mesh, self.style, self.semantics = function, mesh, style, semantics
+        self.placements, self.equal = dict(placements), equal
+        self.binding: Binding | None = None
+        self.programs: dict[Any, list[Program]] = {}
+        self.latest: Program | None = None
+        self.num_traces = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on this rank's batch."""
+        binding = self.binding
+        if binding is None:
+            binding, program = self.start(args, kwargs)
+        else:
+            self.check_subject(binding, args, kwargs)
+            program = self.find_program(binding, args, kwargs)
+        return self.run(binding, program, args, kwargs)
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Binding, Program]:
+        """The first call: plan, trace and partition; only when all that succeeded, place the tensors."""
+        subject = find_subject(self.function, args, kwargs)
+        plan = plan_placements(
+            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()],
+            self.style,
+            self.mesh.size(),
+            semantics=self.semantics,
+            overrides=self.placements,
+            aliases={a: n for a, n in subject.aliases.items() if n in subject.params},
+        )
+        check_plan(plan)
+        program = self.build(subject, plan, args, kwargs)
+        binding = Binding(subject, plan, self.mesh)
+        binding.place(self.equal)
+        self.binding = binding
+        self.remember(subject, args, kwargs, program)
+        return binding, program
+
+    def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Trace and partition for the arguments at hand."""
+        self.num_traces += 1
+        program = build_program(self.function, args, kwargs, subject, plan, self.mesh, self.batch_dim)
+        if self.passes is not None:
+            program.capture.module = self.passes(program.module)
+        return program
+
+    def remember(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
+        self.programs.setdefault(self.key(subject, args, kwargs), []).append(program)
+        self.latest = program
+
+    def find_program(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """The program whose guards hold for these arguments; traced now if there is none."""
+        hypers = {h: h.read(binding.subject.optimizers) for h in find_hypers(binding.subject.optimizers)}
+        for program in self.programs.get(self.key(binding.subject, args, kwargs), ()):
+            if program.holds_for(hypers):
+                self.latest = program
+                return program
+        program = self.build(binding.subject, binding.plan, args, kwargs)
+        self.remember(binding.subject, args, kwargs, program)
+        return program
+
+    def key(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a trace depends on: shapes, dtypes, structure, constants, modes, which state there is."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        training = tuple(m.training for _, root in subject.modules for m in root.modules())
+        states = tuple(
+            tuple(sorted(map(str, optimizer.state[p]))) if p in optimizer.state else ()
+            for optimizer in subject.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+        trained = tuple(p.requires_grad for p in subject.params.values())
+        signature = static_signature(subject.optimizers)
+        autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+        return tuple(map(_leaf_key, leaves)), spec, training, states, trained, signature, autocast
+
+    def check_subject(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if this step was placed for another model or optimizer."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        known: list[Any] = [m for _, m in binding.subject.modules] + list(binding.subject.optimizers)
+        given = [leaf for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)]
+        if {id(one) for one in given} != {id(one) for one in known}:
+            hint = "call release() on the step first, or compile a step of its own"
+            raise PlanError(
+                Problem("other-model", self.name, found="called with another model or optimizer", hint=hint)
+            )
+        binding.check_in_place()
+
+    def run(self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph and put new state in place."""
+        with torch.no_grad():
+            values = program.module(*self.gather_inputs(binding, program, args, kwargs))
+        self.store(binding, program, values)
+        return fill_result(program.capture, values)
+
+    def gather_inputs(
+        self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Local tensors and numbers for the placeholders, in order."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        subject = binding.subject
+        values: list[Any] = []
+        for entry in program.inputs:
+            if entry.kind == "param":
+                values.append(local_of(binding.params[entry.name].data))
+            elif entry.kind == "buffer":
+                values.append(subject.buffers[entry.name])
+            elif entry.kind == "state":
+                values.append(
+                    local_of(subject.optimizers[entry.optimizer].state[binding.params[entry.name]][entry.key])
+                )
+            elif entry.kind == "hyper":
+                assert entry.hyper is not None
+                values.append(entry.hyper.read(subject.optimizers))
+            else:
+                values.append(tensors[int(entry.name)])
+        return values
+
+    def store(self, binding: Binding, program: Program, values: tuple[Any, ...]) -> None:
+        """Buffers and state that the step replaced."""
+        for value, entry, placement in zip(values, program.capture.outputs, program.output_placements, strict=True):
+            if entry.kind == "buffer":
+                replace_buffer(binding, entry.name, value)
+            elif entry.kind == "state":
+                param = binding.params[entry.name]
+                new = value
+                if placement is not None and tuple(value.shape) == binding.local_state_shape(entry.name) and value.ndim:
+                    new = as_dtensor(value, param, self.mesh, placement)
+                binding.subject.optimizers[entry.optimizer].state[param][entry.key] = new
+
+    @property
+    def name(self) -> str:
+        """Name of the function the step was made from."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
+    def plan(self) -> PartitionPlan:
+        """Where parameters, gradients and state lie; there after the first call."""
+        return self.bound().plan
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The partitioned graph of the last call."""
+        if self.latest is None:
+            raise self.not_started()
+        return self.latest.module
+
+    def bound(self) -> Binding:
+        if self.binding is None:
+            raise self.not_started()
+        return self.binding
+
+    def not_started(self) -> PlanError:
+        return PlanError(Problem("not-started", self.name, found="nothing is placed yet", hint="call the step once"))
+
+    def explain(self, name: str | None = None) -> str:
+        """Text about one parameter, by its full name, or about all."""
+        return self.plan.explain(name)
+
+    def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within the block the model holds whole plain parameters, for eager code on every rank alike.
+
+        Args:
+            writeback: Keep what the block writes into the parameters.
+        """
+        return self.bound().unsharded(writeback)
+
+    def release(self) -> None:
+        """Give model and optimizer back: plain whole parameters and state, for good."""
+        self.bound().release()
+        self.binding, self.latest = None, None
+        self.programs.clear()
+
+
+def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
+    """Put a new tensor where a buffer was."""
+    for fqn, module, attribute, is_param in binding.slots:
+        if not is_param and binding.subject.aliases.get(fqn, fqn) == name:
+            module._buffers[attribute] = value
+    binding.subject.buffers[name] = value
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, nn.Module | Optimizer):
+        return id(leaf)
+    try:
+        hash(leaf)
+    except TypeError:
+        return id(leaf)
+    return type(leaf), leaf
+
+
+def compile(
+    train_step: Callable[..., Any],
+    *,
+    mesh: DeviceMesh,
+    style: str | DataParallelStyle = "default",
+    semantics: str = "local",
+    placements: Mapping[str, Placement] | None = None,
+    equal: str = "broadcast",
+    batch: Batch | None = None,
+) -> Step:
+    """Make a train step, written for one device, run data-parallel.
+
+    The first call traces ``train_step`` with its arguments (forward, backward, optimizer) and places the model's
+    parameters and the optimizer's state on the mesh; every call runs the partitioned graph. Afterwards the parameters
+    are DTensors.
+
+    Args:
+        train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and
+            steps the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
+        mesh: One-dimensional mesh of the data-parallel ranks.
+        style: How parameters lie: ``"default"``, ``"replicate"``, ``"fully_shard"`` or a `DataParallelStyle`.
+        semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (what DDP
+            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does
+            with them.
+        placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
+        batch: Which dim of tensor arguments is the batch; global semantics only. Every rank passes as many rows.
+        equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
+
+    Raises:
+        PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
+    """
+    problems = []
+    if mesh.ndim != 1:
+        hint = 'pass one axis of it, as mesh["dp"]'
+        problems.append(Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint))
+    if semantics not in ("local", "global"):
+        problems.append(
+            Problem("unknown-semantics", "semantics", found=repr(semantics), hint="use 'local' or 'global'")
+        )
+    if semantics == "local" and batch is not None:
+        hint = "local semantics runs the step on each rank's own arguments; leave batch out"
+        problems.append(Problem("no-effect", "batch", found=repr(batch), hint=hint))
+    if equal not in ("broadcast", "check"):
+        problems.append(Problem("unknown-equal", "equal", found=repr(equal), hint="use 'broadcast' or 'check'"))
+    try:
+        parsed = parse_style(style)
+    except PlanError as error:
+        problems += error.problems
+        parsed = DataParallelStyle.DEFAULT
+    if problems:
+        raise PlanError(problems, "dp_partition.compile")
+    return Step(train_step, mesh, parsed, semantics, placements or {}, equal, (batch or Batch()).dim)

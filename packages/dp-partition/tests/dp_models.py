@@ -1,0 +1,177 @@
+"""Models and train steps that several test modules share, and the comparison with one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ranktest import Ranks
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import dp_partition as dp
+
+Data = Callable[[torch.Generator], tuple[Any, ...]]
+Optim = Callable[[Any], torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(mixed)
+        hidden: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + hidden
+
+
+class GPT(nn.Module):
+    def __init__(
+        self, vocabulary: int = 61, length: int = 16, width: int = 32, heads: int = 4, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def mlp(width: int = 8, out: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, out))
+
+
+class Conv(nn.Module):
+    """Convolution (a backward with several outputs), batch statistics, group statistics, pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.batch, self.group = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.max_pool2d(self.group(F.relu(self.batch(self.conv(x)))), 2)
+        logits: torch.Tensor = self.head(hidden.mean((2, 3)))
+        return logits
+
+
+def token_step(model: nn.Module, optim: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    ids, targets = batch
+    loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def class_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def mean_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optim.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optim.step()
+    return loss
+
+
+def tokens(generator: torch.Generator, rows: int = 8, vocabulary: int = 61, length: int = 16) -> tuple[Any, ...]:
+    shape = (rows, length)
+    pair = [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2)]
+    return (tuple(pair),)
+
+
+def vectors(generator: torch.Generator, rows: int = 8, width: int = 8) -> tuple[Any, ...]:
+    return (torch.randn(rows, width, generator=generator, dtype=torch.float64),)
+
+
+def images(generator: torch.Generator, rows: int = 8) -> tuple[Any, ...]:
+    pixels = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return pixels, torch.randint(0, 5, (rows,), generator=generator)
+
+
+def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return make()
+
+
+def rows_of(ranks: Ranks, batch: Any) -> Any:
+    """A rank's rows of every tensor in a batch."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.shape[0] // ranks.world_size
+        return tensor[ranks.rank * size : (ranks.rank + 1) * size].to(ranks.device)
+
+    return pytree.tree_map_only(torch.Tensor, part, batch)
+
+
+def mean_over_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
+    return torch.stack([one.cpu() for one in ranks.gather(value.detach().cpu())]).mean(0)
+
+
+def worst_difference(model: nn.Module, reference: nn.Module) -> tuple[float, int]:
+    """Greatest difference between two models' parameters relative to the greatest value, and how many were compared."""
+    worst, count = 0.0, 0
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        scale = other.abs().max().item() or 1.0
+        worst = max(worst, (one.detach().cpu() - other.detach()).abs().max().item() / scale)
+        count += other.numel()
+    return worst, count
+
+
+def compare_with_one_device(
+    ranks: Ranks,
+    function: Callable[..., Any],
+    make: Callable[[], nn.Module],
+    optim: Optim,
+    data: Data,
+    *,
+    steps: int = 6,
+    rtol: float = 1e-10,
+    **settings: Any,
+) -> dp.Step:
+    """Train on all ranks and on one device, and compare losses of every step and parameters after the last."""
+    mesh = ranks.mesh((ranks.world_size,), ("dp",))
+    reference = seeded(make).double()
+    model = copy.deepcopy(seeded(make, seed=ranks.rank).double()).to(ranks.device)  # ranks start apart: rank 0 counts
+    own, theirs = optim(model.parameters()), optim(reference.parameters())
+    step = dp.compile(function, mesh=mesh, **settings)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        batch = data(generator)
+        loss = step(model, own, *rows_of(ranks, batch))
+        if settings.get("semantics") == "global":
+            mean = loss.cpu()
+        else:
+            mean = mean_over_ranks(ranks, loss)
+        expected = function(reference, theirs, *batch).detach()
+        torch.testing.assert_close(mean, expected, rtol=rtol, atol=0)
+    with step.unsharded():
+        worst, count = worst_difference(model, reference)
+    assert count == sum(p.numel() for p in reference.parameters()) > 0
+    assert worst < rtol * 100, worst
+    assert step.num_traces == 1, "the second call must reuse the first call's graph"
+    return step

@@ -1,0 +1,94 @@
+"""`compile` under global semantics: equal to one device on all ranks' rows, whatever the loss does with them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import dp_models as models
+import pytest
+import torch
+import torch.nn.functional as F
+from ranktest import Ranks
+from torch import nn
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Contrast(nn.Module):
+    """Every row against every other row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        u, v = F.normalize(self.left(x), dim=1), F.normalize(self.right(x), dim=1)
+        return F.cross_entropy(3 * u @ v.T, torch.arange(x.shape[0], device=x.device))
+
+
+class Centred(nn.Module):
+    """The original all-reduces the mean over the batch with SUM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        out: torch.Tensor = self.outer(torch.tanh(hidden - hidden.mean(0))).square().sum() / x.shape[0]
+        return out
+
+
+def loss_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_gpt(ranks: Ranks, style: str) -> None:
+    models.compare_with_one_device(
+        ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style, semantics="global"
+    )
+
+
+def narrow_gpt() -> nn.Module:
+    return models.GPT(length=8, width=8, heads=2)
+
+
+# Width, length and batch are all 8: the original matches sizes and takes a feature dim for the batch.
+@pytest.mark.ranks(2)
+def test_features_as_many_as_rows(ranks: Ranks) -> None:
+    data = partial(models.tokens, length=8)
+    models.compare_with_one_device(
+        ranks, models.token_step, narrow_gpt, ADAMW, data, style="fully_shard", semantics="global"
+    )
+
+
+# The original bakes the global numel in and averages again: gradients 1/world too small.
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "default"])
+def test_hand_written_mean(ranks: Ranks, style: str) -> None:
+    optim = partial(torch.optim.SGD, lr=0.1)
+    models.compare_with_one_device(
+        ranks, models.mean_step, models.mlp, optim, models.vectors, style=style, semantics="global"
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("make", [Contrast, Centred])
+def test_rows_that_see_each_other(ranks: Ranks, make: type[nn.Module], style: str) -> None:
+    models.compare_with_one_device(ranks, loss_step, make, ADAMW, models.vectors, style=style, semantics="global")
+
+
+@pytest.mark.ranks(2)
+def test_batch_statistics_are_those_of_the_whole_batch(ranks: Ranks) -> None:
+    step = models.compare_with_one_device(
+        ranks, models.class_step, models.Conv, ADAMW, models.images, style="fully_shard", semantics="global"
+    )
+    assert not [node for node in step.graph.graph.nodes if node.meta.get("fallback")], "nothing is gathered for want of a rule"

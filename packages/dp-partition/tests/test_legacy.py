@@ -1,0 +1,174 @@
+"""The decorator of torch 2.1 and the graph-level functions it stood on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import pytest
+import torch
+from ranktest import Ranks
+from torch import fx, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dp_partition as dp
+
+STYLES = {"replicate": dp.DataParallelStyle.REPLICATE, "fully_shard": dp.DataParallelStyle.FULLY_SHARD,
+          "default": dp.DataParallelStyle.DEFAULT}  # fmt: skip
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("optim", ["momentum", "adam-foreach", "adamw-fused"])
+def test_decorated_steps_equal_one_device(ranks: Ranks, style: str, optim: str) -> None:
+    make = {
+        "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+        "adamw-fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    }[optim]
+    model, reference = models.seeded(models.mlp, ranks.rank).double().to(ranks.device), models.seeded(models.mlp).double()
+    own, theirs = make(model.parameters()), make(reference.parameters())
+    seen: list[fx.GraphModule] = []
+
+    def look(graph: fx.GraphModule) -> fx.GraphModule:
+        seen.append(graph)
+        return graph
+
+    step = dp.legacy.compile(gm_transformation=look, parallel_mode=dp.legacy.DataParallel(style))(models.mean_step)
+    generator = torch.Generator().manual_seed(3)
+    for i in range(6):
+        (batch,) = models.vectors(generator)
+        loss = step(model, own, models.rows_of(ranks, batch), last_train_step=i == 5)
+        torch.testing.assert_close(loss.cpu(), models.mean_step(reference, theirs, batch).detach(), rtol=1e-11, atol=0)
+    assert len(seen) == 1
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    assert sum(p.numel() for p in whole) == sum(p.numel() for p in reference.parameters()) > 0
+    for one, other in zip(whole, reference.parameters(), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-12)
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.as_tensor(self.inner(x))
+
+
+class DoubleReLU(dp.legacy.Override):
+    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
+        return Scaled(orig_submodule) if isinstance(orig_submodule, nn.ReLU) else orig_submodule
+
+
+@pytest.mark.ranks(2)
+def test_module_override_and_wrong_modes(ranks: Ranks) -> None:
+    model = models.seeded(models.mlp).double().to(ranks.device)
+    step = dp.legacy.compile(module_override=[DoubleReLU()])(models.mean_step)
+    step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 8, dtype=torch.float64, device=ranks.device))
+    assert isinstance(model[3], Scaled)
+    with pytest.raises(TypeError, match="DataParallel"):
+        dp.legacy.compile(parallel_mode="replicate")  # type: ignore[arg-type]
+    with pytest.raises(dp.PlanError, match="unknown-style"):
+        dp.legacy.DataParallel("zero4")
+
+
+def test_without_process_group_there_is_one_clear_error() -> None:
+    model = models.mlp()
+    step = dp.legacy.compile()(models.mean_step)
+    with pytest.raises(dp.PlanError, match="no-process-group"):
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 8))
+
+
+def traced(model: nn.Sequential, batch: torch.Tensor, lr: float) -> fx.GraphModule:
+    """A hand-traced SGD step on the whole batch: parameters first, then momentum buffers, then the batch."""
+    names = [name for name, _ in model.named_parameters()]
+
+    def step(params: list[torch.Tensor], states: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        leaves = [p.detach().requires_grad_() for p in params]
+        with dp.gradients_tagging(dict(zip(names, leaves, strict=True))):
+            loss = torch.func.functional_call(model, dict(zip(names, leaves, strict=True)), (x,)).square().mean()
+            loss.backward()
+        with torch.no_grad():
+            for param, state, leaf in zip(params, states, leaves, strict=True):
+                assert leaf.grad is not None
+                state.mul_(0.9).add_(leaf.grad)
+                param.add_(state, alpha=-lr)
+        return loss
+
+    params = [p.detach().clone() for p in model.parameters()]
+    module = make_fx(step, tracing_mode="fake")(params, [torch.zeros_like(p) for p in params], batch)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    module.recompile()
+    return module
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", STYLES)
+def test_graph_level_functions(ranks: Ranks, style: str) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model, reference = models.seeded(models.mlp).double().to(ranks.device), models.seeded(models.mlp).double()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        optim.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
+    params: dict[str, torch.Tensor] = dict(model.named_parameters())
+    states: dict[str, Any] = {name: dict(optim.state[p]) for name, p in params.items()}
+    graph = traced(model, torch.zeros(8, 8, dtype=torch.float64, device=ranks.device), lr=0.1)
+    assert any("tag_grad" in str(node.target) for node in graph.graph.nodes)
+    part = dp.partition_data_parallel(graph, model, optim, params, states, (), {}, mesh, STYLES[style], 0)
+    assert part is graph
+    assert not any("tag_grad" in str(node.target) for node in graph.graph.nodes)
+    assert all("sharding" not in node.meta for node in graph.graph.nodes)
+    kinds = {node.meta["node_type"] for node in graph.graph.nodes if "node_type" in node.meta}
+    assert kinds >= {dp.NodeType.PARAM, dp.NodeType.STATE, dp.NodeType.ACT, dp.NodeType.GRAD}
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert {id(p) for p in optim.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+    assert set(optim.state) == set(model.parameters())
+
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        (batch,) = models.vectors(generator)
+        inputs = [*params.values(), *(s["momentum_buffer"] for s in states.values())]
+        loss = part(*inputs, models.rows_of(ranks, batch))
+        expected = models.mean_step(reference, theirs, batch).detach()
+        parts = [one.cpu() for one in ranks.gather(loss.cpu())]
+        assert any(torch.allclose(value, expected, rtol=1e-11) for value in (parts[0], sum(parts), sum(parts) / 2))
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor().cpu(), other, rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks(2)
+def test_strategies_and_markings(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(models.mlp).double()
+    graph = traced(model, torch.zeros(8, 8, dtype=torch.float64), lr=0.1)
+    strategies = dp.build_data_parallel_strategies(graph, 6, 6, mesh)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    first = strategies[placeholders[0]]
+    assert isinstance(first, dp.DataParallelStrategy)
+    assert first.node_type is dp.NodeType.PARAM
+    assert [s.output_spec.placements for s in first.strategies] == [(Replicate(),), (Shard(0),)]  # type: ignore[union-attr]
+    assert strategies[placeholders[6]].node_type is dp.NodeType.STATE  # type: ignore[union-attr]
+    assert strategies[placeholders[12]].node_type is dp.NodeType.ACT  # type: ignore[union-attr]
+    losses = [s for s in strategies.values() if isinstance(s, dp.DataParallelStrategy) and s.reduction_over_batch]
+    assert losses
+    dp.mark_data_parallel_shardings(graph, 6, 6, strategies, dp.DataParallelStyle.DEFAULT)
+    specs = [node.meta["sharding"].output_spec.placements[0] for node in placeholders[:6]]
+    assert specs == [Shard(0), Shard(0), Replicate(), Replicate(), Replicate(), Replicate()]  # 16 rows, 5 rows, 3 rows
+    with pytest.raises(dp.PlanError, match="style-needs-front-end"):
+        dp.mark_data_parallel_shardings(graph, 6, 6, strategies, dp.DataParallelStyle.ZERO1)
+    analyzer = dp.BatchDimAnalyzer(0)
+    with pytest.raises(RuntimeError, match="init_batch_dim_size"):
+        analyzer.compute_batch_dim(placeholders[12])
+    analyzer.init_batch_dim_size(8)
+    for node in placeholders[:12]:
+        analyzer.set_batch_dim(node, -1)
+    analyzer.set_batch_dim(placeholders[12], 0)
+    first_product = next(node for node in graph.graph.nodes if "addmm" in str(node.target))
+    assert analyzer.compute_batch_dim(first_product) == 0  # eight features as well: not told apart by size
+    assert analyzer.compute_act_spec(first_product, mesh).placements == (Shard(0),)
+    mean = next(node for node in graph.graph.nodes if str(node.target) == "aten.mean.default")
+    assert analyzer.compute_batch_dim(mean) == -2
