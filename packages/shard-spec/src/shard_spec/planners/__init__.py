@@ -1,7 +1,9 @@
 """Planners: from a module to a `ShardingPlan`. All are `ShardingPlanner`s; `compose` puts them one after the other."""
 
+from shard_spec.planners.balanced import BalancedPlanner
 from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
 from shard_spec.planners.certificate import Certificate
+from shard_spec.planners.fully_shard import FullyShardPlanner
 from shard_spec.planners.megatron import MegatronPlanner
 
 __all__ = [
@@ -12,4 +14,6 @@ __all__ = [
     "PlannedSharding",
     "Certificate",
     "MegatronPlanner",
+    "FullyShardPlanner",
+    "BalancedPlanner",
 ]
