@@ -34,7 +34,7 @@ class MLP(nn.Module):
         return out
 
 
-def parallelize_mlp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def parallelize_mlp(model: nn.Module, mesh: DeviceMesh) -> Any:
     """Megatron's plan for an MLP; ``head`` stays a plain module."""
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
@@ -103,8 +103,8 @@ class GPT(nn.Module):
         return logits
 
 
-def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Megatron's plan; with ``sequence`` the norms work on sequence shards."""
+def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, loss_parallel: bool = False) -> Any:
+    """Megatron's plan; with ``sequence`` the norms work on sequence shards, with ``loss_parallel`` logits stay sharded."""
     whole, cut = Replicate(), Shard(1)
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=cut if sequence else whole),
@@ -129,11 +129,13 @@ def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
             "blocks.*.down": RowwiseParallel(output_layouts=cut),
             "head": ColwiseParallel(input_layouts=cut, output_layouts=whole),
         }
+    if loss_parallel:
+        plan["head"] = ColwiseParallel(input_layouts=whole, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)
     return model
 
 
-def seeded(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def seeded(factory: Callable[[], nn.Module], seed: int = 0) -> Any:
     """A model with the same weights on every rank."""
     torch.manual_seed(seed)
     return factory()
@@ -198,9 +200,10 @@ def train(
     return losses
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Any) -> Tensor:
     """The full tensor, whatever it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    full: Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return full
 
 
 def assert_same_state(got: dict[str, Tensor], wanted: dict[str, Tensor], *, count: int, atol: float) -> float:

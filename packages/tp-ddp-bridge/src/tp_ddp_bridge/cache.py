@@ -74,6 +74,11 @@ def cached_view(view: View, leaf: torch.Tensor) -> DTensor:
     return made
 
 
+def in_forward() -> bool:
+    """Whether a bridged module is running in this thread."""
+    return _forward.depth > 0
+
+
 def live_views() -> int:
     """How many views are kept at this moment (0 outside any forward)."""
     return len(_forward.views or ())

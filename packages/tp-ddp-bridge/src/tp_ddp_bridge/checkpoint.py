@@ -55,7 +55,8 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
 
     Args:
         module: The module whose parameters ``optimizer`` holds, bridged or not, or the DDP around it.
-        optimizer: Changed as by ``optimizer.load_state_dict``, which also brings dtypes and devices into line.
+        optimizer: Changed as by ``optimizer.load_state_dict``, which also brings dtypes and devices into line. It keeps
+            copies, not the tensors of ``state_dict``.
         state_dict: State by name. Tensors are DTensors of any placements (on another mesh they are gathered), or full
             ones.
 
@@ -151,16 +152,14 @@ def _globally(parameter: torch.Tensor, value: Any) -> Any:
 
 
 def _locally(parameter: torch.Tensor, value: Any) -> Any:
-    """A loaded value as ``parameter``'s optimizer keeps it."""
+    """A loaded value as ``parameter``'s optimizer keeps it: a copy, so that no two optimizers update one memory."""
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
-    if layout is None:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-    if value.shape != layout.shape or value.dim() == 0:
-        return value.full_tensor() if isinstance(value, DTensor) else value
+    if layout is None or value.shape != layout.shape or value.dim() == 0:
+        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
     local = layout.localize(value) if isinstance(value, DTensor) else layout.cut(value)
-    return layout.wrap(local) if isinstance(parameter, DTensor) else local
+    return layout.wrap(local.clone()) if isinstance(parameter, DTensor) else local.clone()
 
 
 def _shape_problems(fqn: str, parameter: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Problem]:

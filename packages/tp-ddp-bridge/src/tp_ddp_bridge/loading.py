@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,59 +14,50 @@ from torch.distributed.tensor import DTensor
 from tp_ddp_bridge.view import View
 
 
-class Loading:
-    """One module's part of one ``load_state_dict``.
+class Loading(dict[str, Any]):
+    """One module's part of one ``load_state_dict``: the state dict, which gives this rank's part of what is read from it.
 
-    What the state dict gives under a view's name is cut to this rank's part, and torch goes on with the local part. A
-    value that does not fit is reported under its key and the leaf is left as it is.
+    What stands under a view's name is cut when torch asks for it, after the module's own code has renamed or changed
+    entries. A value that does not fit is reported under its key, and the leaf is left as it is.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
         error_msgs: list[str],
     ) -> None:
+        super().__init__(state_dict)
         self.module = module
-        self.state_dict = state_dict
-        self.prefix = prefix
         self.assign = bool(local_metadata.get("assign_to_params_buffers", False))
         self.error_msgs = error_msgs
+        views: dict[str, View] = module.__dict__["_dp_views"]
+        self.names = {prefix + name: name for name in views}
         self.before: dict[str, torch.Tensor] = {}
 
-    def local_state_dict(self) -> dict[str, Any]:
-        """The state dict with local parts under the views' names."""
-        local = dict(self.state_dict)
-        views: dict[str, View] = self.module.__dict__["_dp_views"]
-        for name, view in views.items():
-            key = self.prefix + name
-            leaf: torch.Tensor | None = self.module._parameters.get(name)
-            if leaf is None:
-                leaf = self.module._buffers.get(name)
-            if (
-                key not in local
-                or leaf is None
-                or isinstance(leaf, DTensor)
-                or not isinstance(local[key], torch.Tensor)
-            ):
-                continue
-            self.before[name] = leaf
-            part = self._part(view, key, local[key])
-            local[key] = leaf.detach() if part is None else part
-        return local
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        name = self.names.get(key)
+        if name is None or not isinstance(value, torch.Tensor):
+            return value
+        leaf: torch.Tensor | None = self.module._parameters.get(name)
+        if leaf is None:
+            leaf = self.module._buffers.get(name)
+        if leaf is None or isinstance(leaf, DTensor):
+            return value
+        self.before[name] = leaf
+        part = self._part(self.module.__dict__["_dp_views"][name], key, value)
+        return leaf.detach() if part is None else part
 
     def _part(self, view: View, key: str, value: torch.Tensor) -> torch.Tensor | None:
         layout = view.layout
         if value.shape != layout.shape:
-            local = (
-                " (that is one rank's part: load DTensors or full tensors)" if value.shape == view.local_shape else ""
-            )
+            local = " (that is one rank's part: load DTensors or full tensors)" if value.shape == view.local_shape else ""
             self.error_msgs.append(
-                f"size mismatch for {key}: the checkpoint has shape {tuple(value.shape)}{local}, the model's global "
-                "shape is "
-                f"{tuple(layout.shape)} ({layout})."
+                f"size mismatch for {key}: the checkpoint has shape {tuple(value.shape)}{local}, the model's global shape "
+                f"is {tuple(layout.shape)} ({layout})."
             )
             return None
         if isinstance(value, DTensor):
@@ -73,9 +66,7 @@ class Loading:
         return part.clone() if self.assign and not layout.is_replicated else part
 
     def finish(self) -> None:
-        """After ``assign=True``: names that were tied to one leaf are tied to the new one, with the value loaded
-        last.
-        """
+        """After ``assign=True``: names that were tied to one leaf are tied to the new one, with the value loaded last."""
         if not self.assign:
             return
         for name, before in self.before.items():
@@ -89,3 +80,16 @@ class Loading:
             with torch.no_grad():
                 replaced.copy_(after)
             self.module._parameters[name] = replaced
+
+
+@contextmanager
+def pre_hooks_run(module: nn.Module, state_dict: dict[str, Any], *rest: Any) -> Iterator[None]:
+    """Run the module's load-state-dict pre-hooks now, on global tensors, and not again within the block."""
+    hooks = module._load_state_dict_pre_hooks
+    for hook in hooks.values():
+        hook(state_dict, *rest)
+    module._load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        module._load_state_dict_pre_hooks = hooks

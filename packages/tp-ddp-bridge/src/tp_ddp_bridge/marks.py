@@ -57,6 +57,11 @@ def mark_plain(root: nn.Module) -> None:
             parameter._dp_marked = True  # type: ignore[attr-defined]
 
 
+def mark_plain_after_load(root: nn.Module, incompatible_keys: Any) -> None:
+    """Load-state-dict post-hook of a bridged root: ``assign=True`` has put new parameters into place."""
+    mark_plain(root)
+
+
 def unmark_plain(parameter: torch.Tensor) -> None:
     """Take back what ``mark_plain`` said."""
     if parameter.__dict__.pop("_dp_marked", False):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ddp_bridge._torch_compat import foreach_norms, foreach_scale, local_of
@@ -55,7 +56,7 @@ def grad_norm(
         a parameter is sharded over; none if there is no such parameter.
 
     Raises:
-        PlanError: A parameter of unknown layout among sharded ones.
+        PlanError: A parameter of unknown layout among the leaves of a bridged module.
         RuntimeError: ``error_if_nonfinite`` and the norm is not finite.
     """
     listed = _listed(parameters)
@@ -103,12 +104,14 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 def _parts(parameters: list[torch.Tensor]) -> list[GradPart]:
     """What this rank holds of every gradient there is; layouts are known or the call fails."""
     layouts = [layout_of(parameter) for parameter in parameters]
-    if any(layout is not None and layout.sharded_axes() for layout in layouts):
+    # A bridged module marks all its parameters, so one without a mark has lost it or is of another module. Elsewhere plain
+    # parameters beside sharded ones are whole, as everywhere in tensor parallelism.
+    if any(type(parameter) is nn.Parameter and hasattr(parameter, "_sharding_info") for parameter in parameters):
         unknown = [
             Problem(
                 "unknown-layout",
                 f"parameter {index} of shape {tuple(parameter.shape)}",
-                found="a plain tensor among sharded ones: whole on every rank, or a shard?",
+                found="a plain tensor among leaves of a bridged module: whole on every rank, or a shard?",
                 hint="bridge the module it belongs to, or set its _sharding_info",
             )
             for index, (parameter, layout) in enumerate(zip(parameters, layouts, strict=True))
@@ -197,12 +200,12 @@ def _fold(values: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _reduced(
     sums: dict[tuple[tuple[int, ...], ...], torch.Tensor], parts: list[GradPart], norm_type: float
 ) -> list[torch.Tensor]:
-    """Add the sums of the other ranks, group by group in the order of their ranks."""
+    """Add the sums of the other ranks, group by group."""
     groups = {ranks: group for part in parts for ranks, group in part.groups.items()}
     operation = dist.ReduceOp.SUM
     if math.isinf(norm_type):
         operation = dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
-    for ranks in sorted(groups):
+    for ranks in groups:  # in the order of the parameters and of their mesh's axes, which is the same on all ranks
         concerned = [key for key in sums if ranks in key]
         if len(groups) == 1 and () in sums:
             # What all ranks hold whole is taken from the first: replicas that differ in a bit still get one norm.

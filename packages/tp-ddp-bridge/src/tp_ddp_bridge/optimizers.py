@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -64,6 +65,24 @@ def optimizer_problems(optimizer: Optimizer, sharded: Callable[[torch.Tensor], b
                 found=f"it holds sharded parameters, and {NOT_ELEMENTWISE[kind]}",
                 hint="use an elementwise optimizer for them (SGD, Adam, AdamW, ...)",
             )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        group = set(dist.get_process_group_ranks(optimizer.process_group))  # type: ignore[attr-defined]  # ZeRO's own
+        mixed = [
+            index for index, parameter in enumerate(parameters_of(optimizer)) if len(group & _ranks(parameter)) > 1
+        ]
+        if mixed:
+            yield Problem(
+                "groups-mix",
+                "optimizer: ZeroRedundancyOptimizer",
+                found=f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters {mixed}",
+                hint="give it the data-parallel group: process_group=ddp.process_group",
+            )
+
+
+def _ranks(parameter: torch.Tensor) -> set[int]:
+    """Global ranks that hold parts of a sharded ``parameter``."""
+    layout = None if is_stale(parameter) else layout_of(parameter)
+    return set() if layout is None or not layout.sharded_axes() else set(layout.mesh.mesh.flatten().tolist())
 
 
 def repointing_problems(optimizer: Optimizer, replaced: Callable[[torch.Tensor], bool]) -> Iterator[Problem]:

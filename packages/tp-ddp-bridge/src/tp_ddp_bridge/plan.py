@@ -18,7 +18,7 @@ class ViewEntry:
 
     Attributes:
         names: FQNs; more than one for tied parameters.
-        kind: ``"parameter"`` or ``"buffer"``.
+        kind: ``"parameter"``, ``"buffer"``, or ``"local"`` for a parameter that was a local shard already and stays one.
         shape: Global shape.
         local_shape: Shape on this rank. Not part of the digest.
         placements: One text per mesh axis, as torch prints them.
@@ -73,7 +73,7 @@ class BridgePlan:
     @property
     def names(self) -> tuple[str, ...]:
         """Every name that is read as a DTensor."""
-        return tuple(name for entry in self.entries for name in entry.names)
+        return tuple(name for entry in self.entries if entry.kind != "local" for name in entry.names)
 
     @property
     def digest(self) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tp_ddp_bridge._torch_compat import default_axis_order, local_of, torch_bridge_hooks, torch_bridge_spec
-from tp_ddp_bridge.layout import Layout
+from tp_ddp_bridge.layout import Layout, layout_of
 from tp_ddp_bridge.plan import BridgePlan, ViewEntry
 from tp_ddp_bridge.problems import Problem
 from tp_ddp_bridge.view import View
@@ -37,7 +37,7 @@ class Found:
     Attributes:
         tensor: The object that is registered.
         layout: Its layout.
-        kind: ``"parameter"`` or ``"buffer"``.
+        kind: ``"parameter"``, ``"buffer"``, or ``"local"`` for a local parameter of someone else's making.
         bridged: Whether ``tensor`` is a leaf already.
         places: Every registration, in the module's order.
     """
@@ -79,18 +79,25 @@ class Survey:
 
     Attributes:
         found: DTensors and leaves, ties once.
+        local: Parameters that are local shards of someone else's making: they carry ``_sharding_info`` and are left alone.
         plain: The other parameters, with their first name.
         problems: What keeps the module from being bridged.
     """
 
     found: list[Found]
+    local: list[Found]
     plain: dict[str, nn.Parameter]
     problems: list[Problem]
 
     @property
+    def laid_out(self) -> list[Found]:
+        """Everything that lies on a mesh."""
+        return [*self.found, *self.local]
+
+    @property
     def plan(self) -> BridgePlan:
         """The printable form."""
-        return BridgePlan(tuple(found.entry() for found in self.found), tuple(self.plain), tuple(self.problems))
+        return BridgePlan(tuple(found.entry() for found in self.laid_out), tuple(self.plain), tuple(self.problems))
 
 
 def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
@@ -102,6 +109,7 @@ def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
     """
     problems = list(module_problems(module))
     found: dict[int, Found] = {}
+    local: dict[int, Found] = {}
     plain: dict[str, nn.Parameter] = {}
     plain_ids: set[int] = set()
     for prefix, owner, names in owners(module):
@@ -115,6 +123,12 @@ def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
                 continue
             layout = _layout(tensor, views.get(name))
             fqns = [f"{alias}.{name}" if alias else name for alias in names]
+            if layout is None and kind == "parameter" and not hasattr(tensor, "_dp_marked"):
+                layout = layout_of(tensor)
+                if layout is not None:
+                    other = local.setdefault(id(tensor), Found(tensor, layout, "local", False))
+                    other.places.append(Place(owner, name, fqns))
+                    continue
             if layout is None:
                 if kind == "parameter" and id(tensor) not in plain_ids:
                     assert isinstance(tensor, nn.Parameter)
@@ -128,7 +142,7 @@ def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
         problems += tensor_problems(one)
     for name, parameter in plain.items():
         problems += plain_problems(name, parameter)
-    return Survey(list(found.values()), plain, problems)
+    return Survey(list(found.values()), list(local.values()), plain, problems)
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
@@ -151,6 +165,8 @@ def _layout(tensor: torch.Tensor, view: View | None) -> Layout | None:
 def module_problems(module: nn.Module) -> Iterator[Problem]:
     """What is wrong with the module as such."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
+    hooks = [hook for part in module.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    swapped = torch_bridge_hooks(hooks)
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
             yield Problem(
@@ -162,12 +178,11 @@ def module_problems(module: nn.Module) -> Iterator[Problem]:
             yield Problem(
                 "fsdp", name, found="an FSDP module", hint="FSDP shards over the data axis itself; use it without DDP"
             )
-        hooks = [*submodule._forward_pre_hooks.values(), *submodule._forward_hooks.values()]
         local = [
             key for key, value in submodule.named_parameters(recurse=False) if torch_bridge_spec(value) is not None
         ]
         left = [key for key, value in submodule.__dict__.items() if isinstance(value, DTensor)]
-        if local or (left and torch_bridge_hooks(hooks)):
+        if local or (left and swapped):
             yield Problem(
                 "torch-bridge",
                 name,

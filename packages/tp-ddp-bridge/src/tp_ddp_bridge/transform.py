@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ddp_bridge.hooks import carry_hooks, foreign_hooks, return_hooks
-from tp_ddp_bridge.marks import WholeOn, mark_leaves, mark_plain, unmark_plain
+from tp_ddp_bridge.marks import WholeOn, mark_leaves, mark_plain, mark_plain_after_load, unmark_plain
 from tp_ddp_bridge.optimizers import as_list, is_sharded, problems_of_all, repoint
 from tp_ddp_bridge.problems import PlanError, Problem
 from tp_ddp_bridge.stale import hand_back, hand_over, is_stale
@@ -113,9 +113,11 @@ def _open_root(module: nn.Module) -> None:
 
 def _mark_plain(root: nn.Module, seen: Survey) -> None:
     """Say of plain parameters that every tensor-parallel rank holds the whole of them."""
-    if not seen.found:
+    if not seen.laid_out:
         return
-    mesh = max((found.layout.mesh for found in seen.found), key=lambda mesh: mesh.size())
+    mesh = max((found.layout.mesh for found in seen.laid_out), key=lambda mesh: mesh.size())
+    if "_dp_plain" not in root.__dict__:
+        root.register_load_state_dict_post_hook(mark_plain_after_load)
     root.__dict__["_dp_plain"] = WholeOn(mesh)
     mark_plain(root)
 
@@ -183,7 +185,10 @@ def _restore_class(module: nn.Module) -> None:
     if isinstance(module, BridgedModule):
         module.__class__ = type(module).__mro__[2]
         del module.__dict__["_dp_views"]
-        module.__dict__.pop("_dp_plain", None)
+        if module.__dict__.pop("_dp_plain", None) is not None:
+            hooks = module._load_state_dict_post_hooks
+            for key in [key for key, hook in hooks.items() if hook is mark_plain_after_load]:
+                del hooks[key]
 
 
 @contextmanager

@@ -19,13 +19,15 @@ from tp_ddp_bridge.layout import Layout
 class AsDTensor(torch.autograd.Function):
     """``leaf -> DTensor``; backward gives the reducer a plain tensor that has arrived.
 
-    The public ``DTensor.from_local`` computes the same in twice the time, and is used under ``torch.compile``.
+    The public ``DTensor.from_local`` computes the same in twice the time; it is used under ``torch.compile``.
     """
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, spec: DTensorSpec) -> DTensor:
         """Wrap an alias of ``leaf`` that shares its memory and version counter."""
         ctx.spec = spec
+        ctx.leaf = leaf
+        ctx.version = leaf._version
         ctx.set_materialize_grads(False)
         return wrap(leaf.view_as(leaf), spec, requires_grad=leaf.requires_grad)
 
@@ -35,6 +37,13 @@ class AsDTensor(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None
+        if ctx.leaf._version != ctx.version:
+            # A view has a version counter of its own, so autograd cannot see that what it saved was overwritten.
+            raise RuntimeError(
+                f"a parameter of local shape {tuple(ctx.leaf.shape)} was changed in place between forward and backward (by "
+                f"an optimizer step, or by loading), version {ctx.version} -> {ctx.leaf._version}: its gradient would be "
+                "wrong. Run backward before the step"
+            )
         spec = ctx.spec
         if grad.placements != spec.placements:
             grad = grad.redistribute(spec.mesh, spec.placements)

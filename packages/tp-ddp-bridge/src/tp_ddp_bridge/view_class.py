@@ -8,17 +8,22 @@ again: state dicts, pickles, assignment.
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from tp_ddp_bridge.cache import forward_scope
-from tp_ddp_bridge.loading import Loading
+from tp_ddp_bridge.cache import forward_scope, in_forward
+from tp_ddp_bridge.loading import Loading, pre_hooks_run
 from tp_ddp_bridge.marks import mark_leaves, mark_plain
 from tp_ddp_bridge.view import View
 
@@ -66,7 +71,7 @@ class BridgedModule:
 
     def _load_from_state_dict(
         self,
-        state_dict: Mapping[str, Any],
+        state_dict: dict[str, Any],
         prefix: str,
         local_metadata: dict[str, Any],
         strict: bool,
@@ -75,13 +80,16 @@ class BridgedModule:
         error_msgs: list[str],
     ) -> None:
         """Read DTensors of any layout, or full tensors, into the leaves."""
-        loading = Loading(as_module(self), state_dict, prefix, local_metadata, error_msgs)
-        super()._load_from_state_dict(  # type: ignore[misc]  # nn.Module's
-            loading.local_state_dict(), prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        rest = (prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not self._dp_views:
+            super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]  # nn.Module's
+            return
+        module = as_module(self)
+        with pre_hooks_run(module, state_dict, *rest):
+            loading = Loading(module, state_dict, prefix, local_metadata, error_msgs)
+            super()._load_from_state_dict(loading, *rest)  # type: ignore[misc]  # nn.Module's
         loading.finish()
-        mark_leaves(as_module(self))
-        mark_plain(as_module(self))
+        mark_leaves(module)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # nn.Module.__setstate__
@@ -135,6 +143,28 @@ def view_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     return made
 
 
+# They take a parameter away from its module for good and put a computed one in its place.
+_TAKERS = {
+    inspect.unwrap(taker).__code__: name
+    for taker, name in (
+        (parametrize.register_parametrization, "parametrize.register_parametrization"),
+        (WeightNorm.apply, "weight_norm"),
+        (SpectralNorm.apply, "spectral_norm"),
+    )
+}
+
+
+def _refuse_takers(name: str, self: nn.Module) -> None:
+    """Raise if the caller of the property is about to take a leaf away; torch would register a view in its place."""
+    taker = _TAKERS.get(sys._getframe(2).f_code)
+    view: View | None = self.__dict__["_dp_views"].get(name)
+    if taker is not None and view is not None:
+        raise RuntimeError(
+            f"{view.kind} {view.name!r} is a local leaf under the data-parallel bridge, which {taker} cannot take over: call "
+            f"it before bridging, or undo_dp_transform(module), {taker}, and bridge again"
+        )
+
+
 def _read(name: str, self: nn.Module) -> Any:
     own = self.__dict__
     value = own["_parameters"].get(name)
@@ -145,6 +175,8 @@ def _read(name: str, self: nn.Module) -> Any:
     view: View = own["_dp_views"][name]
     if torch.compiler.is_compiling():
         return view.read(value)
+    if not in_forward():
+        _refuse_takers(name, self)
     try:
         return view.read(value)
     except AttributeError as error:

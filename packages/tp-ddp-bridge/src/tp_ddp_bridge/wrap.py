@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from tp_ddp_bridge._torch_compat import flatten_axes
 from tp_ddp_bridge.axes import AxisRanks, data_axes, mixing_problems
+from tp_ddp_bridge.ddp import BridgedDDP
 from tp_ddp_bridge.problems import PlanError, Problem
 from tp_ddp_bridge.replicas import check_replicas, check_same_shards
 from tp_ddp_bridge.survey import Survey, survey
-from tp_ddp_bridge.transform import is_bridged, pre_dp_module_transform
+from tp_ddp_bridge.transform import pre_dp_module_transform
 
 
 def wrap_ddp(
@@ -30,7 +31,7 @@ def wrap_ddp(
     """Bridge ``module`` and wrap it in ``DistributedDataParallel`` over the ranks that hold the same shards.
 
     Before DDP broadcasts anything, the ranks compare what they hold: members of the data-parallel group must hold the
-    same shards, and parameters that are whole on tensor-parallel ranks must be equal there.
+    same shards, and parameters that are whole on tensor-parallel ranks must be equal there, bit for bit.
 
     Args:
         module: A tensor-parallel module, bridged or not.
@@ -44,51 +45,50 @@ def wrap_ddp(
         The DDP. Its state dict has DTensors of global shape.
 
     Raises:
-        PlanError: Everything that is in the way. Nothing was changed if the plan itself is wrong; if ranks disagree,
+        PlanError: Everything that is in the way. Nothing was changed if the plan itself is wrong; if the ranks disagree,
             the module is bridged, and no parameter was broadcast.
-        TypeError: Both or none of ``mesh`` and ``group``, or a DDP argument that names the group another way.
+        TypeError: A DDP argument that names the group another way.
     """
     _check_arguments(mesh, group, ddp_kwargs)
     seen = survey(module)
     if seen.problems:
         raise PlanError(seen.problems, "the module cannot be bridged")
-    group = _data_group(seen, mesh, group)
+    data_group = _data_group(seen, mesh, group)
     pre_dp_module_transform(module, optimizers=optimizers)
-    check_same_shards(module, group)
+    check_same_shards(module, data_group)
     for tensor_group in _tensor_groups(seen):
         check_replicas(module, tensor_group)
-    ddp = DistributedDataParallel(module, process_group=group, **ddp_kwargs)
-    if seen.found:
-        ddp.register_forward_pre_hook(RefuseUndone())
-    return ddp
-
-
-class RefuseUndone:
-    """Forward pre-hook of a DDP: after ``undo_dp_transform`` its reducer would wait for leaves that nobody uses."""
-
-    def __call__(self, ddp: nn.Module, args: Any) -> None:
-        """Raise if the module was undone."""
-        if not any(is_bridged(inner) for inner in ddp.children()):
-            raise RuntimeError(
-                "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
-                "reduce: "
-                "wrap it anew with wrap_ddp"
-            )
+    return BridgedDDP(module, process_group=data_group, **ddp_kwargs)
 
 
 def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, ddp_kwargs: dict[str, Any]) -> None:
     for name in ("process_group", "device_mesh"):
         if name in ddp_kwargs:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            Problem(
+                "no-process-group",
+                "wrap_ddp",
+                found="torch.distributed is not initialized",
+                hint="init_process_group first",
+            )
+        )
     if (mesh is None) == (group is None):
-        raise TypeError(
-            "wrap_ddp() takes the data-parallel ranks as mesh= (with a data axis) or as group=, one of them"
+        given = "neither of them" if mesh is None else "both"
+        raise PlanError(
+            Problem(
+                "no-data-group" if mesh is None else "two-data-groups",
+                "mesh, group",
+                found=f"{given} is given",
+                hint="say which ranks are data parallel: mesh= with a data axis (the 2-D mesh), or group=, one of them",
+            )
         )
 
 
 def _tensor_ranks(seen: Survey) -> dict[str, frozenset[int]]:
-    """For every DTensor the ranks that hold parts or copies of it together with this rank."""
-    return {found.name: frozenset(found.layout.mesh.mesh.flatten().tolist()) for found in seen.found}
+    """For every laid out tensor the ranks that hold parts or copies of it together with this rank."""
+    return {found.name: frozenset(found.layout.mesh.mesh.flatten().tolist()) for found in seen.laid_out}
 
 
 def _data_group(seen: Survey, mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -102,33 +102,30 @@ def _data_group(seen: Survey, mesh: DeviceMesh | None, group: dist.ProcessGroup 
         return group
     if mesh.get_coordinate() is None:
         raise PlanError(
-            Problem("outside-mesh", "mesh", found=f"rank {rank} is not in it", hint="call wrap_ddp on the mesh's ranks")
+            Problem(
+                "outside-mesh", "mesh", found=f"rank {rank} is not in it", hint="call wrap_ddp on the mesh's ranks only"
+            )
         )
     named = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
-    axes = [
-        AxisRanks(name, frozenset(dist.get_process_group_ranks(mesh.get_group(index))))
-        for index, name in enumerate(named)
-    ]
-    names, found = data_axes(rank, axes, tensor_ranks)
+    members = [frozenset(dist.get_process_group_ranks(mesh.get_group(index))) for index in range(mesh.ndim)]
+    names, found = data_axes(rank, map(AxisRanks, named, members), tensor_ranks)
     if len(names) > 1 and mesh.mesh_dim_names is None:
         found += (
             Problem("unnamed-axes", "mesh", found=f"{len(names)} data axes", hint="give the mesh mesh_dim_names"),
         )
     if found:
-        raise PlanError(found, "the mesh mixes data and tensor parallelism")
+        raise PlanError(found, "the mesh does not tell data from tensor parallelism")
     if len(names) > 1:
         return flatten_axes(mesh, names).get_group()
     return mesh.get_group(named.index(names[0]))
 
 
 def _tensor_groups(seen: Survey) -> list[dist.ProcessGroup]:
-    """Every group of more than one rank along an axis of a DTensor's mesh, in an order that is the same on its
-    ranks.
-    """
+    """Every group of several ranks along an axis of a laid out tensor's mesh, in the order of tensors and axes."""
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for found in seen.found:
+    for found in seen.laid_out:
         mesh = found.layout.mesh
         for axis in range(mesh.ndim):
             group = mesh.get_group(axis)
             groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    return [groups[ranks] for ranks in sorted(groups) if len(ranks) > 1]
+    return [group for ranks, group in groups.items() if len(ranks) > 1]

@@ -1,0 +1,173 @@
+"""Checkpoints: written on one mesh, read on any other, bit for bit, with the optimizer's state."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import bridge_models as models
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranktest import Ranks
+from torch.distributed.tensor import DTensor
+
+from tp_ddp_bridge import optimizer_state_to_dtensor, optimizer_state_to_local, pre_dp_module_transform, wrap_ddp
+
+
+def built(ranks: Ranks, shape: tuple[int, int], seed: int) -> tuple[Any, Any, Any]:
+    mesh = ranks.mesh(shape, ("dp", "tp"))
+    model = models.parallelize_gpt(models.seeded(models.GPT, seed), mesh["tp"])
+    ddp = wrap_ddp(model, mesh=mesh)
+    decayed = [p for p in ddp.parameters() if p.dim() > 1]
+    rest = [p for p in ddp.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 1e-3)
+    return mesh, ddp, optimizer
+
+
+def exact(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of a nested state, whole, by path."""
+    flat: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}/{name}": tensor for name, tensor in exact(value).items()}
+        elif isinstance(value, torch.Tensor):
+            flat[key] = models.whole(value)
+    return flat
+
+
+def quietly(act: Any, *args: Any, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch's checkpointing says about its own future
+        return act(*args, **kwargs)
+
+
+@pytest.mark.ranks(4)
+def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> None:
+    # The seed: DCP saved a (16, 16) shard as the whole (32, 16) weight.
+    folder = ranks.gather(str(tmp_path))[0]
+    mesh, ddp, optimizer = built(ranks, (2, 2), 0)
+    models.train(ddp, optimizer, models.tokens(), index=mesh["dp"].get_local_rank(), count=2, steps=3)
+    with ranks.record(allow_empty=True) as log:
+        saved = {"model": ddp.module.state_dict(), "optim": optimizer_state_to_dtensor(ddp, optimizer)}
+    assert not log.events
+    assert saved["optim"]["param_groups"][0]["params"][0] == "embedding.weight"
+    assert isinstance(saved["optim"]["state"]["blocks.0.up.weight"]["exp_avg"], DTensor)
+    quietly(dcp.save, saved, checkpoint_id=folder)
+    wanted = {name: value.clone() for name, value in exact(saved).items()}
+    names = len(list(ddp.parameters()))
+    assert len(wanted) == 4 * names  # weight, exp_avg, exp_avg_sq, step
+    compared = 0
+    for shape in ((1, 4), (4, 1), (2, 2)):
+        _, other, fresh = built(ranks, shape, 1)
+        before = {name: value.clone() for name, value in exact(other.module.state_dict()).items()}
+        loaded = {"model": other.module.state_dict(), "optim": optimizer_state_to_dtensor(other, fresh, template=True)}
+        assert not fresh.state and all(p.grad is None for p in other.parameters())
+        after = exact(other.module.state_dict())
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert fresh.param_groups[0]["lr"] == 1e-3
+        quietly(dcp.load, loaded, checkpoint_id=folder)
+        other.module.load_state_dict(loaded["model"])
+        optimizer_state_to_local(other, fresh, loaded["optim"])
+        assert not any(isinstance(v, DTensor) for state in fresh.state.values() for v in state.values())
+        got = exact({"model": other.module.state_dict(), "optim": optimizer_state_to_dtensor(other, fresh)})
+        for name, value in wanted.items():
+            assert torch.equal(got[name], value), (shape, name)
+            compared += 1
+        assert fresh.param_groups[0]["weight_decay"] == 0.1
+    assert compared == 3 * len(wanted)
+
+    # one process without tensor parallelism, as if on one device
+    single = models.seeded(models.GPT, 2)
+    decayed = [p for p in single.parameters() if p.dim() > 1]
+    rest = [p for p in single.parameters() if p.dim() == 1]
+    alone = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 1e-3)
+    loaded = {"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone, template=True)}
+    quietly(dcp.load, loaded, checkpoint_id=folder, no_dist=True)
+    single.load_state_dict(loaded["model"])
+    optimizer_state_to_local(single, alone, loaded["optim"])
+    got = exact({"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone)})
+    assert sum(torch.equal(got[name], value) for name, value in wanted.items()) == len(wanted)
+
+    # training goes on where it was
+    task = models.tokens()
+    task.batches = task.batches[3:]
+    models.train(ddp, optimizer, task, index=mesh["dp"].get_local_rank(), count=2, steps=2)
+    models.train(single, alone, task, steps=2)
+    models.assert_same_state(ddp.module.state_dict(), single.state_dict(), count=names, atol=5e-6)
+
+
+@pytest.mark.ranks(2)
+def test_optimizer_state_of_one_device_and_of_other_kinds(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    reference = models.seeded(models.MLP)
+    theirs = torch.optim.Adam(reference.parameters(), 1e-2)
+    models.train(reference, theirs, models.vectors(), steps=2)
+    plain = optimizer_state_to_dtensor(reference, theirs)
+    assert not any(isinstance(v, DTensor) for s in plain["state"].values() for v in s.values())
+
+    compared = 0
+    for bridged in (False, True):
+        model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
+        if bridged:
+            pre_dp_module_transform(model)
+        model.load_state_dict(reference.state_dict() if bridged else {**model.state_dict()})
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        optimizer_state_to_local(model, optimizer, plain)
+        back = optimizer_state_to_dtensor(model, optimizer)
+        for name, state in plain["state"].items():
+            for key, value in state.items():
+                assert torch.equal(models.whole(back["state"][name][key]), value)
+                compared += 1
+        local = optimizer.state[dict(model.named_parameters())["up.weight"]]["exp_avg"]
+        assert isinstance(local, DTensor) is not bridged
+    assert compared == 2 * 6 * 3
+    models.train(reference, theirs, models.vectors(), steps=1)
+    models.train(model, optimizer, models.vectors(), steps=1)
+    models.assert_same_state(model.state_dict(), reference.state_dict(), count=6, atol=1e-6)
+    # the template of an optimizer without state, and of one that has been used
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    assert optimizer_state_to_dtensor(model, sgd, template=True)["state"] == {}
+    assert optimizer_state_to_dtensor(model, sgd)["param_groups"][0]["lr"] == 0.1
+
+
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_is_named_and_changes_nothing(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    models.train(model, optimizer, models.vectors(), steps=1)
+    good = optimizer_state_to_dtensor(model, optimizer)
+    kept = {name: value.clone() for name, value in exact(good).items()}
+    bad = {"state": {name: dict(state) for name, state in good["state"].items()}, "param_groups": good["param_groups"]}
+    bad["state"]["up.weight"]["exp_avg"] = torch.zeros(16, 16)  # one rank's part
+    bad["state"]["no.such"] = {"exp_avg": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"unknown-state.*no\.such") as caught:
+        optimizer_state_to_local(model, optimizer, bad)
+    codes = sorted(problem.code for problem in caught.value.problems)  # type: ignore[attr-defined]
+    assert codes == ["unknown-state", "wrong-shape"]
+    with pytest.raises(ValueError, match="groups-differ"):
+        optimizer_state_to_local(model, optimizer, {"state": {}, "param_groups": []})
+    fewer = torch.optim.Adam(model.head.parameters(), 1e-2)
+    with pytest.raises(ValueError, match=r"groups-differ.*6 parameters saved, 2 here"):
+        optimizer_state_to_local(model, fewer, {"state": {}, "param_groups": good["param_groups"]})
+    with pytest.raises(ValueError, match="foreign-parameter"):
+        optimizer_state_to_dtensor(model.head, optimizer)
+    after = exact(optimizer_state_to_dtensor(model, optimizer))
+    assert all(torch.equal(after[name], value) for name, value in kept.items())
+
+
+@pytest.mark.ranks(4)
+def test_torchs_own_checkpoint_functions(ranks: Ranks) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    mesh, ddp, _ = built(ranks, (2, 2), 0)
+    state = quietly(get_model_state_dict, ddp)
+    assert list(state) == list(models.GPT().state_dict())
+    assert isinstance(state["blocks.0.up.weight"], DTensor)
+    full = quietly(get_model_state_dict, ddp, options=StateDictOptions(full_state_dict=True))
+    models.assert_same_state(full, models.seeded(models.GPT).state_dict(), count=len(state), atol=0)
+    wanted = models.seeded(models.GPT, 5).state_dict()
+    quietly(set_model_state_dict, ddp, dict(wanted), options=StateDictOptions(full_state_dict=True))
+    models.assert_same_state(ddp.module.state_dict(), wanted, count=len(state), atol=0)

@@ -1,0 +1,200 @@
+"""Inside a forward: one view per leaf, nothing kept, nothing leaked, and compiled without a break."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import bridge_models as models
+import pytest
+import torch
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from tp_ddp_bridge import clip_grad_norm_, pre_dp_module_transform, wrap_ddp
+from tp_ddp_bridge.cache import live_views
+
+
+class Region(nn.Module):
+    """Reads one parameter outside and inside of checkpointed regions."""
+
+    def __init__(self, mesh: Any, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.w = nn.Parameter(distribute_tensor(torch.arange(4.0) + 1, mesh, [Shard(0)]))
+        self.seen: list[tuple[str, Any]] = []
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(("in", self.w))
+        self.seen.append(("in again", self.w))
+        return torch.sin(x * self.w)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(("before", self.w))
+        x = x * self.w
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        self.seen.append(("after", self.w))
+        return (x * self.w).sum()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
+def test_views_do_not_cross_a_checkpointed_region(ranks: Ranks, kind: str) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    reference = (torch.arange(4.0) + 1).requires_grad_()
+    y = torch.ones(4) * reference
+    for _ in range(2):
+        y = torch.sin(y * reference)
+    (y * reference).sum().backward()
+    model = pre_dp_module_transform(Region(mesh, kind == "reentrant"))
+    for _ in range(2):
+        model.seen.clear()
+        model.zero_grad()
+        x = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
+        loss = model(x)
+        seen = dict(enumerate(model.seen))
+        before, first, first_again, second, _, after = (seen[index][1] for index in range(6))
+        assert before is after and first is first_again
+        assert first is not before and second is not before
+        if kind == "non_reentrant":
+            assert second is not first
+        assert live_views() == 0
+        loss.full_tensor().backward()
+        assert len(model.seen) == 6 + 4  # recomputed
+        torch.testing.assert_close(models.whole(model.w.grad), reference.grad, atol=1e-6, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_an_exception_leaves_nothing_behind(ranks: Ranks) -> None:
+    model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), ranks.mesh((2,), ("tp",))))
+    wanted = model(torch.ones(1, 16))
+
+    def fail(*args: Any) -> None:
+        raise KeyError("mine")
+
+    handle = model.down.register_forward_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        model(torch.ones(1, 16))
+    handle.remove()
+    assert live_views() == 0
+    assert len(list(model.parameters())) == 6
+    assert torch.equal(model(torch.ones(1, 16)), wanted)
+
+
+@pytest.mark.ranks(4)
+def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
+    # The seed added one hook per parameter and step.
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01, momentum=0.9)
+    task = models.vectors()
+
+    def hooks() -> int:
+        return sum(
+            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
+            for parameter in ddp.parameters()
+        ) + sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in ddp.modules())
+
+    def live() -> tuple[int, int, int]:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        return hooks(), sum(isinstance(tensor, DTensor) for tensor in tensors), len(tensors)
+
+    def train(steps: int) -> None:
+        for _ in range(steps // 5):
+            for step in range(5):
+                x, y = task.part(step, mesh["dp"].get_local_rank(), 2)
+                optimizer.zero_grad()
+                task.loss(ddp(x), y).backward()  # type: ignore[no-untyped-call]
+                clip_grad_norm_(ddp.parameters(), 1.0)
+                optimizer.step()
+            ddp.state_dict()
+
+    train(10)
+    start = live()
+    train(90)
+    assert live() == start
+    assert start[1] == 0  # no DTensor lives between steps
+
+
+@pytest.mark.ranks(2)
+def test_compiles_without_a_break(ranks: Ranks) -> None:
+    # The seed crashed; the private autograd function that makes DTensors breaks the graph 10 to 13 times.
+    mesh = ranks.mesh((2,), ("tp",))
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    eager = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
+    model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    mine, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(eager.parameters(), 0.1)
+    for _ in range(5):
+        for run, optimizer in ((compiled, mine), (eager, theirs)):
+            optimizer.zero_grad()
+            run(x).pow(2).sum().backward()
+            optimizer.step()
+    models.assert_same_state(
+        model.state_dict(), {n: models.whole(v) for n, v in eager.state_dict().items()}, count=6, atol=1e-6
+    )
+    explained = torch._dynamo.explain(model)(x)  # type: ignore[no-untyped-call]
+    assert explained.graph_break_count == 0 and explained.graph_count == 1
+
+
+@pytest.mark.ranks(2)
+def test_fields_of_a_view_and_reading_it_in_other_threads(ranks: Ranks) -> None:
+    import threading
+
+    mesh = ranks.mesh((2,), ("tp",))
+    model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
+    got: list[Any] = []
+
+    def read() -> None:
+        with torch.no_grad():
+            got.append(model.up.weight)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    view = got[0]
+    assert view.device_mesh == mesh and view.placements == (Shard(0),) and tuple(view.stride()) == (16, 1)
+    whole = distribute_tensor(view.full_tensor(), mesh, [Replicate()])
+    assert torch.equal(whole.to_local(), models.seeded(models.MLP).up.weight)
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.ranks(4)
+def test_a_transformers_model(ranks: Ranks) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
+    )  # fmt: skip
+    task = models.tokens()
+
+    def train(model: Any, index: int, count: int) -> None:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for step in range(5):
+            x, y = task.part(step, index, count)
+            optimizer.zero_grad()
+            task.loss(model(input_ids=x).logits, y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    reference = models.seeded(lambda: LlamaForCausalLM(config))
+    train(reference, 0, 1)
+    model = models.seeded(lambda: LlamaForCausalLM(config))
+    plan: dict[str, Any] = {}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh["tp"], plan)
+    ddp = wrap_ddp(model, mesh=mesh)
+    train(ddp, mesh["dp"].get_local_rank(), 2)
+    wanted = reference.state_dict()
+    models.assert_same_state(ddp.module.state_dict(), wanted, count=len(wanted), atol=5e-6)
+    assert sum(isinstance(value, DTensor) for value in ddp.module.state_dict().values()) == 14
