@@ -118,7 +118,7 @@ def test_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_split_group(ranks: Ranks) -> None:
+def test_new_group(ranks: Ranks) -> None:
     halves = [dist.new_group([rank]) for rank in range(2)]
     pairs = dist.new_group([0, 1], group_desc="pairs")
     with ranks.record() as log:

@@ -66,6 +66,13 @@ def keyset_of(device: torch.device) -> Any:
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type)))
 
 
+def use_cuda(device: torch.device) -> None:
+    """Make a CUDA device current, and CUDA initialised, so that nothing later picks another one."""
+    cuda: Any = torch.cuda
+    cuda.set_device(device)
+    cuda.init()
+
+
 def nccl_version() -> tuple[int, ...]:
     """The version of the NCCL that is loaded."""
     nccl: Any = torch.cuda.nccl
@@ -115,6 +122,7 @@ __all__ = [
     "go_on",
     "keyset_of",
     "nccl_version",
+    "use_cuda",
     "unbox_group",
     "unbox_work",
     "box_work",

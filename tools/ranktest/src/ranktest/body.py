@@ -12,12 +12,15 @@ import random
 import signal
 import socket
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+import pytest
 
 from ranktest import _pytest_compat as compat
 from ranktest import process, wire
@@ -63,6 +66,7 @@ def become_rank(job: Job, meeting: Meeting, channel: socket.socket) -> NoReturn:
     code = 70
     try:
         process.die_with_parent()
+        process.lead_group()
         process.send_output_to(os.path.join(job.folder, f"{meeting.rank}.output"))
         stacks = open(os.path.join(job.folder, f"{meeting.rank}.stack"), "w")  # noqa: SIM115 - open until the end
         faulthandler.enable(stacks)
@@ -104,7 +108,30 @@ def _run(job: Job, meeting: Meeting) -> None:
         intercept.add(GlooChecks())
         if job.ranks_argument:
             funcargs["ranks"] = Ranks(meeting.rank, job.world_size, device, job.placement.backend)
-        _function(module, job.qualname)(**funcargs)
+        with _nothing_ignored():
+            _function(module, job.qualname)(**funcargs)
+
+
+@contextlib.contextmanager
+def _nothing_ignored() -> Iterator[None]:
+    """Turn exceptions that Python can only print (in `__del__`, in threads) into pytest's warnings, so into errors."""
+    ignored: list[tuple[type[Warning], str]] = []
+
+    def unraisable(args: Any) -> None:
+        text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        ignored.append(
+            (pytest.PytestUnraisableExceptionWarning, f"{args.err_msg or 'ignored in'}: {args.object!r}\n{text}")
+        )
+
+    def in_thread(args: Any) -> None:
+        text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+        ignored.append((pytest.PytestUnhandledThreadExceptionWarning, f"in {args.thread}\n{text}"))
+
+    sys.unraisablehook, threading.excepthook = unraisable, in_thread
+    yield
+    gc.collect()
+    for category, text in ignored:
+        warnings.warn(text, category, stacklevel=2)
 
 
 def _function(module: ModuleType, qualname: tuple[str, ...]) -> Any:

@@ -25,10 +25,11 @@ def device_of(job: Job, meeting: Meeting) -> torch.device:
 def join(job: Job, meeting: Meeting) -> torch.device:
     """Make the default group of a test and return this rank's device; an accelerator is made current first."""
     device = device_of(job, meeting)
+    os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(device.index or 0))
     bound = None
     if device.type == "cuda":
         _nccl_environment(job, meeting)
-        torch.cuda.set_device(device)
+        compat.use_cuda(device)
         bound = device if "nccl" in job.placement.backend else None
     timeout = timedelta(seconds=job.group_timeout_s)
     store = compat.TCPStore(

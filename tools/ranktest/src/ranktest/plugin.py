@@ -100,6 +100,8 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
     config = parent.config
     if _WORLD in config.stash or _POOL in config.stash or config.getoption("collectonly"):
         return
+    if config.getoption("keyword") or config.getoption("markexpr") or any("::" in arg for arg in config.args):
+        return  # a choice of tests: perhaps none that needs ranks
     if file_path.suffix == ".py" and b"mark.ranks" in file_path.read_bytes():
         _pool(config).start()
 

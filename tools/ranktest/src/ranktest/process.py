@@ -15,6 +15,24 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 
 
+def lead_group() -> None:
+    """Lead a process group of one's own, so that helpers this process starts can be ended with it."""
+    os.setpgid(0, 0)
+
+
+def kill(pid: int) -> None:
+    """End a process that leads a group, and its group."""
+    for end in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            end(pid, signal.SIGKILL)
+
+
+def kill_helpers(pid: int) -> None:
+    """End what is left of the group of a process that has ended."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
 def send_output_to(file: str) -> None:
     """Write everything this process prints, from Python or C, into a file; read nothing."""
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ranktest import wire
+from ranktest import process, wire
 from ranktest.job import Outcome
 
 #: How long the other ranks get after the first failure.
@@ -160,24 +160,20 @@ def _stay(elsewhere: Elsewhere) -> None:
 def _end(children: list[Child], reap: Reap) -> None:
     for child in children:
         if child.member.outcome is None and not child.member.lost:
-            _kill(child.pid)
+            process.kill(child.pid)
         else:
             with contextlib.suppress(OSError):
                 wire.send(child.channel, "leave")
     ended = reap([child.pid for child in children], 3.0)
     left = [pid for pid, code in ended.items() if code is None]
     for pid in left:
-        _kill(pid)
+        process.kill(pid)
     if left:
         ended.update(reap(left, 3.0))
     for child in children:
         child.member.exit_code = ended[child.pid]
+        process.kill_helpers(child.pid)
         child.channel.close()
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _read(member: Member, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -27,7 +28,7 @@ def test_after_raises(ranks: Ranks) -> None:
     assert ranks.gather(ranks.rank) == [0, 1]
 
 
-@pytest.mark.ranks(2, timeout=3)
+@pytest.mark.ranks(2, timeout=6)
 def test_hangs(ranks: Ranks) -> None:
     if ranks.rank == 1:
         time.sleep(100)
@@ -75,6 +76,23 @@ def test_warns() -> None:
 @pytest.mark.filterwarnings("ignore:careful")
 def test_warns_allowed() -> None:
     warnings.warn("careful", stacklevel=1)
+
+
+class Careless:
+    def __del__(self) -> None:
+        raise ValueError("in del")
+
+
+@pytest.mark.ranks(2)
+def test_unraisable() -> None:
+    Careless()
+
+
+@pytest.mark.ranks(2)
+def test_thread() -> None:
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.ranks(1, 2)
