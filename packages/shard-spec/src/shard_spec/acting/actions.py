@@ -40,6 +40,8 @@ class ModuleActions:
         locals: Module FQNs of ``return_local_tensor``.
         replicas: FQNs of parameters whose gradients are summed over the ranks.
         src_rank: Rank of the group whose values count.
+        source: Where the values come from, as text.
+        values: Checksums of the values that every rank has, where they have to be equal.
         device: Device that this rank's pieces lie on.
         problems: Why it cannot be done.
     """
@@ -51,6 +53,8 @@ class ModuleActions:
     locals: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
     src_rank: int = 0
+    source: str = ""
+    values: tuple[str, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     problems: tuple[Problem, ...] = ()
 
@@ -58,13 +62,14 @@ class ModuleActions:
     def lines(self) -> tuple[str, ...]:
         """One line for each thing that is done; equal on all ranks, or nothing is done."""
         return (
-            f"source: rank {self.src_rank} of the group, pieces on {self.device.type}",
+            f"source: {self.source or f'rank {self.src_rank} of the group'}, pieces on {self.device.type}",
             *(action.line for action in self.tensors),
             *(f"module {path or '(root)'}: sharded forward" for path in self.forwards),
             *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
             *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
             *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
             *(f"gradient of {name}: summed over the ranks" for name in self.replicas),
+            *(f"values of {text}" for text in self.values),
         )
 
     @property

@@ -45,7 +45,7 @@ def install(
         else:
             placed.append(_install_piece(module, action, staged[action.names[0]], changes))
     for path, new in replaced.items():
-        _install_module(module, path, new, changes)
+        install_module(module, path, new, changes)
         checks.append(no_way_back(path, actions.sharders[path]))
     for path, layout in actions.forwards.items():
         owner = module.get_submodule(path)
@@ -88,7 +88,7 @@ def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor,
     return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
 
 
-def _install_module(module: nn.Module, path: str, new: nn.Module, changes: Changes) -> None:
+def install_module(module: nn.Module, path: str, new: nn.Module, changes: Changes) -> None:
     """Put ``new`` where the module at ``path`` is, everywhere it is."""
     old = module.get_submodule(path)
     for parent in list(module.modules()):

@@ -141,7 +141,7 @@ def _act(
     meshes.prepare(_meshes_wanted(actions))
     try:
         staged = _stage(module, actions, group, meshes)
-        replaced = _run_sharders(module, actions, group, changes)
+        replaced = run_sharders(module, actions, group, changes)
         handle = install(module, plan, actions, staged, replaced, session, meshes, changes)
     except BaseException:
         changes.roll_back()
@@ -197,7 +197,7 @@ def _meshes_wanted(actions: ModuleActions) -> list[Layout]:
     return layouts
 
 
-def _run_sharders(
+def run_sharders(
     module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, changes: Changes
 ) -> dict[str, nn.Module]:
     """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""

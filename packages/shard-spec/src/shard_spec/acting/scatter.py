@@ -29,6 +29,8 @@ def scatter(
     device: torch.device,
     group: dist.ProcessGroup,
     src: int,
+    *,
+    primaries: bool = False,
 ) -> torch.Tensor:
     """This rank's piece of the tensor that rank ``src`` of the group has; one collective, exact bytes.
 
@@ -40,26 +42,32 @@ def scatter(
         device: Where the piece is to lie, and where the collective runs.
         group: The ranks.
         src: Rank in the group.
+        primaries: Whether only one rank of each set of replicas gets its piece; the others' is left empty.
     """
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     local = torch.empty(layout.local_shape(ranks[me], shape), dtype=dtype, device=device)
-    if layout.is_replicated:
+    if layout.is_replicated and not primaries:
         if me == src:
             assert full is not None
             local.copy_(full.detach())
         return broadcast_(local, group, src)
     item = local.element_size()
-    numels = [_numel(layout.local_shape(rank, shape)) for rank in ranks]
+    receives_any = [not primaries or layout.is_primary(rank) for rank in ranks]
+    numels = [
+        _numel(layout.local_shape(rank, shape)) if any_ else 0 for rank, any_ in zip(ranks, receives_any, strict=True)
+    ]
     packed = torch.empty(0, dtype=torch.uint8, device=device)
     sends = [0] * len(ranks)
     if me == src:
         assert full is not None
-        pieces = [take(full, layout, rank).reshape(-1) for rank in ranks]
+        receivers = [rank for rank, any_ in zip(ranks, receives_any, strict=True) if any_]
+        pieces = [take(full, layout, rank).reshape(-1) for rank in receivers]
         packed = as_bytes(torch.cat(pieces).to(device))
         sends = [numel * item for numel in numels]
     receives = [numels[me] * item if rank == src else 0 for rank in range(len(ranks))]
     if sum(numels):
-        dist.all_to_all_single(as_bytes(local), packed, receives, sends, group=group)
+        received = as_bytes(local)[: sum(receives)]
+        dist.all_to_all_single(received, packed, receives, sends, group=group)
     return local
 
 

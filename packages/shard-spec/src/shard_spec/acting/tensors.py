@@ -71,7 +71,7 @@ def read_tensors(
         if not planned and (not whole or is_sharded(tensor)):
             continue
         if planned:
-            problems += _replacing_problems(tensor, facts.name)
+            problems += replacing_problems(tensor, facts.name)
         if rank == src_rank and tensor.is_meta:
             hint = "give the source rank real values; only the other ranks may have meta tensors"
             problems.append(Problem("meta-on-source", facts.name, found="a meta tensor on src_rank", hint=hint))
@@ -90,7 +90,7 @@ def read_tensors(
     return tuple(actions), problems
 
 
-def _replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
+def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     """What would be lost or mistaken if a DTensor took the place of ``tensor``."""
     if is_sharded(tensor):
         found, hint = "it is sharded already", "undo that first, or leave it out of the plan"

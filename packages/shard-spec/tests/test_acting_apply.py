@@ -1,0 +1,351 @@
+"""plan.apply: the right pieces from any source, all or nothing, with a way back and no byte more than planned."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shard_spec.acting import apply_plan
+from shard_spec.layout import Layout
+from shard_spec.mesh import MeshSpec
+from shard_spec.placements import InterleavedShard
+from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.problems import PlanError
+from shard_spec.specs import ChunkShardingSpec
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6, hidden: int = 10) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+        self.tied = self.up
+        self.frozen = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+        self.register_buffer("ids", torch.arange(5, dtype=torch.int32), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale + self.frozen
+        return out
+
+
+def dtensor(value: object) -> DTensor:
+    assert isinstance(value, DTensor)
+    return value
+
+
+RULES: dict[str, Any] = {
+    "up.weight": "dp:S(1), tp:S(0)",
+    "up.bias": "tp:S(0)",
+    "down.weight": {"tp": "S(1)"},
+    "ids": "dp:S(0)",
+}
+
+
+def block(seed: int = 0) -> Block:
+    torch.manual_seed(seed)
+    return Block()
+
+
+def pieces_match(module: nn.Module, full: nn.Module, mesh: DeviceMesh) -> int:
+    """Every tensor is the DTensor that ``distribute_tensor`` would make of the full one."""
+    compared = 0
+    wanted = {**dict(full.named_parameters()), **dict(full.named_buffers())}
+    for name, value in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
+        assert isinstance(value, DTensor), name
+        expected = distribute_tensor(wanted[name].detach(), mesh, value.placements)
+        assert value.to_local().shape == expected.to_local().shape, name
+        assert torch.equal(value.to_local(), expected.to_local()), name
+        assert value.requires_grad == wanted[name].requires_grad
+        compared += 1
+    return compared
+
+
+@pytest.mark.ranks(4)
+def test_scatter_on_two_axes_sends_every_element_once(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    full = block()
+    module = block(seed=0 if ranks.rank == 2 else 9)
+    before = dict(module.named_parameters())
+    plan = ShardingPlan(RULES, mesh=MeshSpec({"dp": 2, "tp": 2}))
+    with ranks.record() as log:
+        handle = apply_plan(plan, module, mesh, src_rank=2)
+    assert pieces_match(module, full, mesh) == 9
+    assert module.tied is module.up
+    assert {"up.weight", "tied.weight"} <= set(module.state_dict())
+    assert dtensor(module.up.weight).placements == (Shard(1), Shard(0))
+    assert dtensor(module.norm.weight).placements == (Replicate(), Replicate())
+    total = sum(t.numel() * t.element_size() for t in [*full.parameters(), *full.buffers()])
+    from_source = sum(log.bytes_sent(op) for op in ("all_to_all", "scatter")) if ranks.rank == 2 else 0
+    assert log.bytes_sent("all_to_all") == from_source
+    assert from_source <= total
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    out = module(distribute_tensor(x, mesh, [Shard(0), Replicate()]))
+    torch.testing.assert_close(out.full_tensor(), full(x))
+    handle.undo()
+    assert not any(isinstance(t, DTensor) for t in [*module.parameters(), *module.buffers()])
+    assert dict(module.named_parameters()).keys() == before.keys()
+    for name, parameter in module.named_parameters():
+        assert parameter is before[name]  # held by this test, as an optimizer would
+        assert torch.equal(parameter, dict(full.named_parameters())[name])
+    assert module.tied is module.up
+    with pytest.raises(PlanError, match="undone-already"):
+        handle.undo()
+
+
+@pytest.mark.ranks(2)
+def test_local_source_sends_nothing_and_finds_different_values(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    rules = {"up.weight": "S(0)", "down.weight": "S(1)"}
+    module = block()
+    with ranks.record() as log:
+        handle = apply_plan(ShardingPlan(rules), module, mesh, source="local")
+    assert set(log.ops) == {"all_gather"}  # the agreement
+    assert pieces_match(module, block(), mesh) == 9
+    local = dtensor(module.up.weight).to_local()
+    assert local.untyped_storage().nbytes() == local.numel() * 4  # no view that keeps the whole alive
+    handle.undo()
+    other = block()
+    if ranks.rank == 1:
+        with torch.no_grad():
+            other.frozen[3] += 1e-6
+    before = [id(p) for p in other.parameters()]
+    with pytest.raises(PlanError, match=r"ranks-disagree.*values of frozen"):
+        apply_plan(ShardingPlan(rules), other, mesh, source="local")
+    assert [id(p) for p in other.parameters()] == before
+
+
+def ones_then_noise(name: str, tensor: torch.Tensor) -> None:
+    if name.startswith("norm"):
+        tensor.fill_(1)
+    elif tensor.is_floating_point():
+        tensor.normal_()
+    else:
+        tensor.fill_(7)
+
+
+@pytest.mark.ranks(4)
+def test_meta_source(ranks: Ranks) -> None:
+    """Random values depend on seed and name alone. torch: a CPU DTensor draws each shard from the rank's own state."""
+    torch.manual_seed(ranks.rank)
+    state = torch.get_rng_state()
+    grids = [ranks.mesh((2, 2), ("dp", "tp")), ranks.mesh((4, 1), ("dp", "tp"))]
+
+    def made(mesh: DeviceMesh, init: Any, seed: int = 0, rules: dict[str, Any] = RULES) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            module = Block()
+        handle = apply_plan(ShardingPlan(rules), module, mesh, source="meta", init=init, seed=seed)
+        assert not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
+        assert module.tied is module.up
+        handle.undo()
+        return {name: t.detach() for name, t in [*module.named_parameters(), *module.named_buffers()]}
+
+    first = made(grids[0], ones_then_noise)
+    other = made(grids[1], ones_then_noise, rules={"**": "S(0), R"})
+    assert len(first) == 9
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert not torch.equal(first["up.weight"], made(grids[0], ones_then_noise, seed=1)["up.weight"])
+    assert first["up.weight"].std() > 0.5
+    assert all(torch.equal(first["ids"], each["ids"]) for each in ranks.gather(first))
+    assert torch.equal(torch.get_rng_state(), state)
+    empty = made(grids[0], None)
+    assert all(t.isnan().all() if t.is_floating_point() else (t == 0).all() for t in empty.values())
+    with torch.device("meta"):
+        linear = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10))
+    apply_plan(ShardingPlan({"0.*": "tp:S(0)"}), linear, grids[0], source="meta", init="reset_parameters")
+    weight = dtensor(linear[0].weight).full_tensor()
+    assert weight.abs().max() <= 6**-0.5
+    assert weight.std() > 0.1
+    assert (dtensor(linear[1].running_var).full_tensor() == 1).all()
+    with torch.device("meta"):
+        module = Block()
+    with pytest.raises(PlanError, match="no-reset-parameters") as error:
+        apply_plan(ShardingPlan(RULES), module, grids[0], source="meta", init="reset_parameters")
+    assert {problem.name for problem in error.value.problems} == {"frozen", "scale", "ids"}
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_fused_weight_becomes_a_local_parameter(ranks: Ranks) -> None:
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    torch.manual_seed(0)
+    qkv = nn.Linear(4, 12)
+    full = copy.deepcopy(qkv)
+    rule = InterleavedShard(0, (8, 2, 2))
+    handle = apply_plan(ShardingPlan({"weight": rule, "bias": rule}), qkv, mesh, src_rank=1)
+    layout = Layout(MeshSpec({"tp": ranks.world_size}), [rule])
+    parts = [full.weight[box.slices()] for box in layout.boxes(ranks.rank, (12, 4))]
+    assert type(qkv.weight).__name__ == "LocalParameter"
+    assert torch.equal(qkv.weight, torch.cat(parts))
+    device_mesh, placements, shape, stride, sections = vars(qkv.weight)["_sharding_info"]
+    assert device_mesh is mesh
+    assert placements == (Shard(0),)
+    assert (shape, stride) == (torch.Size((12, 4)), (4, 1))
+    assert sections == ((8, 1, 1), (2, 1, 1), (2, 1, 1))
+    for copied in (copy.deepcopy(qkv), pickle.loads(pickle.dumps(qkv))):
+        assert vars(copied.weight)["_sharding_info"][2:] == (shape, stride, sections)
+        assert torch.equal(copied.weight, qkv.weight)
+    qkv.weight.sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    with torch.no_grad():
+        qkv.weight.mul_(2)
+    handle.undo()
+    assert torch.equal(qkv.weight, 2 * full.weight)
+    assert torch.equal(qkv.bias, full.bias)
+    assert qkv.weight.grad is not None
+    assert torch.equal(qkv.weight.grad, torch.ones(12, 4))
+
+
+@pytest.mark.ranks(4)
+def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    module = block()
+
+    def refused(rules: dict[str, Any], *found: str, on: Any = mesh, plan: Any = (), **kwargs: Any) -> str:
+        before = {name: (id(t), t.detach().clone()) for name, t in module.named_parameters()}
+        with ranks.record(allow_empty=True) as log, pytest.raises(PlanError) as error:
+            apply_plan(ShardingPlan(rules, *plan), module, on, **kwargs)
+        assert set(log.ops) <= {"all_gather"}
+        assert {problem.code for problem in error.value.problems} == set(found)
+        for name, parameter in module.named_parameters():
+            assert id(parameter) == before[name][0]
+            assert torch.equal(parameter, before[name][1])
+        assert len(set(ranks.gather(str(error.value)))) == 1
+        return str(error.value)
+
+    refused(
+        {
+            "up.weight": "tp:S(2)",
+            "nothing": "dp:R",
+            "down.weight": "pp:R",
+            "norm.weight": "tp:P",
+            "up.bias": "tp:B(0,3)",
+        },
+        "dim-out-of-range",
+        "matches-nothing",
+        "unknown-axis",
+        "partial-parameter",
+        "not-expressible",
+    )
+    # Fused weights on a mesh of several axes, uneven sizes, an order a DTensor does not have.
+    for text, code in [
+        ("tp:I(0,[6,4])", "not-expressible"),
+        ("tp:U(0,[3,7])", "not-expressible"),
+        ("dp:S(0), tp:S(0); order=tp>dp", "order-not-expressible"),
+    ]:
+        refused({"up.weight": text}, code)
+    refused({"up.weight": "tp:S(0)"}, "no-effect", plan=({"up": "tp:S(0)"},))
+    refused({"up.weight": "tp:S(0)"}, "unknown-source", source="disk")
+    refused({"up.weight": "tp:S(0)"}, "src-rank-out-of-range", src_rank=4)
+    refused({"up.weight": "tp:S(0)"}, "no-effect", init="reset_parameters")
+    refused({"up.weight": "tp:S(0)"}, "unknown-init", source="meta", init=3)
+    refused({"up.weight": "tp:S(0)"}, "ranks-disagree", src_rank=int(ranks.rank == 3))
+    refused({"up.weight": Layout(MeshSpec({"dp": 4, "tp": 1}), {})}, "mesh-mismatch")
+    refused({"up.weight": ChunkShardingSpec(0, [f"rank:{rank}" for rank in range(4)])}, "mesh-mismatch")
+    refused({}, "not-a-mesh", on="tp=4")
+    with torch.device("meta"):
+        module = Block()
+    before = {id(p) for p in module.parameters()}
+    for source in ("local", "scatter"):
+        with pytest.raises(PlanError, match="meta-on-source"):
+            apply_plan(ShardingPlan(RULES), module, mesh, source=source)
+    assert {id(p) for p in module.parameters()} == before
+
+
+@pytest.mark.ranks(2)
+def test_a_permuted_device_mesh_is_refused(ranks: Ranks) -> None:
+    """torch gathers in the order of the group, which is ascending: rows come out permuted, without an error."""
+    permuted = DeviceMesh(ranks.device.type, [1, 0], mesh_dim_names=("tp",))
+    rows = torch.arange(4.0)
+    mine = rows[2:] if ranks.rank == 0 else rows[:2]
+    assert DTensor.from_local(mine, permuted, [Shard(0)]).full_tensor().tolist() == [2.0, 3.0, 0.0, 1.0]
+    with pytest.raises(PlanError, match="mesh-order"):
+        apply_plan(ShardingPlan({"up.weight": "S(0)"}), block(), permuted)
+    group = dist.new_group([1, 0], sort_ranks=False)
+    ordered = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("tp",))
+    module = block()
+    apply_plan(ShardingPlan({"up.weight": "S(0)"}), module, ordered, src_rank=1)
+    assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
+
+
+@pytest.mark.ranks(4)
+def test_a_mesh_of_some_ranks(ranks: Ranks) -> None:
+    group = dist.new_group([1, 3])
+    if ranks.rank in (1, 3):
+        mesh = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("tp",))
+        module = block()
+        plan = ShardingPlan({"up.weight": "tp:S(0)"}, mesh={"tp": 2})  # made for ranks 0 and 1
+        handle = apply_plan(plan, module, mesh, src_rank=1)
+        assert dtensor(module.up.weight).to_local().shape == (5, 6)
+        assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
+        handle.undo()
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.ranks(2, 4)
+def test_live_bytes_are_those_of_plan_memory(ranks: Ranks) -> None:
+    """Parameters, buffers, gradients and optimizer state, byte for byte, with uneven and empty pieces.
+
+    torch: a DTensor op that gathers a sharded parameter by itself (LayerNorm) leaves its gradient whole.
+    """
+    mesh = ranks.mesh((1, ranks.world_size), ("dp", "tp"))
+    spec = MeshSpec({"dp": 1, "tp": ranks.world_size})
+    compared = 0
+    for rules in (RULES | {"norm.*": "tp:S(0)", "frozen": "tp:S(0)", "down.bias": "tp:S(0)"}, {"**": "dp:S(0)"}, {}):
+        for name, optimizer in OPTIMIZERS.items():
+            module = block()
+            plan = ShardingPlan(rules, mesh=spec)
+            expected = plan.memory(module, optimizer=name).on(ranks.rank)
+            apply_plan(plan, module, mesh)
+            x = torch.randn(3, 6)
+            trained = [p for p in module.parameters() if p.requires_grad]
+            stepper = optimizer(trained)
+            module(distribute_tensor(x, mesh, [Replicate(), Replicate()])).sum().backward()
+            stepper.step()
+            states = [value for state in stepper.state.values() for value in state.values()]
+            live = {
+                "parameters": num_bytes(list(module.parameters())),
+                "buffers": num_bytes(list(module.buffers())),
+                "gradients": num_bytes([p.grad for p in trained if p.grad is not None]),
+                "optimizer": num_bytes([value for value in states if isinstance(value, torch.Tensor)]),
+                "master": 0,
+            }
+            assert {part: expected.get(part, 0) for part in live} == live
+            compared += 1
+    assert compared == 9
+
+
+def num_bytes(tensors: list[Any]) -> int:
+    """Bytes of the storages, each once."""
+    locals_ = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in locals_ if t.numel()}.values())
+
+
+@pytest.mark.ranks(2)
+def test_reports(ranks: Ranks, tmp_path: Any) -> None:
+    mesh = init_device_mesh(ranks.device.type, (2,), mesh_dim_names=("tp",))
+    module = block()
+    plan = ShardingPlan({"up.weight": "S(0)"})
+    handle = apply_plan(plan, module, mesh)
+    assert handle.plan is plan
+    assert "up.weight" in handle.actions.explain("up.weight")
+    assert handle.actions.digest in handle.report(tmp_path / f"{ranks.rank}.json").read_text()
+    page = handle.report(tmp_path / f"{ranks.rank}.html").read_text()
+    assert "tied.weight" in page
+    assert "[10, 6]" in page
+    assert "[5, 6]" in page
