@@ -10,6 +10,7 @@ from tp_styles.__about__ import __version__
 if TYPE_CHECKING:
     from tp_styles.apply import TPHandle as TPHandle
     from tp_styles.apply import apply_plan as apply_plan
+    from tp_styles.clip import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.from_plan import from_sharding_plan as from_sharding_plan
     from tp_styles.legacy.pairwise import PairwiseParallel as PairwiseParallel
     from tp_styles.legacy.pairwise import PairwiseSequenceParallel as PairwiseSequenceParallel
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from tp_styles.legacy.prepare import make_output_shard_1d as make_output_shard_1d
     from tp_styles.legacy.prepare import make_output_tensor as make_output_tensor
     from tp_styles.legacy.prepare import make_sharded_output_tensor as make_sharded_output_tensor
+    from tp_styles.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tp_styles.parallelize import parallelize_module as parallelize_module
     from tp_styles.plan.planned import TPPlan as TPPlan
     from tp_styles.plan.planned import explain as explain
     from tp_styles.plan.planned import plan_styles as plan_styles
     from tp_styles.problems import PlanError as PlanError
     from tp_styles.problems import Problem as Problem
+    from tp_styles.rng import tp_rng as tp_rng
     from tp_styles.spec import Flow as Flow
     from tp_styles.spec import ModuleInfo as ModuleInfo
     from tp_styles.spec import ParameterInfo as ParameterInfo
@@ -35,15 +38,20 @@ if TYPE_CHECKING:
     from tp_styles.spec import StyleSpec as StyleSpec
     from tp_styles.split import Section as Section
     from tp_styles.split import Split as Split
+    from tp_styles.state import full_state_dict as full_state_dict
     from tp_styles.styles.base import ParallelStyle as ParallelStyle
     from tp_styles.styles.colwise import ColwiseParallel as ColwiseParallel
     from tp_styles.styles.fused import FusedColwiseParallel as FusedColwiseParallel
+    from tp_styles.styles.gqa import GQAParallel as GQAParallel
+    from tp_styles.styles.lora import LoRAParallel as LoRAParallel
+    from tp_styles.styles.mha import MultiheadAttentionParallel as MultiheadAttentionParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput as PrepareModuleInput
     from tp_styles.styles.prepare_module import PrepareModuleInputOutput as PrepareModuleInputOutput
     from tp_styles.styles.prepare_module import PrepareModuleOutput as PrepareModuleOutput
     from tp_styles.styles.replicated import NoParallel as NoParallel
     from tp_styles.styles.rowwise import RowwiseParallel as RowwiseParallel
     from tp_styles.styles.sequence import SequenceParallel as SequenceParallel
+    from tp_styles.styles.transformer import TransformerLayerParallel as TransformerLayerParallel
 
 # Public name -> (module, name there). Looked up lazily, so that `import tp_styles` does not import torch.
 _WHERE = {
@@ -56,6 +64,10 @@ _WHERE = {
     "PrepareModuleOutput": ("styles.prepare_module", "PrepareModuleOutput"),
     "PrepareModuleInputOutput": ("styles.prepare_module", "PrepareModuleInputOutput"),
     "FusedColwiseParallel": ("styles.fused", "FusedColwiseParallel"),
+    "GQAParallel": ("styles.gqa", "GQAParallel"),
+    "MultiheadAttentionParallel": ("styles.mha", "MultiheadAttentionParallel"),
+    "TransformerLayerParallel": ("styles.transformer", "TransformerLayerParallel"),
+    "LoRAParallel": ("styles.lora", "LoRAParallel"),
     "NoParallel": ("styles.replicated", "NoParallel"),
     # the first styles
     "PairwiseParallel": ("legacy.pairwise", "PairwiseParallel"),
@@ -80,6 +92,11 @@ _WHERE = {
     "apply_plan": ("apply", "apply_plan"),
     "TPHandle": ("apply", "TPHandle"),
     "parallelize_module": ("parallelize", "parallelize_module"),
+    "full_state_dict": ("state", "full_state_dict"),
+    # train
+    "vocab_parallel_cross_entropy": ("loss", "vocab_parallel_cross_entropy"),
+    "clip_grad_norm_": ("clip", "clip_grad_norm_"),
+    "tp_rng": ("rng", "tp_rng"),
     # for styles of one's own
     "Split": ("split", "Split"),
     "Section": ("split", "Section"),
@@ -100,6 +117,10 @@ __all__ = [
     "PrepareModuleOutput",
     "PrepareModuleInputOutput",
     "FusedColwiseParallel",
+    "GQAParallel",
+    "MultiheadAttentionParallel",
+    "TransformerLayerParallel",
+    "LoRAParallel",
     "NoParallel",
     "PairwiseParallel",
     "PairwiseSequenceParallel",
@@ -121,6 +142,10 @@ __all__ = [
     "apply_plan",
     "TPHandle",
     "parallelize_module",
+    "full_state_dict",
+    "vocab_parallel_cross_entropy",
+    "clip_grad_norm_",
+    "tp_rng",
     "Split",
     "Section",
     "ModuleInfo",

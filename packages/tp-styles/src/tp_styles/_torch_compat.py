@@ -25,6 +25,7 @@ __all__ = [
     "functional_collectives",
     "is_compiling",
     "reduce_scatter_into",
+    "scale_all_",
     "tree_flatten",
     "tree_map",
 ]
@@ -53,3 +54,8 @@ def current_mesh() -> DeviceMesh | None:
 def is_compiling() -> bool:
     """Whether this code runs under torch.compile or export."""
     return torch.compiler.is_compiling()
+
+
+def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all tensors in place, by few kernels."""
+    torch._foreach_mul_(tensors, factor)

@@ -20,6 +20,7 @@ from tp_styles.runtime.install import install_module
 from tp_styles.runtime.parameters import Mode, full_tensor, make_parameter, split_of
 from tp_styles.spec import ParameterSpec
 from tp_styles.split import Split
+from tp_styles.state import GlobalOnSave, LocalOnLoad
 
 
 def apply_plan(
@@ -294,6 +295,12 @@ def _apply_own(
     for name, value in found.spec.attributes:
         first.attributes[name] = getattr(module, name)
         setattr(module, name, value.local_size(axis.rank, axis.size) if isinstance(value, Split) else value)
+    for change in changes.values():
+        names = tuple(change.parameters)
+        if names:
+            owner: Any = change.module  # torch leaves these two untyped
+            change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names)).remove)
+            change.removers.append(owner.register_load_state_dict_pre_hook(LocalOnLoad(names)).remove)
     first.removers += install_module(found, module, axis)
     return list(changes.values())
 

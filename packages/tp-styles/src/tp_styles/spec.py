@@ -151,6 +151,7 @@ class StyleSpec:
         local_output: Outputs are plain tensors; otherwise DTensors.
         local_input: Inputs are plain tensors inside; otherwise DTensors.
         attributes: Attributes of the module that become local (the number of heads).
+        shards_randomness: Ranks hold different parts: dropout inside draws other numbers on each.
         children: Styles that this one puts on modules below, by dotted name.
         problems: What makes it impossible.
     """
@@ -162,6 +163,7 @@ class StyleSpec:
     local_output: bool = True
     local_input: bool = True
     attributes: tuple[tuple[str, object], ...] = ()
+    shards_randomness: bool = False
     children: tuple[tuple[str, object], ...] = ()
     problems: tuple[Problem, ...] = ()
 

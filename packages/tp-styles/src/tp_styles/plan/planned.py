@@ -15,6 +15,7 @@ from tp_styles.plan.match import match_plan
 from tp_styles.problems import PlanError, Problem
 from tp_styles.spec import ModuleInfo, StyleSpec, describe
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.transformer import WithoutNestedTensors
 
 FORMAT = 1
 """Number of the JSON form that `to_json` writes."""
@@ -131,6 +132,8 @@ def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int,
                 problems.append(_two_styles(found, rival))
                 continue
             planned[found.name] = found
+    for name in _around_layers(modules, planned):
+        planned.setdefault(name, next(_expanded(modules, name, "(around its layers)", WithoutNestedTensors(), tp_size)))
     ordered = [planned[name] for name in modules if name in planned]
     ordered = _without_shared(ordered, modules, problems)
     for found in ordered:
@@ -182,6 +185,17 @@ def _expanded(
     for child, below in spec.children:
         assert isinstance(below, TorchParallelStyle)
         yield from _expanded(modules, info.where(child), f"{pattern} ({type(style).__name__})", below, tp_size)
+
+
+def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> list[str]:
+    """`nn.TransformerEncoder`s with parallel layers: in evaluation they would hand nested tensors to them."""
+    return [
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.TransformerEncoder)
+        and getattr(module, "use_nested_tensor", False)
+        and any(_is_below(other, name) and other != name for other in planned)
+    ]
 
 
 def _two_styles(found: PlannedModule, rival: PlannedModule) -> Problem:

@@ -58,6 +58,14 @@ class Axis:
         dist.all_reduce(out, group=self.group)
         return out
 
+    def all_reduce_max_(self, x: torch.Tensor) -> torch.Tensor:
+        """The greatest over the ranks, in place; `x` is contiguous."""
+        if is_compiling():
+            greatest: torch.Tensor = functional_collectives.all_reduce(x, "max", (self.mesh, 0))
+            return greatest
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
+        return x
+
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """All ranks' parts one after the other along `dim`; `sizes` where they differ."""
         return torch.cat(self.gather_parts(x, dim, sizes), dim=dim)

@@ -6,6 +6,7 @@ Each class stands as the instance attribute `forward` of its module. They are pi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleInputError
+from tp_styles.rng import tp_rng
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import Move, as_dtensor
 from tp_styles.runtime.parameters import computing_parameter, local_parameter
@@ -37,7 +39,7 @@ class Forward:
         self.axis = axis
         self.name = name
         self.moves = {key: Move(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
-        self.sums = frozenset(key for key, parameter in spec.parameters if parameter.sum_gradient)
+        self.sums = {key: parameter for key, parameter in spec.parameters if parameter.sum_gradient}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -45,7 +47,14 @@ class Forward:
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """A parameter to compute with."""
-        return computing_parameter(self.module, name, self.axis, name in self.sums)
+        return self.parameter_of(self.module, name, name)
+
+    def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
+        """A parameter of a module below, under its name from here."""
+        found = self.sums.get(name)
+        if found is None:
+            return local_parameter(owner, attribute)
+        return computing_parameter(owner, attribute, self.axis, found)
 
 
 class Output:
@@ -82,9 +91,9 @@ class ColumnLinear(Forward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """The linear map on this rank's features."""
-        weight = local_parameter(self.module, "weight")
+        weight = self.parameter("weight")
         assert weight is not None
-        return self.leave(F.linear(self.enter(input), weight, local_parameter(self.module, "bias")))
+        return self.leave(F.linear(self.enter(input), weight, self.parameter("bias")))
 
 
 class RowLinear(Forward):
@@ -92,7 +101,7 @@ class RowLinear(Forward):
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
         super().__init__(module, spec, axis, name)
-        ((_, self.enter),) = self.moves.items()
+        self.enter = next(iter(self.moves.values()))
         self.leave = Output(_only(spec), axis, f"{name} ->", local=spec.local_output, fresh=True)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -108,10 +117,14 @@ class RowLinear(Forward):
     def finish(self, produced: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, with the bias, in the layout that was asked for."""
         moved = self.leave.move(produced)
-        bias = self.parameter("bias")
+        bias = self.bias()
         if bias is not None:
             moved = moved + self._bias_part(bias, moved.dim())
         return moved if self.leave.local else self.leave.wrapped(moved, produced.shape)
+
+    def bias(self) -> torch.Tensor | None:
+        """The bias that is added to the sum."""
+        return self.parameter("bias")
 
     def _bias_part(self, bias: torch.Tensor, ndim: int) -> torch.Tensor:
         wanted = normalized(self.leave.flow.wanted, ndim)
@@ -173,6 +186,7 @@ class OwnForward(Forward):
             for flow in spec.outputs
         ]
         self.places = [(*_owner(module, key), key) for key, _ in spec.parameters]
+        self.specs = dict(spec.parameters)
         self.kind = type(module)
         owners = {id(owner): owner for owner, _, _ in self.places}
         self.kinds = [(owner, type(owner)) for owner in owners.values()]
@@ -193,16 +207,23 @@ class OwnForward(Forward):
                 found = owner._parameters.get(attribute)
                 if found is None:
                     continue
-                local = computing_parameter(owner, attribute, self.axis, key in self.sums)
+                local = computing_parameter(owner, attribute, self.axis, self.specs[key])
                 if local is not found:
                     kept.append((owner, attribute, found))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
-            return self.kind.forward(self.module, *args, **kwargs)
+            with self.randomness():
+                return self.kind.forward(self.module, *args, **kwargs)
         finally:
             for owner, attribute, found in kept:
                 owner._parameters[attribute] = found
             for owner, view, _ in views:
                 object.__setattr__(owner, "__class__", view)
+
+    def randomness(self) -> AbstractContextManager[None]:
+        """Random numbers of its own for each rank, where ranks hold different parts and the module is training."""
+        if self.spec.shards_randomness and self.module.training:
+            return tp_rng(self.axis.mesh)
+        return nullcontext()
 
     def finish(self, output: Any) -> Any:
         """Outputs in the layouts that were asked for, in the structure that they came in."""
@@ -301,7 +322,7 @@ def _check_count(leaves: list[Any], count: int, name: str) -> None:
 
 
 def _only(spec: StyleSpec) -> Flow:
-    (flow,) = spec.outputs
+    flow, *_ = spec.outputs
     assert flow is not None
     return flow
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from tp_styles.plan.planned import PlannedModule
+from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forwards import FORWARDS
 from tp_styles.runtime.hooks import KeepOffFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
@@ -37,7 +38,8 @@ def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[
         if spec.outputs:
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
-    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
+    kind = AttentionForward if spec.compute == "multihead-attention" else FORWARDS[spec.compute]
+    vars(module)["forward"] = kind(module, spec, axis, found.name)
     handle = module.register_forward_pre_hook(KeepOffFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.axis import Axis
 from tp_styles.spec import Flow
-from tp_styles.split import Section
+from tp_styles.split import Section, Split
 from tp_styles.transfer import Step, Transfer, gradient_layout, normalized
 
 
@@ -156,23 +156,49 @@ class _Moved(torch.autograd.Function):
         return ctx.move.run(ctx.transfer.backward, gradient), None, None
 
 
-def summed_gradient(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tensor itself; in backward the ranks' gradients of it are summed."""
+def summed_gradient(parameter: torch.Tensor, axis: Axis, split: Split | None = None) -> torch.Tensor:
+    """The tensor itself; in backward the ranks' gradients of it are summed.
+
+    Args:
+        parameter: A local tensor.
+        axis: Over which ranks.
+        split: Of which global tensor it is a part, where several ranks hold the same part: those sum theirs.
+    """
     if not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
-    summed: torch.Tensor = _SummedGradient.apply(parameter, axis)  # type: ignore[no-untyped-call]  # torch's Function
+    whole = split is None or split.is_replicated
+    summed: torch.Tensor = _SummedGradient.apply(parameter, axis, None if whole else split)  # type: ignore[no-untyped-call]  # torch's Function
     return summed
 
 
 class _SummedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, split: Split | None) -> torch.Tensor:
+        ctx.axis, ctx.split = axis, split
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.axis.all_reduce(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.split is None:
+            return ctx.axis.all_reduce(gradient), None, None
+        return _sum_of_copies(gradient, ctx.axis, ctx.split), None, None
+
+
+def _sum_of_copies(gradient: torch.Tensor, axis: Axis, split: Split) -> torch.Tensor:
+    """Only sections with copies are communicated, in a buffer of their global size: few rows, and no new groups."""
+    assert split.dim is not None
+    dim = split.dim
+    pieces = list(torch.split(gradient, [stop - start for start, stop in split.ranges(axis.rank, axis.size)], dim=dim))
+    for index, section in enumerate(split.sections):
+        if section.copies == 1:
+            continue
+        start, stop = section.bounds(axis.rank, axis.size)
+        shape = list(gradient.shape)
+        shape[dim] = section.size
+        buffer = gradient.new_zeros(shape)
+        buffer.narrow(dim, start, stop - start).copy_(pieces[index])
+        pieces[index] = axis.all_reduce_(buffer).narrow(dim, start, stop - start)
+    return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
 
 
 def as_dtensor(local: torch.Tensor, placement: Placement, axis: Axis, shape: torch.Size) -> DTensor:

@@ -141,12 +141,12 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     return parameter
 
 
-def computing_parameter(module: nn.Module, name: str, axis: Axis, sum_gradient: bool) -> torch.Tensor | None:
+def computing_parameter(module: nn.Module, name: str, axis: Axis, spec: ParameterSpec) -> torch.Tensor | None:
     """`local_parameter`, with its gradient summed over the ranks if that is asked for."""
     parameter = local_parameter(module, name)
-    if parameter is None or not sum_gradient:
+    if parameter is None or not spec.sum_gradient:
         return parameter
-    return summed_gradient(parameter, axis)
+    return summed_gradient(parameter, axis, spec.split)
 
 
 # ---------------------------------------------------------------------------------------------- putting together

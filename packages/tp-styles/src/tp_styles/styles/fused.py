@@ -22,6 +22,8 @@ class FusedColwiseParallel(ColwiseParallel):
     Args:
         sections: Sizes of the sections in rows, or how many equal ones there are.
         unit: Rows that may not be cut (the size of a head); one number, or one for each section.
+        copies: How many neighbouring ranks hold each part (few key-value heads over many ranks); one number, or one
+            for each section. Their gradients are summed.
         input_layouts: As `ColwiseParallel`.
         output_layouts: `Shard(-1)`, or `Replicate()` for the whole output in its usual order.
         use_local_output: Has to stay True for a sharded output: a DTensor cannot say what it is.
@@ -35,6 +37,7 @@ class FusedColwiseParallel(ColwiseParallel):
         sections: int | Sequence[int] = 2,
         *,
         unit: int | Sequence[int] = 1,
+        copies: int | Sequence[int] = 1,
         input_layouts: Placement | tuple[Placement, ...] | None = None,
         output_layouts: Placement | tuple[Placement, ...] | None = None,
         use_local_output: bool = True,
@@ -43,10 +46,17 @@ class FusedColwiseParallel(ColwiseParallel):
         self.sections = sections if isinstance(sections, int) else tuple(sections)
         self.unit = unit if isinstance(unit, int) else tuple(unit)
         numbers = [self.sections] if isinstance(self.sections, int) else [*self.sections]
+        self.copies = copies if isinstance(copies, int) else tuple(copies)
         numbers += [self.unit] if isinstance(self.unit, int) else [*self.unit]
+        numbers += [self.copies] if isinstance(self.copies, int) else [*self.copies]
         if not numbers or min(numbers) < 1:
             raise StyleTypeError(
-                Problem("sections", type(self).__name__, found=f"{sections!r}, unit={unit!r}", hint="positive numbers")
+                Problem(
+                    "sections",
+                    type(self).__name__,
+                    found=f"{sections!r}, unit={unit!r}, copies={copies!r}",
+                    hint="positive numbers",
+                )
             )
 
     def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
@@ -54,7 +64,8 @@ class FusedColwiseParallel(ColwiseParallel):
         sizes = _equal(features, self.sections) if isinstance(self.sections, int) else self.sections
         units = (self.unit,) * len(sizes) if isinstance(self.unit, int) else self.unit
         problems = []
-        if sum(sizes) != features or len(units) != len(sizes):
+        copies = (self.copies,) * len(sizes) if isinstance(self.copies, int) else self.copies
+        if sum(sizes) != features or len(units) != len(sizes) or len(copies) != len(sizes):
             problems.append(
                 Problem(
                     "sections",
@@ -72,9 +83,18 @@ class FusedColwiseParallel(ColwiseParallel):
                     hint="a section holds a whole number of units",
                 )
             )
+        elif unfit := [count for count in copies if tp_size % count]:
+            problems.append(
+                Problem(
+                    "section-copies",
+                    info.where("copies"),
+                    found=f"{unfit} copies over {tp_size} ranks",
+                    hint="the number of copies divides the tp size",
+                )
+            )
         if problems:
             return Split.along(0, features), problems
-        if not self.use_local_output and len(sizes) > 1:
+        if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
             problems.append(
                 Problem(
                     "fused-dtensor",
@@ -83,10 +103,11 @@ class FusedColwiseParallel(ColwiseParallel):
                     hint="a DTensor cannot say that its last dim is in sections; leave it True",
                 )
             )
-        return Split(0, tuple(Section(size, unit) for size, unit in zip(sizes, units, strict=True))), problems
+        sections = tuple(Section(*found) for found in zip(sizes, units, copies, strict=True))
+        return Split(0, sections), problems
 
     def _arguments(self) -> dict[str, object]:
-        return {"sections": self.sections, "unit": self.unit, **super()._arguments()}
+        return {"sections": self.sections, "unit": self.unit, "copies": self.copies, **super()._arguments()}
 
 
 def _equal(features: int, count: int) -> tuple[int, ...]:

@@ -141,8 +141,8 @@ def refuse_mixed(style: str, first: Iterable[str], today: Iterable[str]) -> None
 
 
 def specs(splits: Iterable[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec], ...]:
-    """Parameter specs by name."""
-    return tuple((name, ParameterSpec(split)) for name, split in splits)
+    """Parameter specs by name; parts that several ranks hold have their gradients summed."""
+    return tuple((name, ParameterSpec(split, sum_gradient=_has_copies(split))) for name, split in splits)
 
 
 def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Flow]]) -> list[Problem]:
@@ -173,6 +173,10 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Flow]]) -> list[P
 
 
 PROBE_DIMS = 8
+
+
+def _has_copies(split: Split) -> bool:
+    return any(section.copies > 1 for section in split.sections)
 
 
 def _cuts_across(step: Step) -> bool:

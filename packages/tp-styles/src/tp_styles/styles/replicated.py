@@ -12,7 +12,8 @@ class NoParallel(ParallelStyle):
 
     Args:
         sum_gradient: The module stands inside a sharded region (a norm of this rank's heads): each rank computes a
-            part of its parameters' gradients, and the parts are summed. Without it every rank is taken to compute the
+            part of its parameters' gradients, and the parts are summed; dropout draws other numbers on each rank (see
+            `tp_rng`). Without it every rank is taken to compute the
             whole gradient.
     """
 
@@ -23,7 +24,11 @@ class NoParallel(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Nothing is split; see `ParallelStyle.spec`."""
         whole = ParameterSpec(Split.replicated(), sum_gradient=self.sum_gradient)
-        return StyleSpec(compute="own", parameters=tuple((parameter.name, whole) for parameter in info.parameters))
+        return StyleSpec(
+            compute="own",
+            parameters=tuple((parameter.name, whole) for parameter in info.parameters),
+            shards_randomness=self.sum_gradient,
+        )
 
     def _arguments(self) -> dict[str, object]:
         return {"sum_gradient": self.sum_gradient}

@@ -41,6 +41,7 @@ class SequenceParallel(ParallelStyle):
             inputs=((info.arguments[0], flow),),
             outputs=(flow,),
             local_output=self.use_local_output,
+            shards_randomness=True,
         )
 
     def _arguments(self) -> dict[str, object]:

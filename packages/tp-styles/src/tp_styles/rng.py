@@ -1,0 +1,64 @@
+"""Random numbers of dropout: different on each rank inside sharded regions, equal outside of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterator[None]:
+    """Inside, random numbers depend on the state of the default generator at the entry and on the rank.
+
+    So masks over shards differ from rank to rank, and are the same again when activation checkpointing restores the
+    default generator and runs the region once more. Outside, the default generator goes on alike on every rank, however
+    many numbers each has drawn inside.
+
+    Args:
+        mesh: 1-D tensor-parallel mesh.
+        device: Whose default generator; by default that of the mesh's device type on this rank.
+    """
+    with rank_dependent(mesh.get_local_rank(), torch.device(device if device is not None else mesh.device_type)):
+        yield
+
+
+@contextmanager
+def rank_dependent(rank: int, device: torch.device) -> Iterator[None]:
+    """`tp_rng` for a rank number on a device."""
+    generator = default_generator(device)
+    seed = _drawn_seed(generator)
+    outside = generator.get_state()
+    generator.manual_seed(_mixed(seed, rank))
+    try:
+        yield
+    finally:
+        generator.set_state(outside)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that dropout on this device uses."""
+    if device.type == "cpu":
+        return torch.default_generator
+    generators = getattr(torch, device.type).default_generators
+    index: int | None = device.index  # None for "this rank's"
+    index = getattr(torch, device.type).current_device() if index is None else index
+    generator: torch.Generator = generators[index]
+    return generator
+
+
+def _drawn_seed(generator: torch.Generator) -> str:
+    """Something that depends on the generator's state alone, and moves the generator on; no device is waited for."""
+    if generator.device.type == "cpu":
+        return str(torch.randint(2**62, (), generator=generator).item())
+    offset = generator.get_offset()
+    seed = f"{generator.initial_seed()} {offset}"
+    generator.set_offset(offset + 4)  # offsets of CUDA generators are multiples of four
+    return seed
+
+
+def _mixed(seed: str, rank: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=8).digest(), "little") >> 2

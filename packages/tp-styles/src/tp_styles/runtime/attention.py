@@ -1,0 +1,191 @@
+"""The forward of `nn.MultiheadAttention` on some of its heads."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tp_styles.problems import Problem, StyleInputError
+from tp_styles.rng import tp_rng
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.forwards import RowLinear
+from tp_styles.runtime.moves import Move
+from tp_styles.runtime.parameters import local_parameter
+from tp_styles.spec import Flow, StyleSpec
+from tp_styles.split import Split
+
+
+class AttentionForward(RowLinear):
+    """Local heads, then one sum over the ranks.
+
+    Shapes: B batch, L target length, S source length, H heads of this rank, D head size.
+    """
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        attention = cast(nn.MultiheadAttention, module)
+        self.all_heads, self.size = attention.num_heads, attention.head_dim
+        self.heads = attention.num_heads // axis.size
+        self.average = Move(Flow(Partial(), Replicate()), axis, f"{name} -> weights", fresh=True)
+        self.gather = Move(Flow(Shard(-3), Replicate(), split=None), axis, f"{name} -> weights")
+        self.mask = Move(Flow(Replicate(), Replicate(), gradient=Partial()), axis, f"{name}(attn_mask)")
+
+    def __call__(  # type: ignore[override]  # the arguments of nn.MultiheadAttention
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The arguments and results of `nn.MultiheadAttention.forward`."""
+        self._check(query, is_causal, attn_mask)
+        module = cast(nn.MultiheadAttention, self.module)
+        query, key, value = self._enter(query, key, value)
+        batched = query.dim() == 3
+        if not batched:
+            query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not module.batch_first:
+            query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = self._merged_mask(None if causal else attn_mask, key_padding_mask, query)
+        q, k, v = (self._by_heads(x) for x in self._project(query, key, value))  # [B, H, L or S, D]
+        k, v, mask = self._with_extra_keys(k, v, mask)
+        out, weights = self._attend(q, k, v, mask, causal, need_weights)
+        produced = self._out(out.transpose(1, 2).flatten(2), batched)
+        return produced, None if weights is None else self._weights(weights, average_attn_weights, batched)
+
+    # ------------------------------------------------------------------ steps
+
+    def _check(self, query: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None) -> None:
+        if query.is_nested:
+            raise StyleInputError(
+                Problem(
+                    "nested-tensor",
+                    f"{self.name}(query)",
+                    found="a nested tensor",
+                    hint="apply the plan to the whole model, or make nn.TransformerEncoder(enable_nested_tensor=False)",
+                )
+            )
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+
+    def _enter(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Each different tensor once: self-attention has one input, and one sum of its gradient."""
+        moved: dict[int, torch.Tensor] = {}
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if id(x) not in moved:
+                moved[id(x)] = self.moves[name](x)
+        return moved[id(query)], moved[id(key)], moved[id(value)]
+
+    def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        packed, bias = local_parameter(self.module, "in_proj_weight"), local_parameter(self.module, "in_proj_bias")
+        if packed is not None and query is key is value:
+            return F.linear(query, packed, bias).chunk(3, dim=-1)
+        if packed is not None:
+            weights = packed.chunk(3)
+        else:
+            found = [local_parameter(self.module, f"{name}_proj_weight") for name in "qkv"]
+            weights = tuple(weight for weight in found if weight is not None)
+        biases = bias.chunk(3) if bias is not None else (None, None, None)
+        return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+    def _by_heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], self.heads, self.size).transpose(1, 2)
+
+    def _merged_mask(
+        self, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor
+    ) -> torch.Tensor | None:
+        """One additive mask that broadcasts to [B, H, L, S]."""
+        merged = None
+        if attn_mask is not None:
+            merged = self.mask(_additive(attn_mask, query.dtype))
+            if merged.dim() == 3:  # [B * all heads, L, S]
+                merged = merged.view(-1, self.all_heads, *merged.shape[1:])
+                merged = merged.narrow(1, self.axis.rank * self.heads, self.heads)
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, query.dtype)[:, None, None, :]
+            merged = padding if merged is None else merged + padding
+        return merged
+
+    def _with_extra_keys(
+        self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """`add_bias_kv` and `add_zero_attn`: keys that every mask lets through."""
+        module = cast(nn.MultiheadAttention, self.module)
+        bias_k, bias_v = local_parameter(module, "bias_k"), local_parameter(module, "bias_v")
+        extra = []
+        if bias_k is not None and bias_v is not None:
+            extra.append(
+                tuple(b.view(1, self.heads, 1, self.size).expand(k.shape[0], -1, -1, -1) for b in (bias_k, bias_v))
+            )
+        if module.add_zero_attn:
+            zeros = k.new_zeros((*k.shape[:2], 1, self.size))
+            extra.append((zeros, zeros))
+        for more_k, more_v in extra:
+            k, v = torch.cat([k, more_k], dim=2), torch.cat([v, more_v], dim=2)
+            mask = None if mask is None else F.pad(mask, (0, 1))
+        return k, v, mask
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        need_weights: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module = cast(nn.MultiheadAttention, self.module)
+        dropout = module.dropout if module.training else 0.0
+        random: AbstractContextManager[None] = tp_rng(self.axis.mesh) if dropout > 0 else nullcontext()
+        with random:
+            if not need_weights:
+                return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+            scores = (q * math.sqrt(1.0 / self.size)) @ k.transpose(-2, -1)
+            weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = F.dropout(weights, dropout) if dropout > 0 else weights
+            return weights @ v, weights
+
+    def _out(self, x: torch.Tensor, batched: bool) -> torch.Tensor:
+        module = cast(nn.MultiheadAttention, self.module)
+        if not batched:
+            x = x.squeeze(0)
+        elif not module.batch_first:
+            x = x.transpose(0, 1)
+        weight = local_parameter(module.out_proj, "weight")
+        assert weight is not None
+        return self.finish(F.linear(x, weight))
+
+    def bias(self) -> torch.Tensor | None:
+        """The bias of the projection out."""
+        return self.parameter_of(cast(nn.MultiheadAttention, self.module).out_proj, "bias", "out_proj.bias")
+
+    def _weights(self, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
+        """The weights of all heads, or their mean, on every rank."""
+        if average:
+            whole = self.average(weights.sum(dim=1) / self.all_heads)
+        else:
+            whole = self.gather(weights)
+        return whole if batched else whole.squeeze(0)
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+__all__ = ["AttentionForward", "Split"]

@@ -1,0 +1,115 @@
+"""State dicts of parallel models: global at the boundary, whatever stands in the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.parameters import ShardParameter, contiguous_stride, split_of
+from tp_styles.runtime.parts import PartTensor
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict that the unsharded model would have, on every rank; every rank calls it.
+
+    Args:
+        model: A model with parallel modules.
+
+    Returns:
+        Plain tensors under unchanged names.
+    """
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def whole(value: Any) -> Any:
+    """The global tensor of a state-dict entry; other entries as they are."""
+    if isinstance(value, DTensor | PartTensor):
+        return value.full_tensor()
+    return value
+
+
+class GlobalOnSave:
+    """State-dict hook: local parameters leave as DTensors, or as `PartTensor`s where a DTensor cannot say it.
+
+    Nothing is communicated and no memory copied.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replace this module's entries."""
+        for name in self.names:
+            parameter = module._parameters.get(name)
+            value = state.get(prefix + name)
+            if not isinstance(parameter, ShardParameter) or isinstance(value, nn.Parameter | DTensor):
+                continue  # `keep_vars=True` gets the parameters themselves
+            if isinstance(value, torch.Tensor):
+                state[prefix + name] = global_view(value, parameter)
+
+
+class LocalOnLoad:
+    """Load hook: takes DTensors of any layout, `PartTensor`s and whole tensors."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace this module's entries by what stands in the module."""
+        for name in self.names:
+            parameter, value = module._parameters.get(name), state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor | ShardParameter):
+                state[prefix + name] = _as_parameter(value, parameter, prefix + name)
+
+
+def global_view(local: torch.Tensor, parameter: ShardParameter) -> torch.Tensor:
+    """The local tensor with what it is a part of."""
+    info = parameter._sharding_info
+    if len(info) > 4:
+        return PartTensor.of(local, info)
+    mesh, placements, shape, stride = info
+    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        if isinstance(value, DTensor):
+            return value
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        local = _cut(value, (mesh, placements, shape, parameter.stride()), key)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
+        )
+    assert isinstance(parameter, ShardParameter)
+    if isinstance(value, ShardParameter):
+        return value
+    loaded = ShardParameter(_cut(value, parameter._sharding_info, key), parameter.requires_grad)
+    loaded.__dict__.update(parameter.__dict__)
+    return loaded
+
+
+def _cut(value: torch.Tensor, info: tuple[Any, ...], key: str) -> torch.Tensor:
+    """This rank's part of an entry; communicates only if it lies otherwise."""
+    mesh, placements, shape = info[:3]
+    if isinstance(value, PartTensor):
+        if value._sharding_info == info:
+            return value.plain()
+        value = value.full_tensor()
+    if isinstance(value, DTensor):
+        if len(info) == 4 and value.device_mesh == mesh and value.shape == shape:
+            return value.redistribute(placements=placements).to_local()
+        value = value.full_tensor()
+    if value.shape != shape:
+        raise PlanError(
+            Problem(
+                "state-shape",
+                key,
+                found=f"shape {tuple(value.shape)}",
+                hint=f"the whole tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() gave",
+            )
+        )
+    return split_of(info).take(value, mesh.get_local_rank(), mesh.size())

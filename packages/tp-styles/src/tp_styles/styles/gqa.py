@@ -1,0 +1,139 @@
+"""Attention with separate or fused projections, by heads; fewer key-value heads than query heads too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tp_styles.problems import Problem
+from tp_styles.spec import ModuleInfo, StyleSpec
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.styles.fused import FusedColwiseParallel
+from tp_styles.styles.heads import Heads, divide_heads
+from tp_styles.styles.replicated import NoParallel
+from tp_styles.styles.rowwise import RowwiseParallel
+
+QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "n_local_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")
+GROUPS = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
+
+
+class GQAParallel(ParallelStyle):
+    """An attention module by heads: projections in by rows, projection out by columns, head counts made local.
+
+    Args:
+        num_heads: Query heads; by default the module's attribute (`num_heads`, `n_head` ...).
+        num_kv_heads: Key-value heads; by default the module's attribute, else as many as query heads.
+        kv_replicate: With fewer key-value heads than ranks, several ranks hold the same ones, and sum their gradients.
+        q: Name of the query projection.
+        k: Name of the key projection.
+        v: Name of the value projection.
+        o: Name of the projection out.
+        qkv: Name of a fused projection (all of q, then k, then v) instead of the three.
+        norms: Names of modules that each rank applies to its heads (`q_norm`, `k_norm`): their gradients are summed.
+        attributes: Attributes that become local, name -> `"heads"`, `"kv_heads"` or `"groups"`; by default those that
+            are known by name and have the right value.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int | None = None,
+        num_kv_heads: int | None = None,
+        kv_replicate: bool = False,
+        q: str = "q_proj",
+        k: str = "k_proj",
+        v: str = "v_proj",
+        o: str = "o_proj",
+        qkv: str | None = None,
+        norms: tuple[str, ...] = (),
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, None)
+        self.num_heads, self.num_kv_heads, self.kv_replicate = num_heads, num_kv_heads, kv_replicate
+        self.q, self.k, self.v, self.o, self.qkv = q, k, v, o, qkv
+        self.norms = tuple(norms)
+        self.attributes = None if attributes is None else dict(attributes)
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Styles of the projections; see `ParallelStyle.spec`."""
+        queries = self.num_heads or _first(info, QUERY_HEADS)
+        keys = self.num_kv_heads or _first(info, KEY_HEADS) or queries
+        names = (self.qkv, self.o) if self.qkv else (self.q, self.k, self.v, self.o)
+        missing = [name for name in names if name and info.parameter(f"{name}.weight") is None]
+        if queries is None or keys is None or missing:
+            found = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
+            hint = "pass the names and numbers: GQAParallel(q=..., num_heads=...)"
+            return StyleSpec(problems=(Problem("attention", info.where(), found=found, hint=hint),))
+        heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
+        if heads is None or problem is not None:
+            return StyleSpec(problems=(problem,) if problem is not None else ())
+        children, problems = self._projections(info, heads)
+        norms: list[tuple[str, object]] = [(name, NoParallel(sum_gradient=True)) for name in self.norms]
+        return StyleSpec(
+            compute="none",
+            children=(*children, *norms),
+            attributes=self._local(info, heads),
+            problems=tuple(problems),
+        )
+
+    def _projections(self, info: ModuleInfo, heads: Heads) -> tuple[list[tuple[str, object]], list[Problem]]:
+        out = info.parameter(f"{self.o}.weight")
+        assert out is not None
+        size = out.shape[1] // heads.queries
+        problems = []
+        if out.shape[1] % heads.queries:
+            problems.append(
+                Problem(
+                    "heads",
+                    info.where(self.o),
+                    found=f"{out.shape[1]} input features for {heads.queries} heads",
+                    hint="every head has the same size",
+                )
+            )
+            return [], problems
+        rows = (heads.queries * size, heads.keys * size, heads.keys * size)
+        if self.qkv:
+            fused = FusedColwiseParallel(rows, unit=size, copies=(1, heads.copies, heads.copies))
+            return [(self.qkv, fused), (self.o, RowwiseParallel())], problems
+        children: list[tuple[str, object]] = [(self.q, ColwiseParallel())]
+        for name in (self.k, self.v):
+            weight = info.parameter(f"{name}.weight")
+            assert weight is not None
+            # A head of v may have another size than one of k.
+            unit = weight.shape[0] // heads.keys
+            children.append((name, FusedColwiseParallel((weight.shape[0],), unit=max(unit, 1), copies=heads.copies)))
+        if heads.copies == 1:
+            children[1:] = [(name, ColwiseParallel()) for name in (self.k, self.v)]
+        return [*children, (self.o, RowwiseParallel())], problems
+
+    def _local(self, info: ModuleInfo, heads: Heads) -> tuple[tuple[str, object], ...]:
+        values = {"heads": heads.local_queries, "kv_heads": heads.local_keys, "groups": heads.local_groups}
+        if self.attributes is not None:
+            return tuple((name, values[kind]) for name, kind in self.attributes.items())
+        known = dict.fromkeys(QUERY_HEADS, ("heads", heads.queries))
+        known |= dict.fromkeys(KEY_HEADS, ("kv_heads", heads.keys))
+        known |= dict.fromkeys(GROUPS, ("groups", heads.queries // heads.keys))
+        return tuple((name, values[kind]) for name, (kind, value) in known.items() if info.size(name) == value)
+
+    def _arguments(self) -> dict[str, object]:
+        return {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "kv_replicate": self.kv_replicate,
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "o": self.o,
+            "qkv": self.qkv,
+            "norms": self.norms,
+            "attributes": self.attributes,
+        }
+
+
+def _first(info: ModuleInfo, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = info.size(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None

@@ -1,0 +1,82 @@
+"""Linear layers with a low-rank update beside them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from tp_styles.problems import Problem, StyleTypeError
+from tp_styles.spec import ModuleInfo, StyleSpec
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.styles.replicated import NoParallel
+from tp_styles.styles.rowwise import RowwiseParallel
+
+
+class LoRAParallel(ParallelStyle):
+    """A module that adds `B(A(x))` to a linear layer's output (peft's `lora.Linear`, or one's own), as a whole.
+
+    By columns, A is whole and B is split with the base layer's output; by rows, A is split with its input, the small
+    product is summed over the ranks, and B is whole. The result has the layout of the base layer's.
+
+    Args:
+        style: `"column"` or `"row"`: how the base layer is split.
+        base: Name of the base layer.
+        a: Name of A: a linear layer, or a dict of them.
+        b: Name of B, likewise.
+        dropout: Name of the dropout before A; by rows it draws other numbers on each rank.
+    """
+
+    def __init__(
+        self,
+        style: Literal["column", "row"],
+        *,
+        base: str = "base_layer",
+        a: str = "lora_A",
+        b: str = "lora_B",
+        dropout: str = "lora_dropout",
+    ) -> None:
+        super().__init__(None, None)
+        if style not in ("column", "row"):
+            raise StyleTypeError(Problem("lora-style", "style", found=repr(style), hint='"column" or "row"'))
+        self.style, self.base, self.a, self.b, self.dropout = style, base, a, b, dropout
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Styles of the layers below; see `ParallelStyle.spec`."""
+        found = {name: _layers(info, name) for name in (self.base, self.a, self.b)}
+        missing = [name for name, layers in found.items() if not layers]
+        if missing:
+            hint = "pass the names of the base layer, A and B"
+            problem = Problem("lora-parts", info.where(), found=f"no linear layer {', '.join(missing)}", hint=hint)
+            return StyleSpec(problems=(problem,))
+        column = self.style == "column"
+        base: ParallelStyle = ColwiseParallel() if column else RowwiseParallel()
+        first: ParallelStyle = NoParallel() if column else RowwiseParallel(input_layouts=Shard(-1))
+        second: ParallelStyle = ColwiseParallel(input_layouts=Replicate()) if column else NoParallel()
+        children: list[tuple[str, object]] = [(name, base) for name in found[self.base]]
+        children += [(name, first) for name in found[self.a]] + [(name, second) for name in found[self.b]]
+        if not column:
+            children += [(name, NoParallel(sum_gradient=True)) for name in _below(info, self.dropout, nn.Dropout)]
+        problems = [
+            Problem("lora-dora", info.where(p.name), found=str(p.shape), hint="only A and B are known beside the base")
+            for p in info.parameters
+            if not any(p.name.startswith(name + ".") for names in found.values() for name in names)
+        ]
+        return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
+
+    def _arguments(self) -> dict[str, object]:
+        return {"style": self.style, "base": self.base, "a": self.a, "b": self.b, "dropout": self.dropout}
+
+
+def _layers(info: ModuleInfo, name: str) -> list[str]:
+    return _below(info, name, nn.Linear)
+
+
+def _below(info: ModuleInfo, name: str, kind: type[nn.Module]) -> list[str]:
+    return [
+        child
+        for child, found in info.children
+        if (child == name or child.startswith(name + ".")) and issubclass(found, kind)
+    ]

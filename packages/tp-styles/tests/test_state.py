@@ -1,0 +1,118 @@
+"""State dicts are global at the boundary, and go through torch.distributed.checkpoint to another tp size."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import tp_models as models
+import tp_styles as tp
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+Mode = Literal["dtensor", "local"]
+
+
+class Net(nn.Module):
+    """An uneven pair and a fused weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = models.MLP(8, 10)
+        self.fused = nn.Linear(8, 24)
+        self.norm = nn.LayerNorm(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(self.fused(self.mlp(x)))
+        return result
+
+
+PLAN = {
+    "mlp.up": tp.ColwiseParallel(),
+    "mlp.down": tp.RowwiseParallel(),
+    "fused": tp.FusedColwiseParallel((16, 8), unit=4, output_layouts=Replicate()),
+}
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in tp.full_state_dict(model).items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_names_shapes_and_values(ranks: Ranks, params: Mode) -> None:
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    model = models.seeded(Net)
+    wanted = copy.deepcopy(model.state_dict())
+    tp.apply_plan(model, mesh, PLAN, params=params)
+    with ranks.record(allow_empty=True) as log:
+        state = model.state_dict()
+    assert log.count() == 0
+    assert list(state) == list(wanted)
+    assert [isinstance(value, DTensor) for value in state.values()] == [True] * 4 + [False] * 4
+    assert all(value.shape == wanted[name].shape for name, value in state.items())
+    assert_equal(whole_state(model), wanted)
+    x = torch.randn(2, 8)
+    before = model(x)
+    for source in (wanted, copy.deepcopy(model.state_dict())):  # whole tensors; what state_dict() gave
+        for assign in (False, True):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            model.load_state_dict(source, assign=assign)
+            assert torch.equal(model(x), before)
+            kinds = [type(p).__name__ for p in model.parameters()]
+            assert (
+                kinds[:6]
+                == (["DTensor"] * 4 if params == "dtensor" else ["ShardParameter"] * 4) + ["ShardParameter"] * 2
+            )
+    elsewhere = {
+        name: DTensor.from_local(value, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        for name, value in wanted.items()
+        if not name.startswith("norm")
+    }
+    model.load_state_dict(elsewhere, strict=False)
+    assert torch.equal(model(x), before)
+    with pytest.raises(tp.PlanError, match=r"state-shape.*fused.weight|fused.weight.*shape"):
+        model.load_state_dict({**wanted, "fused.weight": torch.zeros(3, 8)})
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_checkpoint_to_another_tp_size(ranks: Ranks, params: Mode, tmp_path: Path) -> None:
+    """Saved at tp 4, loaded at tp 2 and at tp 1; and back."""
+    folder = ranks.gather(str(tmp_path))[0]
+    model = models.seeded(Net)
+    wanted = copy.deepcopy(model.state_dict())
+    tp.apply_plan(model, ranks.mesh((4,), ("tp",)), PLAN, params=params)
+    save({"model": model.state_dict()}, checkpoint_id=f"{folder}/four")
+    square = ranks.mesh((2, 2), ("dp", "tp"))
+    other = models.seeded(Net, seed=ranks.rank + 1)
+    tp.apply_plan(other, square["tp"], PLAN, params=params)
+    state = {"model": other.state_dict()}
+    load(state, checkpoint_id=f"{folder}/four")
+    other.load_state_dict(state["model"])
+    assert_equal(whole_state(other), wanted)
+    alone = models.seeded(Net, seed=9)
+    state = {"model": alone.state_dict()}
+    load(state, checkpoint_id=f"{folder}/four")
+    assert_equal(alone.state_dict(), wanted)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    save({"model": other.state_dict()}, checkpoint_id=f"{folder}/two")
+    state = {"model": model.state_dict()}
+    load(state, checkpoint_id=f"{folder}/two")
+    model.load_state_dict(state["model"])
+    assert_equal(whole_state(model), {name: value * 2 for name, value in wanted.items()})
