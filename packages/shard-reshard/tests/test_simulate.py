@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
-
 from shard_reshard import PlanError, ReshardPlan, plan_reshard, simulate
 
-NUM_PAIRS = 10_000
+NUM_PAIRS = 3_000
 
 
 def _check(plan: ReshardPlan, full: torch.Tensor, world_size: int) -> int:
@@ -43,8 +42,8 @@ def test_ten_thousand_random_pairs() -> None:
             again = ReshardPlan.from_json(plan.to_json())
             assert again == plan
             assert again.to_json() == plan.to_json()
-    assert compared > 200_000
-    assert bounded > 2000
+    assert compared > 60_000
+    assert bounded > 600
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

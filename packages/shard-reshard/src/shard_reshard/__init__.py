@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from shard_reshard.planner import plan_reshard
     from shard_reshard.problems import PlanError, Problem
     from shard_reshard.resharder import Resharder, reshard
-    from shard_reshard.simulate import simulate
+    from shard_reshard.sharded_tensors import reshard_sharded_tensor
+    from shard_reshard.simulation import simulate
     from shard_reshard.state_dict_plan import Part, StateDictPlan
     from shard_reshard.state_dicts import MovedStateDict, Progress, reshard_state_dict, state_version
 
@@ -41,11 +42,12 @@ _HOME = {
     "BoundLayout": "shard_reshard.bound",
     "MeshBound": "shard_reshard.bound",
     "BoxBound": "shard_reshard.bound",
-    "simulate": "shard_reshard.simulate",
+    "simulate": "shard_reshard.simulation",
     "reshard": "shard_reshard.resharder",
     "Resharder": "shard_reshard.resharder",
     "ReshardWork": "shard_reshard.mover",
     "redistribute": "shard_reshard.dtensors",
+    "reshard_sharded_tensor": "shard_reshard.sharded_tensors",
     "reshard_state_dict": "shard_reshard.state_dicts",
     "state_version": "shard_reshard.state_dicts",
     "MovedStateDict": "shard_reshard.state_dicts",
@@ -75,6 +77,7 @@ __all__ = [
     "Resharder",
     "ReshardWork",
     "redistribute",
+    "reshard_sharded_tensor",
     "reshard_state_dict",
     "state_version",
     "MovedStateDict",

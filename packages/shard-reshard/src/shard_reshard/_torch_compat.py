@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
@@ -26,3 +27,37 @@ def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
     from torch.distributed._shard.sharded_tensor.shard import Shard
 
     return Shard(tensor, metadata)  # type: ignore[arg-type]  # torch's own metadata, by construction
+
+
+def declare_ordered_effect(operator: str) -> None:
+    """Keep the compiler from dropping or reordering calls of an operator of ours."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    try:
+        _register_effectful_op(operator, _EffectType.ORDERED)
+    except Exception:  # torch 2.11 takes the overload, not its name
+        namespace, name = operator.split("::")
+        overload = getattr(getattr(torch.ops, namespace), name).default
+        _register_effectful_op(overload, _EffectType.ORDERED)
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether ``value`` is torch's ShardedTensor."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    return isinstance(value, ShardedTensor)
+
+
+def sharded_tensor_parts(st: Any) -> tuple[Any, Any]:
+    """Metadata and process group of a ShardedTensor."""
+    return st.metadata(), st._process_group
+
+
+def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], group: Any, like: Any) -> Any:
+    """A ShardedTensor of local shards under torch's ``spec``, with the properties of ``like``; no communication."""
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+    metadata = spec.build_metadata(torch.Size(shape), like.metadata().tensor_properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=group, sharding_spec=spec
+    )

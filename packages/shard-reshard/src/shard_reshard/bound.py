@@ -69,6 +69,11 @@ class BoundLayout(ABC):
 
     @property
     @abstractmethod
+    def largest(self) -> int:
+        """Elements on the rank that has most."""
+
+    @property
+    @abstractmethod
     def reduce_ops(self) -> tuple[str, ...]:
         """The reductions still to be done, one for each partial axis of more than one rank."""
 
@@ -140,6 +145,16 @@ class MeshBound(BoundLayout):
         return len(self._offsets_along("R"))
 
     @cached_property
+    def largest(self) -> int:
+        size = 1
+        for table in self._tables:
+            lengths: dict[int, int] = {}
+            for start, stop, _, flat in table.segments:
+                lengths[flat] = lengths.get(flat, 0) + stop - start
+            size *= max(lengths.values(), default=0)
+        return size
+
+    @cached_property
     def reduce_ops(self) -> tuple[str, ...]:
         return tuple(str(term.arg) for _, size, term in self._axes if term.kind == "P" and size > 1)
 
@@ -169,15 +184,21 @@ class MeshBound(BoundLayout):
             return
         choices = [table.cross(low, high) for table, low, high in zip(self._tables, start, stop, strict=True)]
         ranks, addends, replicas = self.layout.mesh.ranks, self._offsets_along("P"), self._offsets_along("R")
+        found = self._holders
         for combo in product(*choices):
-            flat = sum(segment[3] for segment in combo)
-            yield Cell(
-                tuple(segment[0] for segment in combo),
-                tuple(segment[1] for segment in combo),
-                tuple(segment[2] for segment in combo),
-                tuple(tuple(ranks[flat + addend + replica] for replica in replicas) for addend in addends),
-                None,
-            )
+            starts, stops, local_starts, flats = zip(*combo, strict=True) if combo else ((), (), (), ())
+            flat = sum(flats)
+            holders = found.get(flat)
+            if holders is None:
+                holders = found[flat] = tuple(
+                    tuple([ranks[flat + addend + replica] for replica in replicas]) for addend in addends
+                )
+            yield Cell(starts, stops, local_starts, holders, None)
+
+    @cached_property
+    def _holders(self) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """For positions in the list of ranks that were asked for: the ranks that hold the same."""
+        return {}
 
     def to_json(self) -> dict[str, Any]:
         mesh = self.layout.mesh
@@ -314,6 +335,10 @@ class BoxBound(BoundLayout):
     def max_replicas(self) -> int:
         return max((len(cell.holders[0]) for cell in self._sorted[1]), default=1)
 
+    @cached_property
+    def largest(self) -> int:
+        return max((sum(box.numel for box in found) for found in self.boxes.values()), default=0)
+
     @property
     def reduce_ops(self) -> tuple[str, ...]:
         return ()
@@ -412,6 +437,10 @@ class WindowBound(BoundLayout):
     @property
     def max_replicas(self) -> int:
         return self.base.max_replicas
+
+    @property
+    def largest(self) -> int:
+        return min(prod(self.shape), self.base.largest)
 
     @property
     def reduce_ops(self) -> tuple[str, ...]:

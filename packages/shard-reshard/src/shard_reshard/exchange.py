@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from shard_reshard._torch_compat import foreach_copy_
-from shard_reshard.bound import Index
 from shard_reshard.dtypes import torch_dtype
-from shard_reshard.packing import Region, Run, Side, StepMemory, lay_out_step
+from shard_reshard.packing import Region, Run, Side, StepMemory, dense_strides, lay_out_step
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.program import Program, Step, accumulates_apart, reduction_dtype
 
@@ -172,7 +170,7 @@ class Exchange:
                 if dtype not in typed:
                     typed[dtype] = buffer.view(dtype)
                 sizes = entry.region.sizes
-                found.append(typed[dtype].as_strided(sizes, _dense(sizes), entry.byte_offset // dtype.itemsize))
+                found.append(typed[dtype].as_strided(sizes, dense_strides(sizes), entry.byte_offset // dtype.itemsize))
             if self._kept is not None:
                 self._views[key] = found
         return found
@@ -365,10 +363,6 @@ def _plan_numbers(base: Sequence[int]) -> list[int]:
 
 def _carrier(plan: ReshardPlan) -> torch.dtype:
     return _CARRIERS[plan.itemsize]
-
-
-def _dense(sizes: Index) -> Index:
-    return tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
 
 
 def _bytes_of(tensor: torch.Tensor, run: Run) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from shard_spec.specs import RemoteDevice, ShardingSpec, ShardMetadata, as_spec
 
 from shard_reshard import _torch_compat
+from shard_reshard.local_tensors import Shards, as_list
 from shard_reshard.members import members_of
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.resharder import reshard
-from shard_reshard.simulate import Shards, as_list
 
 
 @dataclass

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.agreement import agree, check_mode
 from shard_reshard.exchange import Collective, Exchange
+from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import Members, data_device
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.program import build_program
-from shard_reshard.simulate import local_problems
 
 
 class Mover:
@@ -195,12 +195,13 @@ class _NamedWork:
 def _writable_problems(rank: int, outs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Problem]:
     """Why destination tensors cannot be written to."""
     problems = []
-    held = {tensor.untyped_storage().data_ptr() for tensor in sources if tensor.numel()} - {0}
+    fake = is_fake((*outs, *sources))
+    held = set() if fake else {tensor.untyped_storage().data_ptr() for tensor in sources if tensor.numel()}
     for tensor in outs:
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
             problems.append(Problem("out-overlaps", f"rank {rank}, out", found=f"strides {tensor.stride()}", hint=hint))
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in held:
+        if held and tensor.numel() and tensor.untyped_storage().data_ptr() in held:
             hint = "the source is still read while out is written; pass other memory"
             problems.append(Problem("out-is-source", f"rank {rank}, out", found="memory of the source", hint=hint))
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():

@@ -6,12 +6,13 @@ Pure: works on shapes, strides and numbers. `Exchange` turns the answer into ten
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
 from shard_reshard.bound import Index
 from shard_reshard.plan import ReshardPlan
-from shard_reshard.program import Segment, Step
+from shard_reshard.program import Program, Segment, Step
 
 
 class Region(NamedTuple):
@@ -103,6 +104,23 @@ def lay_out_step(
     together = StepMemory(_in_place(sends_with, may_send), _in_place(receives_with, may_receive), ())
     # Both move the own bytes once; what differs is how many bytes are copied to and from buffers.
     return together if _copied(together) < _copied(apart) else apart
+
+
+def buffer_bytes(program: Program) -> int:
+    """The most bytes of buffers and accumulators that are alive at one time, local tensors being contiguous."""
+    src = [dense_strides(shape) for shape in program.src_shapes]
+    dst = [dense_strides(shape) for shape in program.dst_shapes]
+    sizes = []
+    for step in program.steps:
+        memory = lay_out_step(step, program.plans, program.rank, dst if step.relayed else src, dst)
+        sizes.append(_copied(memory))
+    pairs = max((a + b for a, b in pairwise(sizes)), default=0) if program.overlaps else 0
+    return max([*sizes, pairs], default=0) + program.accumulator_bytes
+
+
+def dense_strides(sizes: Index) -> Index:
+    """Strides of a contiguous tensor."""
+    return tuple(prod(sizes[at + 1 :]) for at in range(len(sizes)))
 
 
 def _region(tensor: int, start: Index, sizes: Index, strides: Sequence[Index]) -> Region:

@@ -154,7 +154,7 @@ class ReshardPlan:
             return False
         if self.src.num_addends > 1 and self.dtype != self.out_dtype:
             return False  # what is passed on would be rounded to the dtype on the wire, replicas would differ
-        direct, relayed = _busiest(self, relay=False), _busiest(self, relay=True)
+        direct, relayed = _busiest(self)
         return relayed + SMALLEST_PART_BYTES <= direct
 
     def fill(self, rank: int) -> int | None:
@@ -210,6 +210,8 @@ class ReshardPlan:
                 )
                 for p in self.src.pieces(rank)
             ], []
+        if self.src.max_replicas == self.dst.max_replicas == self.src.num_addends == self.dst.num_addends == 1:
+            return self._plain_copies_of(rank)
         arriving: list[Copy] = []
         leaving: list[Copy] = []
         for piece in self.dst.pieces(rank):
@@ -217,22 +219,48 @@ class ReshardPlan:
                 receivers = self._receivers(whole)
                 if rank in receivers:
                     for src in self.src.cross(piece.start, piece.stop):
-                        for copy in self._between(src, cut_cell(whole, src.start, src.stop), receivers, relay):
+                        dst = cut_cell(whole, src.start, src.stop)
+                        for copy in self._between(src, dst, receivers, relay, rank):
                             if copy.dst_rank == rank:
                                 arriving.append(copy)
-                            elif copy.src_rank == rank and copy.stage == 1:
+                            elif copy.stage == 1:
                                 leaving.append(copy)
         for piece in self.src.pieces(rank):
             for whole in self.src.cross(piece.start, piece.stop):
                 for dst in self.dst.cross(piece.start, piece.stop):
-                    for copy in self._between(cut_cell(whole, dst.start, dst.stop), dst, self._receivers(dst), relay):
+                    src = cut_cell(whole, dst.start, dst.stop)
+                    for copy in self._between(src, dst, self._receivers(dst), relay, rank):
                         if copy.src_rank == rank and copy.dst_rank != rank and copy.stage == 0:
                             leaving.append(copy)
         return arriving, leaving
 
-    def _between(self, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool) -> Iterator[Copy]:
-        """The copies of the common box of two cells, given cut to it."""
-        for move in moves(src, dst, receivers, self.itemsize, relay):
+    def _plain_copies_of(self, rank: int) -> tuple[list[Copy], list[Copy]]:
+        """The same where every cell has one holder and one receiver."""
+        arriving: list[Copy] = []
+        leaving: list[Copy] = []
+        for start, stop, tensor, local_start in self.dst.pieces(rank):
+            for cell in self.src.cross(start, stop):
+                sender = cell.holders[0][0]
+                own = tuple([a + b - c for a, b, c in zip(local_start, cell.start, start, strict=True)])
+                sizes = tuple([b - a for a, b in zip(cell.start, cell.stop, strict=True)])
+                arriving.append(
+                    Copy(0, 0, cell.start, sizes, sender, rank, cell.tensor_of(sender), cell.local_start, tensor, own)
+                )
+        for start, stop, tensor, local_start in self.src.pieces(rank):
+            for cell in self.dst.cross(start, stop):
+                receiver = cell.holders[0][0]
+                if receiver != rank:
+                    own = tuple([a + b - c for a, b, c in zip(local_start, cell.start, start, strict=True)])
+                    sizes = tuple([b - a for a, b in zip(cell.start, cell.stop, strict=True)])
+                    there = cell.tensor_of(receiver)
+                    leaving.append(Copy(0, 0, cell.start, sizes, rank, receiver, tensor, own, there, cell.local_start))
+        return arriving, leaving
+
+    def _between(
+        self, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool, me: int | None = None
+    ) -> Iterator[Copy]:
+        """The copies of the common box of two cells, given cut to it; with ``me`` those from and to one rank."""
+        for move in moves(src, dst, receivers, self.itemsize, relay, me):
             yield make_copy(move, src, dst)
 
     def _receivers(self, cell: Cell) -> tuple[int, ...]:
@@ -342,10 +370,11 @@ class ReshardPlan:
         return elements * self.itemsize
 
     def workspace_bytes(self, rank: int) -> int:
-        """The most temporary buffer bytes that ``rank`` needs at one time where nothing can be sent in place."""
+        """The most temporary buffer bytes that ``rank`` needs at one time, its tensors being contiguous."""
+        from shard_reshard.packing import buffer_bytes
         from shard_reshard.program import build_program
 
-        return build_program((self,), rank, self.world_size).workspace_bytes
+        return buffer_bytes(build_program((self,), rank, self.world_size))
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes that ``rank`` needs beside its source tensors: the result and all temporary buffers."""
@@ -452,13 +481,18 @@ def _fewest_sends(holders: tuple[tuple[int, ...], ...], receivers: set[int]) -> 
     return len(holders) + len(receivers) - (2 if meets else 1)
 
 
-def _busiest(plan: ReshardPlan, relay: bool) -> int:
-    """Most bytes that one rank sends or receives, stages added up."""
-    sent, received = [0] * plan.world_size, [0] * plan.world_size
-    for src, dst in plan._crossings():
-        for move in moves(src, dst, plan._receivers(dst), plan.itemsize, relay):
-            if move.src_rank != move.dst_rank:
-                size = prod(move.sizes)
-                sent[move.src_rank] += size
-                received[move.dst_rank] += size
-    return max(max(sent, default=0), max(received, default=0)) * plan.itemsize
+def _busiest(plan: ReshardPlan) -> tuple[int, int]:
+    """About how many bytes the busiest rank sends or receives: directly, and with a relay among the replicas.
+
+    Directly a holder sends what it has to every replica (its share, where several hold it), and a replica receives
+    every addend. With a relay a holder sends what it has once, and a replica passes on and receives its own tensor.
+    """
+    replicas, holders, addends = plan.dst.max_replicas, plan.src.max_replicas, plan.src.num_addends
+    has, gets = plan.src.largest * plan.itemsize, plan.dst.largest * plan.itemsize
+    if addends > 1:
+        direct = max(has * (replicas - 1), gets * (addends - 1))
+        relayed = max(has, gets * addends // replicas) * (replicas - 1) // replicas + gets * (replicas - 1) // replicas
+        return direct, relayed
+    if plan.src.rank_set >= plan.dst.rank_set and holders >= replicas:
+        return 0, 0  # mostly own copies
+    return has * replicas // holders, has // holders + gets

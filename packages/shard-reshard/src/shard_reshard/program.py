@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -88,14 +87,6 @@ class Program:
     src_base: tuple[int, ...]
     dst_base: tuple[int, ...]
     steps: tuple[Step, ...]
-
-    @cached_property
-    def workspace_bytes(self) -> int:
-        """The most bytes of buffers that are alive at one time; bounded programs have two steps under way."""
-        # What is received may land in the result only where it is contiguous; this counts as if nothing were.
-        sizes = [step.send_bytes + step.receive_bytes for step in self.steps]
-        pairs = max((a + b for a, b in pairwise(sizes)), default=0) if self.overlaps else 0
-        return max([*sizes, pairs], default=0) + self.accumulator_bytes
 
     @property
     def overlaps(self) -> bool:

@@ -11,14 +11,15 @@ import torch.distributed as dist
 
 from shard_reshard.agreement import agree
 from shard_reshard.bind import LayoutLike, bind
+from shard_reshard.compiled import exchange, operator_key
 from shard_reshard.differentiable import differentiable_start, gradient_problems
 from shard_reshard.dtypes import ITEMSIZES, dtype_name
+from shard_reshard.local_tensors import Shards, as_list, as_result
 from shard_reshard.members import Members, members_of, message_device
 from shard_reshard.mover import Mover, ReshardWork
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.planner import bind_both, cached_plan
 from shard_reshard.problems import PlanError, Problem
-from shard_reshard.simulate import Shards, as_list, as_result
 
 
 def reshard(
@@ -57,6 +58,11 @@ def reshard(
         PlanError: On every rank alike, before any data moves.
         RuntimeError: When the collective fails.
     """
+    if torch.compiler.is_compiling():
+        first = as_list(tensor)[0]
+        size = None if shape is None else tuple(shape)
+        operator = _operator_for(first.dtype, src, dst, size, group, dtype, max_workspace_bytes, check)
+        return _compiled_move(operator, tensor, out, async_op)
     members = members_of(group)
     tensor, src, shape = _unwrapped(tensor, src, shape)
     try:
@@ -87,9 +93,12 @@ class Resharder:
     ) -> None:
         self.plan = plan
         self._mover = Mover((plan,), members_of(group), keep_workspace, check)
+        self._operator = operator_key(self._mover)
 
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
-        """Move ``tensor``; arguments and result as in `reshard`."""
+        """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
+        if torch.compiler.is_compiling():
+            return _compiled_move(self._operator, tensor, out, async_op)
         return _move(self._mover, tensor, out, async_op)
 
 
@@ -117,6 +126,44 @@ def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     if async_op:
         return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
     return result
+
+
+def _compiled_move(operator: tuple[str, int, str], tensor: Shards, out: Shards, async_op: bool) -> Any:
+    """One call while torch.compile traces: an operator with effects, and nothing that the tracer cannot follow."""
+    key, num_outs, device = operator
+    if async_op:
+        raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
+    given = as_list(tensor) or [torch.empty(0, device=device)]
+    outs = exchange(given, key, False)
+    if out is not None:
+        for target, value in zip(as_list(out), outs, strict=True):
+            target.copy_(value)
+        return out
+    if num_outs == 1:
+        return outs[0]
+    return outs if num_outs else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def _operator_for(
+    tensor_dtype: torch.dtype,
+    src: LayoutLike,
+    dst: LayoutLike,
+    shape: tuple[int, ...] | None,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
+    max_workspace_bytes: int | None,
+    check: str,
+) -> tuple[str, int, str]:
+    """The operator of a call, worked out while it is compiled."""
+    members = members_of(group)
+    plan = cached_plan(
+        *bind_both(shape, src, dst, members.to_group),
+        dtype_name(tensor_dtype),
+        None if dtype is None else dtype_name(dtype),
+        max_workspace_bytes,
+    )
+    return operator_key(Mover((plan,), members, False, check))
 
 
 # ---- from arguments to movers ---------------------------------------------------------------------------------

@@ -336,7 +336,7 @@ def _move(source: str, known: Known, part: Part, target: tuple[BoundLayout, str]
         src = _window(src, part.dim, part.source_start, window)
         layout = _window(layout, part.dim, part.start, window)
     itemsize = max(ITEMSIZES[known.dtype], ITEMSIZES[dtype])
-    limit = bucket_bytes if (_largest(src) + _largest(layout)) * itemsize > bucket_bytes else None
+    limit = bucket_bytes if (src.largest + layout.largest) * itemsize > bucket_bytes else None
     return TensorMove(source, part.name, make_plan(src, layout, known.dtype, dtype, limit))
 
 
@@ -352,7 +352,7 @@ def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int,
     room = 0
     for at, move in enumerate(moves):
         plan = move.plan
-        size = (_largest(plan.src) + _largest(plan.dst)) * plan.itemsize
+        size = (plan.src.largest + plan.dst.largest) * plan.itemsize
         if plan.max_workspace_bytes is not None:
             buckets.append([at])
             room = 0
@@ -363,11 +363,3 @@ def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int,
         buckets[-1].append(at)
         room -= size
     return tuple(map(tuple, buckets))
-
-
-def _largest(layout: BoundLayout) -> int:
-    """Elements on the rank that has most; the first rank of a mesh has at least as many as any other."""
-    if isinstance(layout, WindowBound):
-        return min(prod(layout.shape), _largest(layout.base))
-    ranks = layout.ranks[:1] if hasattr(layout, "layout") else layout.ranks
-    return max((sum(map(prod, layout.local_shapes(rank))) for rank in ranks), default=0)

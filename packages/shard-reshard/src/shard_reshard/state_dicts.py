@@ -363,7 +363,7 @@ def _named_problems(
     mover: Mover, given: list[list[torch.Tensor]], outs: list[list[torch.Tensor]], names: list[str]
 ) -> Iterator[tuple[Problem, str]]:
     """The problems of a bucket's tensors, each with its tensor's name."""
-    from shard_reshard.simulate import local_problems
+    from shard_reshard.local_tensors import local_problems
 
     rank = mover.members.rank
     for plan, sources, targets, name in zip(mover.plans, given, outs, names, strict=True):

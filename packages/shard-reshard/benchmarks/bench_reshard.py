@@ -1,0 +1,390 @@
+"""Every row of the design's target table, interleaved with its peers in one run on four gloo ranks.
+
+    python packages/shard-reshard/benchmarks/bench_reshard.py [--json FILE] [--repeats 7]
+
+Times are medians over pairs: each repeat times our call and its peers one after the other, so that a busy machine slows
+all of them alike. Peers: a raw `all_to_all_single` of the same bytes, `DTensor.redistribute`, `ShardedTensor.reshard`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANKS = 4
+SIDE = 4096  # 64 MiB in float32
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run on four ranks, print measured against target, write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args(argv)
+    rows = _planning_rows()
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.SimpleQueue()
+        workers = [
+            context.Process(target=_rank, args=(rank, folder, arguments.repeats, results)) for rank in range(RANKS)
+        ]
+        for worker in workers:
+            worker.start()
+        rows = results.get() + rows
+        for worker in workers:
+            worker.join()
+    width = max(len(row["what"]) for row in rows)
+    for row in rows:
+        print(f"{row['what']:<{width}}  measured {row['measured']}  target {row['target']}  peer {row['peer']}")
+    if arguments.json:
+        command = "python packages/shard-reshard/benchmarks/bench_reshard.py"
+        data = {"title": "shard-reshard: one all-to-all against its peers", "command": command, "rows": rows}
+        Path(arguments.json).write_text(json.dumps(data, indent=1))
+
+
+def _row(what: str, target: str, measured: str, peer: str) -> dict[str, str]:
+    return {"what": what, "target": target, "measured": measured, "peer": peer}
+
+
+def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]  # public, though not declared so
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    rows = []
+    for section in (_one_tensor, _wire_bytes, _peak_memory, _many_tensors, _small_tensor, _two_axes):
+        rows += section(rank, repeats)
+        dist.barrier()
+    if rank == 0:
+        results.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call on the slowest rank, one list for each; the calls of a repeat follow each other."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            call()
+            spent = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            times[name].append(float(spent))
+    return times
+
+
+def _ratio(times: dict[str, list[float]], over: str, under: str) -> float:
+    return statistics.median(a / b for a, b in zip(times[over], times[under], strict=True))
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.1f} ms"
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------
+
+
+def _one_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    from shard_reshard import Resharder, plan_reshard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    rows = []
+    for src, dst in ((0, 1), (1, 0)):
+        plan = plan_reshard((SIDE, SIDE), torch.float32, f"4: S({src})", f"4: S({dst})")
+        local = torch.randn(plan.src.local_shapes(rank)[0])
+        out = torch.empty(plan.dst.local_shapes(rank)[0])
+        resharder = Resharder(plan)
+        dtensor = DTensor.from_local(local, mesh, (Shard(src),), run_check=False)
+        sharded = _sharded_tensor(local, src, list(range(RANKS)))
+        flat, flat_out = torch.randn(local.numel()), torch.empty(local.numel())
+        calls = {
+            "ours": lambda r=resharder, t=local, o=out: r(t, out=o),
+            "raw": lambda a=flat, b=flat_out: dist.all_to_all_single(b, a),
+            "dtensor": lambda t=dtensor, d=dst: t.redistribute(placements=(Shard(d),)),
+            "sharded": lambda t=sharded, s=src, d=dst: _reshard_sharded(t, s, d, list(range(RANKS))),
+        }
+        times = _interleaved(calls, repeats)
+        what = f"64 MiB Shard({src}) -> Shard({dst}), kept workspace"
+        rows.append(
+            _row(f"{what}, against a raw all_to_all_single", "<= 1.35x", f"{_ratio(times, 'ours', 'raw'):.2f}x",
+                 f"raw {_ms(times['raw'])}, ours {_ms(times['ours'])}")
+        )  # fmt: skip
+        for peer, target in (("dtensor", ">= 9x"), ("sharded", ">= 1.5x")):
+            ratio = _ratio(times, peer, "ours")
+            rows.append(_row(f"{what}, faster than {peer}", target, f"{ratio:.1f}x", f"{peer} {_ms(times[peer])}"))
+    rows.append(_permuted(rank, repeats))
+    return rows
+
+
+def _permuted(rank: int, repeats: int) -> dict[str, str]:
+    """ShardedTensor with placements in another order; an involution, the only kind that torch's survives."""
+    from shard_spec.specs import ChunkShardingSpec
+
+    from shard_reshard import Resharder, plan_reshard
+
+    order = [1, 0, 3, 2]
+    specs = [ChunkShardingSpec(dim, [f"rank:{r}/cpu" for r in ranks]) for dim, ranks in ((0, order), (1, range(4)))]
+    plan = plan_reshard((SIDE, SIDE), torch.float32, *specs)
+    local = torch.randn(plan.src.local_shapes(rank)[0])
+    out = torch.empty(plan.dst.local_shapes(rank)[0])
+    resharder, sharded = Resharder(plan), _sharded_tensor(local, 0, order)
+    calls = {
+        "ours": lambda: resharder(local, out=out),
+        "sharded": lambda: _reshard_sharded(sharded, 0, 1, list(range(RANKS)), order),
+    }
+    times = _interleaved(calls, repeats)
+    ratio = _ratio(times, "sharded", "ours")
+    return _row("64 MiB permuted placements, faster than sharded", ">= 2.2x", f"{ratio:.1f}x", _ms(times["sharded"]))
+
+
+def _sharded_tensor(local: torch.Tensor, dim: int, order: list[int]) -> Any:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.reshard import build_reshard_metadata
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    size = list(local.shape)
+    size[dim] *= RANKS
+    metadata, _ = build_reshard_metadata(torch.Size(size), _torch_spec(dim, order), RANKS)
+    shard = Shard(local, metadata[dist.get_rank()])
+    return ShardedTensor._init_from_local_shards([shard], torch.Size(size))
+
+
+def _torch_spec(dim: int, order: list[int]) -> Any:
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in order])
+
+
+def _reshard_sharded(st: Any, src: int, dst: int, order: list[int], src_order: list[int] | None = None) -> Any:
+    """What ShardedTensor.reshard does, without changing the tensor, so that it can be timed again."""
+    from torch.distributed._shard.sharded_tensor.reshard import reshard_local_shard
+
+    before = _torch_spec(src, src_order or order)
+    return reshard_local_shard(st.local_tensor(), st.size(), before, _torch_spec(dst, order), dist.group.WORLD)
+
+
+def _wire_bytes(rank: int, repeats: int) -> list[dict[str, str]]:
+    from shard_reshard import plan_reshard
+
+    worst, count = 0.0, 0
+    layouts = ["4: S(0)", "4: S(1)", "2x2: S(0), S(1)", "2x2: S(1), S(0)", "4: I(0,2)", "2: S(0) on ranks 2..3", "rank 1"]
+    for src in layouts:
+        for dst in layouts:
+            plan = plan_reshard((512, 96), torch.bfloat16, src, dst)
+            if plan.lower_bound:
+                worst = max(worst, plan.wire_bytes / plan.lower_bound)
+                count += 1
+    return [_row(f"bytes on the wire / lower bound, {count} pairs (recorded in tests/test_exchange.py)", "1.00 exactly",
+                 f"{worst:.2f}", "DTensor 4.0 for Shard(0) -> Shard(1)")]  # fmt: skip
+
+
+def _peak_memory(rank: int, repeats: int) -> list[dict[str, str]]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    from shard_reshard import Resharder, plan_reshard, reshard
+
+    plan = plan_reshard((SIDE, SIDE), torch.float32, "4: S(0)", "4: S(1)")
+    local = torch.randn(plan.src.local_shapes(rank)[0])
+    out = torch.empty(plan.dst.local_shapes(rank)[0])
+    shard = local.numel() * 4
+    resharder = Resharder(plan)
+    resharder(local, out=out)
+    dtensor = DTensor.from_local(local, init_device_mesh("cpu", (RANKS,)), (Shard(0),), run_check=False)
+    bounded = Resharder(plan_reshard((SIDE, SIDE), torch.float32, "4: S(0)", "4: S(1)", max_workspace_bytes=shard // 4),
+                        keep_workspace=False)  # fmt: skip
+    found = {
+        "fresh": _peak(lambda: reshard(local, "4: S(0)", "4: S(1)", shape=(SIDE, SIDE))) / shard,
+        "kept": _peak(lambda: resharder(local, out=out)) / shard,
+        "bounded": _peak(lambda: bounded(local)) / shard,
+        "dtensor": _peak(lambda: dtensor.redistribute(placements=(Shard(1),))) / shard,
+    }
+    peer = f"DTensor {found['dtensor']:.1f} shards"
+    return [
+        _row("peak extra memory, fresh, output included", "<= 2.0 shards", f"{found['fresh']:.2f}", peer),
+        _row("peak extra memory, out= and kept workspace", "0", f"{found['kept']:.2f}", peer),
+        _row("peak extra memory, w = 1/4 shard", "<= 1.5 shards", f"{found['bounded']:.2f}", peer),
+    ]
+
+
+def _peak(call: Callable[[], Any]) -> int:
+    """Most bytes of tensors that were alive at one time during a call, beyond those before it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+        result = call()
+    del result
+    alive = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    return peak
+
+
+def _many_tensors(rank: int, repeats: int) -> list[dict[str, str]]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    from shard_reshard import reshard_state_dict
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    count, side = 100, 128  # 64 KB each
+    state = {
+        f"layer{at}": DTensor.from_local(torch.randn(side // RANKS, side), mesh, (Shard(0),), run_check=False)
+        for at in range(count)
+    }
+    layout = (mesh, (Shard(1),))
+    flat = torch.randn(count * side * side // RANKS)
+    flat_out = torch.empty_like(flat)
+    sharded = [_sharded_tensor(torch.randn(side // RANKS, side), 0, list(range(RANKS))) for _ in range(count)]
+    fused = _fused(state, rank)
+    calls = {
+        "fused": fused,
+        "state": lambda: reshard_state_dict(state, layout),
+        "raw": lambda: dist.all_to_all_single(flat_out, flat),
+        "dtensor": lambda: [t.redistribute(placements=(Shard(1),)) for t in state.values()],
+        "sharded": lambda: [_reshard_sharded(t, 0, 1, list(range(RANKS))) for t in sharded],
+    }
+    times = _interleaved(calls, repeats)
+    raw = f"raw {_ms(times['raw'])}, fused {_ms(times['fused'])}, reshard_state_dict {_ms(times['state'])}"
+    rows = [_row("100 tensors of 64 KB, one plan kept, against raw", "<= 2.2x", f"{_ratio(times, 'fused', 'raw'):.1f}x", raw)]
+    for peer in ("dtensor", "sharded"):
+        ratio = _ratio(times, peer, "fused")
+        rows.append(_row(f"100 tensors of 64 KB, faster than {peer} in a loop", ">= 40x", f"{ratio:.0f}x", _ms(times[peer])))
+    return rows
+
+
+def _fused(state: dict[str, Any], rank: int) -> Callable[[], Any]:
+    from shard_reshard import StateDictResharder
+
+    resharder = StateDictResharder(state, {name: (t.device_mesh, _columns()) for name, t in state.items()})
+    return lambda: resharder(state)
+
+
+def _columns() -> tuple[Any, ...]:
+    from torch.distributed.tensor import Shard
+
+    return (Shard(1),)
+
+
+def _small_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    from shard_reshard import Resharder, plan_reshard
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    local = torch.randn(16, 64)
+    resharder = Resharder(plan_reshard((64, 64), torch.float32, "4: S(0)", "4: S(1)"))
+    dtensor = DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
+    flat, flat_out = torch.randn(1024), torch.empty(1024)
+    calls = {
+        "ours": lambda: [resharder(local) for _ in range(50)],
+        "raw": lambda: [dist.all_to_all_single(flat_out, flat) for _ in range(50)],
+        "dtensor": lambda: [dtensor.redistribute(placements=(Shard(1),)) for _ in range(50)],
+    }
+    times = _interleaved(calls, repeats)
+    host = _host_time(resharder, local)
+    per_call = {name: 1e6 * statistics.median(found) / 50 for name, found in times.items()}
+    peer = f"whole call: ours {per_call['ours']:.0f} us, raw {per_call['raw']:.0f} us, DTensor {per_call['dtensor']:.0f} us"
+    return [_row("16 KB tensor, cached plan: host time beside the collective", "<= 60 us", f"{host:.0f} us", peer)]
+
+
+def _host_time(resharder: Any, local: torch.Tensor) -> float:
+    """Microseconds of a call whose collective does nothing."""
+    mover = resharder._mover
+    collective, mover._collective = mover._collective, lambda number: lambda *given: None
+    best = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(50):
+            resharder(local)
+        best.append((time.perf_counter() - begin) / 50)
+    mover._collective = collective
+    return 1e6 * min(best)
+
+
+def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    from shard_reshard import Resharder, plan_reshard
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.randn(SIDE // 2, SIDE // 2)
+    plan = plan_reshard((SIDE, SIDE), torch.float32, "2x2: S(0), S(1)", "2x2: S(1), S(0)")
+    resharder = Resharder(plan)
+    dtensor = DTensor.from_local(local, mesh, (Shard(0), Shard(1)), run_check=False)
+    calls = {
+        "ours": lambda: resharder(local),
+        "dtensor": lambda: dtensor.redistribute(placements=(Shard(1), Shard(0))),
+    }
+    times = _interleaved(calls, repeats)
+    measured = f"one, {plan.wire_bytes / plan.lower_bound:.2f} x the bound, {_ms(times['ours'])}"
+    peer = f"DTensor two or more, {_ms(times['dtensor'])}"
+    return [_row("[S0, S1] -> [S1, S0] on 2x2: collectives", "one collective, bytes = bound", measured, peer)]
+
+
+def _planning_rows() -> list[dict[str, str]]:
+    from shard_reshard.planner import cached_plan, plan_reshard
+
+    def own_part(src: str, dst: str) -> float:
+        best = 1e9
+        for _ in range(7):
+            cached_plan.cache_clear()
+            begin = time.perf_counter()
+            plan_reshard((8192, 8192), "bfloat16", src, dst).own_part(3)
+            best = min(best, time.perf_counter() - begin)
+        return 1e3 * best
+
+    rows = [
+        _row(f"plan: own part at 512 ranks, {src} -> {dst}", "<= 5 ms", f"{own_part(src, dst):.1f} ms", "no peer plans; floor 0")
+        for src, dst in (("512: S(0)", "512: S(1)"), ("512: S(0)", "64x8: R, S(1)"), ("2x256: R, S(0)", "512: S(1)"))
+    ]
+    shapes = {}
+    for layer in range(80):
+        for name, shape in _LLAMA.items():
+            shapes[f"layers.{layer}.{name}"] = shape
+    shapes |= {"embed": (128256, 8192), "head": (128256, 8192), "norm": (8192,)}
+    cached_plan.cache_clear()
+    spent = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        for name, shape in shapes.items():
+            dst = "8x8: R, R" if len(shape) == 1 else "8x8: R, S(1)" if name.endswith(("wo", "w2")) else "8x8: R, S(0)"
+            plan_reshard(shape, "bfloat16", "64: S(0)", dst).own_part(3)
+        spent.append(time.perf_counter() - begin)
+    rows.append(_row(f"plan: {len(shapes)} tensors FSDP-64 -> TP-8, cold", "<= 1 s", f"{spent[0]:.2f} s", "no peer plans; floor 0"))
+    rows.append(_row(f"plan: {len(shapes)} tensors FSDP-64 -> TP-8, cached", "<= 5 ms", f"{1e3 * spent[1]:.1f} ms", "no peer plans; floor 0"))
+    return rows
+
+
+_LLAMA = {
+    "wq": (8192, 8192),
+    "wk": (1024, 8192),
+    "wv": (1024, 8192),
+    "wo": (8192, 8192),
+    "w1": (28672, 8192),
+    "w2": (8192, 28672),
+    "w3": (28672, 8192),
+    "norm1": (8192,),
+    "norm2": (8192,),
+}
+
+
+if __name__ == "__main__":
+    main()

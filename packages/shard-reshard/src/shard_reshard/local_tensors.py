@@ -1,0 +1,51 @@
+"""The local tensors of a rank: one as itself, several as a list, and whether they are what a plan expects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shard_reshard.plan import ReshardPlan
+from shard_reshard.problems import Problem
+
+Shards = torch.Tensor | Sequence[torch.Tensor] | None
+
+
+def as_list(shards: Shards) -> list[torch.Tensor]:
+    """Local tensors as a list, however few there are."""
+    if shards is None:
+        return []
+    return [shards] if isinstance(shards, torch.Tensor) else list(shards)
+
+
+def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shards:
+    """One tensor as itself, none as None, several as a list."""
+    if len(shapes) == 1:
+        return tensors[0]
+    return list(tensors) if shapes else None
+
+
+def local_problems(plan: ReshardPlan, rank: int, tensors: Sequence[torch.Tensor], side: str = "src") -> list[Problem]:
+    """How the local tensors of ``rank`` differ from what the plan expects on ``side``."""
+    shapes = plan.local_shapes(rank, side)
+    dtype = plan.dtype if side == "src" else plan.out_dtype
+    where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
+    if len(shapes) != len(tensors):
+        found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
+        return [Problem("local-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
+    problems = []
+    for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
+        which = where if len(shapes) == 1 else f"{where} {number}"
+        if tuple(tensor.shape) != shape:
+            found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} says {shape}"
+            hint = "pass the local tensor, and the global shape with shape="
+            problems.append(Problem("local-shape", which, found=found, hint=hint))
+        if str(tensor.dtype) != f"torch.{dtype}":
+            found = f"{tensor.dtype}, the plan is for {dtype}"
+            hint = "plan for this dtype, or pass dtype= to cast on the way"
+            problems.append(Problem("local-dtype", which, found=found, hint=hint))
+        if tensor.layout != torch.strided:
+            found = f"a {tensor.layout} tensor"
+            problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))
+    return problems
