@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ranktest import Ranks
+from ranktest import _torch_compat as compat
 
 
 @pytest.mark.ranks(2)
@@ -21,7 +22,7 @@ def test_early_read_sees_poison(ranks: Ranks) -> None:
         tensors = [floats, ints, halves]
         works = [dist.all_reduce(tensor, async_op=True) for tensor in (floats, halves)]
         out = torch.zeros(6, dtype=torch.uint8, device=ranks.device)
-        works.append(dist.all_gather_single(out, out[:3].clone(), async_op=True))
+        works.append(compat.all_gather_single(out, out[:3].clone(), async_op=True))
         assert floats.isnan().all()  # the planted fault: reading before wait()
         assert halves.isnan().all()
         assert (out == 0xFF).all()
@@ -59,7 +60,7 @@ def test_synchronous_calls_deliver(ranks: Ranks) -> None:
 def test_input_reused_before_wait(ranks: Ranks) -> None:
     def program() -> None:
         x, out = torch.ones(4, device=ranks.device), torch.empty(8, device=ranks.device)
-        work = dist.all_gather_single(out, x, async_op=True)
+        work = compat.all_gather_single(out, x, async_op=True)
         x.zero_()  # the planted fault
         work.wait()
 
@@ -111,7 +112,7 @@ def test_in_place_gather_keeps_its_input(ranks: Ranks) -> None:
         out = torch.zeros(4, device=ranks.device)
         own = out[2 * ranks.rank : 2 * ranks.rank + 2]
         own.fill_(ranks.rank + 1)
-        work = dist.all_gather_single(out, own, async_op=True)
+        work = compat.all_gather_single(out, own, async_op=True)
         assert out.isnan().all()
         work.wait()
     assert out.tolist() == [1.0, 1.0, 2.0, 2.0]
@@ -119,11 +120,9 @@ def test_in_place_gather_keeps_its_input(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_functional_collectives_deliver_at_wait(ranks: Ranks) -> None:
-    import torch.distributed._functional_collectives as functional
-
     with ranks.delayed():
-        pending = functional.all_reduce(torch.ones(4, device=ranks.device), "sum", dist.group.WORLD)
-        inside = pending.elem if isinstance(pending, functional.AsyncCollectiveTensor) else pending
+        pending = compat.functional.all_reduce(torch.ones(4, device=ranks.device), "sum", dist.group.WORLD)
+        inside = pending.elem if isinstance(pending, compat.functional.AsyncCollectiveTensor) else pending
         assert inside.isnan().all()
         assert (pending + 1).tolist() == [3.0] * 4
 

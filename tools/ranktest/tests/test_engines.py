@@ -25,7 +25,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, int]]
         (folder / "test_faults.py").write_text(SAMPLE.read_text())
         (folder / "pytest.ini").write_text(INI)
         started[engine] = subprocess.Popen(
-            [*command, "-m", "pytest", "-v", "-p", "no:cacheprovider", "test_faults.py"],
+            [*command, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "ranktest.plugin", "test_faults.py"],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ranktest import FakeCudaError, fake_cuda, fake_mesh
+from ranktest import _torch_compat as compat
 
 FAULTS: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
@@ -64,7 +65,7 @@ def test_good_program_passes() -> None:
         assert torch.nn.Linear(4, 8, device=device)(x).device == device
         dist.all_reduce(x)
         out = torch.empty(16, 4, device=device)
-        dist.all_gather_single(out, x, async_op=True).wait()
+        compat.all_gather_single(out, x, async_op=True).wait()
         dist.all_to_all_single(x, x, [1] * 4, [1] * 4)
         mesh = fake_mesh((2, 2), ("dp", "tp"))
         sharded = DTensor.from_local(x, mesh["tp"], [Shard(0)], run_check=False)

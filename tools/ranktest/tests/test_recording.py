@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ranktest import Ranks
+from ranktest import _torch_compat as compat
 
 
 def ones(ranks: Ranks, *shape: int) -> torch.Tensor:
@@ -61,8 +62,8 @@ def test_what_is_sent_is_received(ranks: Ranks) -> None:
     """Summed over ranks, bytes sent are bytes received, op by op."""
     with ranks.record() as log:
         dist.all_reduce(ones(ranks, 6))
-        dist.all_gather_single(ones(ranks, 8), ones(ranks, 2))
-        dist.reduce_scatter_single(ones(ranks, 3), ones(ranks, 12))
+        compat.all_gather_single(ones(ranks, 8), ones(ranks, 2))
+        compat.reduce_scatter_single(ones(ranks, 3), ones(ranks, 12))
         dist.broadcast(ones(ranks, 5), src=2)
         dist.reduce(ones(ranks, 5), dst=2)
         splits = [1 + (ranks.rank + p) % 3 for p in range(4)]
@@ -110,15 +111,13 @@ def test_subgroups_are_named_by_their_ranks(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_functional_collectives(ranks: Ranks) -> None:
-    import torch.distributed._functional_collectives as functional
-
     group = dist.group.WORLD
     with ranks.record() as log:
-        mean = functional.all_reduce(ones(ranks, 4) * ranks.rank, "avg", group)
-        gathered = functional.all_gather_single(ones(ranks, 2), 0, group)
-        scattered = functional.reduce_scatter_single(ones(ranks, 4), "sum", 0, group)
-        both = functional.all_reduce_coalesced([ones(ranks, 2), ones(ranks, 3)], "sum", group)
-        swapped = functional.all_to_all_single(ones(ranks, 4), [2, 2], [2, 2], group)
+        mean = compat.functional.all_reduce(ones(ranks, 4) * ranks.rank, "avg", group)
+        gathered = compat.functional_all_gather_single(ones(ranks, 2), 0, group)
+        scattered = compat.functional_reduce_scatter_single(ones(ranks, 4), "sum", 0, group)
+        both = compat.functional.all_reduce_coalesced([ones(ranks, 2), ones(ranks, 3)], "sum", group)
+        swapped = compat.functional.all_to_all_single(ones(ranks, 4), [2, 2], [2, 2], group)
     assert mean.tolist() == [0.5] * 4
     assert gathered.tolist() == [1.0] * 4
     assert scattered.tolist() == [2.0] * 2

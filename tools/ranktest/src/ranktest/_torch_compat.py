@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, TCPStore, Work
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -110,7 +111,22 @@ def real_tensors() -> Any:
     return _disable_current_modes()
 
 
+def _renamed(module: Any, new: str, old: str) -> Any:
+    """A function by its name in 2.13, where the older name warns, else by the older."""
+    return getattr(module, new) if hasattr(module, new) else getattr(module, old)
+
+
+all_gather_single = _renamed(torch.distributed, "all_gather_single", "all_gather_into_tensor")
+reduce_scatter_single = _renamed(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")
+functional_all_gather_single = _renamed(functional, "all_gather_single", "all_gather_tensor")
+functional_reduce_scatter_single = _renamed(functional, "reduce_scatter_single", "reduce_scatter_tensor")
+
 __all__ = [
+    "all_gather_single",
+    "reduce_scatter_single",
+    "functional",
+    "functional_all_gather_single",
+    "functional_reduce_scatter_single",
     "NAMESPACE",
     "ProcessGroup",
     "Work",

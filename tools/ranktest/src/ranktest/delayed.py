@@ -115,6 +115,8 @@ class Transfer:
         """Copy the results to where the caller expects them."""
         for tensor, copy in self.writes:
             tensor.data.copy_(copy)
+            if copy.is_cuda:
+                copy.record_stream(torch.cuda.current_stream(copy.device))  # made on the stream of the issuer
         self.reads, self.writes, self.versions, self.copies, self.arguments = [], [], [], {}, {}
 
 

@@ -142,7 +142,10 @@ def _room(config: pytest.Config) -> int | None:
     if _placement(config).device == "cuda":
         import torch
 
-        return torch.cuda.device_count() * int(config.getoption("ranks_per_gpu"))
+        num_gpus = torch.cuda.device_count()
+        if not num_gpus:
+            raise pytest.UsageError("--ranks-device cuda: this machine has no GPU that torch can use")
+        return num_gpus * int(config.getoption("ranks_per_gpu"))
     return None
 
 
