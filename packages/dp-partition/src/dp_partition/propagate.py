@@ -248,7 +248,8 @@ class _Walk:
             root = root_of(source)
             if root.op == "placeholder" and wanted != self.states[source]:
                 return False
-            if root is not source and wanted != self.states[source]:
+            reduced = isinstance(self.states[source], Partial)  # into memory of its own; `insert` checks later uses
+            if root is not source and wanted != self.states[source] and not reduced:
                 return False
         return all(candidate.inputs.get(n, R) == R for n in self.param_gathers if n not in mutated_inputs(node))
 

@@ -145,7 +145,7 @@ def foreach(call: Call) -> Iterator[Candidate]:
         best = cheapest(call, (_only(call, way, operands) for way in ways))
         if best is None:
             return
-        inputs.update(best.inputs)
+        inputs.update({node: best.inputs[node] for node in operands})
         outputs.append(best.output)
     yield Candidate(inputs, tuple(outputs) if isinstance(call.node.meta.get("val"), tuple | list) else None)
 
