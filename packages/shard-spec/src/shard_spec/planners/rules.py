@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -26,22 +27,47 @@ def rules_of(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, s
         groups.setdefault(pattern_of(name), []).append(name)
     rules: dict[str, str] = {}
     for pattern, members in groups.items():
-        said = {texts.get(name) for name in members}
-        if said == {None}:
-            continue
-        if len(said) == 1 and len(members) > 1:
-            rules[pattern] = texts[members[0]]
-            continue
-        # The most frequent text becomes the pattern if every member has one; an exact name beats it.
-        counted = sorted(
-            {text for text in said if text is not None}, key=lambda text: (-_count(texts, members, text), text)
-        )
-        if None not in said and len(members) > 3:
-            rules[pattern] = counted[0]
-            rules.update({name: texts[name] for name in members if texts[name] != counted[0]})
-        else:
-            rules.update({name: texts[name] for name in members if name in texts})
+        rules.update(_rules_of_group(pattern, members, texts))
     return rules
+
+
+def _rules_of_group(pattern: str, members: list[str], texts: Mapping[str, str]) -> dict[str, str]:
+    """Rules for all the names that `pattern` matches: one if they are alike, else as few as are easily found."""
+    said = {texts.get(name) for name in members}
+    if said == {None}:
+        return {}
+    if len(said) == 1 and len(members) > 1:
+        return {pattern: texts[members[0]]}
+    by_position = _split_at_one_number(members, texts)
+    if by_position is not None:
+        return by_position
+    # The most frequent text becomes the pattern if every member has one; an exact name beats it.
+    spoken = {text for text in said if text is not None}
+    usual = min(spoken, key=lambda text: (-sum(texts.get(name) == text for name in members), text))
+    if None in said or len(members) <= 3:
+        return {name: texts[name] for name in members if name in texts}
+    return {pattern: usual, **{name: texts[name] for name in members if texts[name] != usual}}
+
+
+def _split_at_one_number(members: list[str], texts: Mapping[str, str]) -> dict[str, str] | None:
+    """Rules with one of the numbers written out (``layers.*.mlp.2.weight``), if that makes each of them true."""
+    num_numbers = len(_NUMBER.findall(members[0]))
+    best: dict[str, str] | None = None
+    for position in range(num_numbers if num_numbers > 1 else 0):
+        parts: dict[str, set[str | None]] = {}
+        for name in members:
+            parts.setdefault(_pattern_but_one(name, position), set()).add(texts.get(name))
+        if all(len(said) == 1 for said in parts.values()):
+            rules = {part: text for part, (text,) in parts.items() if text is not None}
+            if best is None or len(rules) < len(best):
+                best = rules
+    return best
+
+
+def _pattern_but_one(name: str, position: int) -> str:
+    """``*`` for every number but the one at `position`."""
+    seen = itertools.count()
+    return _NUMBER.sub(lambda match: match[0] if next(seen) == position else "*", name)
 
 
 def pattern_of(name: str) -> str:
@@ -59,7 +85,3 @@ def short_text(layout: Layout) -> str:
 def _axis_texts(text: str) -> list[str]:
     """Splits at commas outside of parentheses."""
     return [part.strip() for part in re.split(r",\s*(?![^()]*\))", text)]
-
-
-def _count(texts: Mapping[str, str], members: Iterable[str], text: str) -> int:
-    return sum(texts.get(name) == text for name in members)

@@ -74,8 +74,7 @@ def find_attention(context: Context, name: str) -> Found | None:
     return decide(context, projections, heads, inner)
 
 
-# ---- finding the linears
-# ------------------------------------------------------------------------------------------------
+# ---- finding the linears ----
 
 
 def _projections(context: Context, name: str) -> Projections | None:
@@ -139,8 +138,7 @@ def _with_output(
     return None
 
 
-# ---- heads
-# --------------------------------------------------------------------------------------------------------------
+# ---- heads ----
 
 
 def _heads(context: Context, projections: Projections) -> Heads | Problem:
@@ -210,8 +208,7 @@ def _divisors(num_heads: int, num_kv_heads: int) -> str:
     return ", ".join(str(n) for n in range(1, num_kv_heads + 1) if num_heads % n == 0 and num_kv_heads % n == 0)
 
 
-# ---- deciding
-# -----------------------------------------------------------------------------------------------------------
+# ---- deciding ----
 
 
 def _separate(context: Context, projections: Projections, heads: Heads, inner: Inner) -> Found:

@@ -48,8 +48,7 @@ def find_mlps(context: Context, name: str) -> list[Found]:
     return [_decide(context, block, Evidence.LIBRARY if from_library(module) and block.by_name else None)]
 
 
-# ---- finding the linears
-# ------------------------------------------------------------------------------------------------
+# ---- finding the linears ----
 
 
 def _sequential(context: Context, name: str, module: nn.Sequential) -> list[FeedForward]:
@@ -123,8 +122,7 @@ def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> 
     return FeedForward((up,), down, name, by_name=True)
 
 
-# ---- deciding
-# -----------------------------------------------------------------------------------------------------------
+# ---- deciding ----
 
 
 def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Found:

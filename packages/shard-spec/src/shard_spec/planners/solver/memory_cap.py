@@ -63,7 +63,12 @@ class CappedSolution:
 
 
 def solve_capped(
-    problem: PairwiseProblem, limit: int, *, gap: float = 0.0, time_limit: float | None = 5.0
+    problem: PairwiseProblem,
+    limit: int,
+    *,
+    gap: float = 0.0,
+    time_limit: float | None = 5.0,
+    max_solves: int | None = None,
 ) -> CappedSolution:
     """Minimises cost with total memory of at most `limit` bytes.
 
@@ -71,13 +76,13 @@ def solve_capped(
         problem: with `memory`.
         limit: bytes.
         gap: stop when proven to be within this share of the optimum.
-        time_limit: stop after so many seconds (the answer then depends on the machine's speed); ``None`` runs to the
-            end.
+        time_limit: stop after so many seconds; the answer may then depend on the machine's speed.
+        max_solves: stop after so many exact solves; the same on every machine.
 
     Raises:
         InfeasibleError: no assignment keeps the limit.
     """
-    return _Search(problem, limit, gap, time_limit).run()
+    return _Search(problem, limit, gap, time_limit, max_solves).run()
 
 
 def least_memory(problem: PairwiseProblem) -> Solution:
@@ -109,7 +114,10 @@ class _Branch:
 class _Search:
     """Branch and bound over Lagrangian bounds."""
 
-    def __init__(self, problem: PairwiseProblem, limit: int, gap: float, time_limit: float | None) -> None:
+    def __init__(
+        self, problem: PairwiseProblem, limit: int, gap: float, time_limit: float | None, max_solves: int | None
+    ) -> None:
+        self.max_solves = math.inf if max_solves is None else max_solves
         self.problem, self.limit, self.gap = problem, limit, gap
         self.deadline = math.inf if time_limit is None else time.monotonic() + time_limit
         self.eliminator = Eliminator(problem)
@@ -127,7 +135,7 @@ class _Search:
         root = self._bounded(_Branch(-math.inf, 0, {}, 0.0))
         queue = [root]
         created, closed_bound = 1, math.inf
-        while queue and not self._good_enough(queue[0].lower_bound) and time.monotonic() < self.deadline:
+        while queue and not self._good_enough(queue[0].lower_bound) and not self._out_of_time():
             branch = heapq.heappop(queue)
             for allowed in self._halves(branch):
                 child = self._bounded(_Branch(branch.lower_bound, created, allowed, branch.price))
@@ -153,8 +161,10 @@ class _Search:
         assert self.best is not None
         return self.best.objective - bound <= self.gap * abs(self.best.objective)
 
-    # ---- bounds
-    # ---------------------------------------------------------------------------------------------------------
+    def _out_of_time(self) -> bool:
+        return time.monotonic() > self.deadline or self.num_solves >= self.max_solves
+
+    # ---- bounds ----
 
     def _bounded(self, branch: _Branch) -> _Branch:
         """Finds the branch's best price, offers every assignment met, and says where to split (nowhere: closed)."""
@@ -179,7 +189,7 @@ class _Search:
                 cheap = found
             else:
                 small = found
-            if ceiling - bound <= 0.2 * self.gap * abs(ceiling) or time.monotonic() > self.deadline:
+            if ceiling - bound <= 0.2 * self.gap * abs(ceiling) or self._out_of_time():
                 break  # no price can prove much more than this one did
         self._mix([cheap, small], branch.lower_bound)
         assert self.best is not None
@@ -236,8 +246,7 @@ class _Search:
         saved += price * (self.problem.memory_of(cheap) - self.problem.memory_of(found))
         return saved > self.problem.num_nodes * QUANTUM
 
-    # ---- answers
-    # --------------------------------------------------------------------------------------------------------
+    # ---- answers ----
 
     def _offer(self, assignment: tuple[int, ...]) -> None:
         self.pool.append(assignment)
@@ -259,8 +268,7 @@ class _Search:
         if improved.objective < self.best.objective:
             self.best = improved
 
-    # ---- branching
-    # ------------------------------------------------------------------------------------------------------
+    # ---- branching ----
 
     def _contended(self, cheap: tuple[int, ...], small: tuple[int, ...]) -> tuple[int, int]:
         """The node whose two choices differ most in memory, and the bytes half-way between them."""

@@ -50,7 +50,7 @@ class Mixer:
                     best, changed = self._single_changes(mixed), True
         return best
 
-    # ---- runs -------------------------------------------------------------------------------------------------------
+    # ---- runs ----
 
     def _best_run(self, base: Solution, other: tuple[int, ...]) -> Solution | None:
         """`base` with the run of blocks of `other` that saves most and fits, or `None`."""
@@ -106,7 +106,7 @@ class Mixer:
                 table.index_add_(0, row * (size + 1) + column, sign * gain)
         return table.reshape(size + 1, size + 1).cumsum(0).cumsum(1)[:size, :size]
 
-    # ---- single nodes ------------------------------------------------------------------------------------------------
+    # ---- single nodes ----
 
     def _single_changes(self, start: Solution) -> Solution:
         """Changes one node at a time while that saves cost and fits."""
