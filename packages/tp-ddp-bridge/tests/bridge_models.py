@@ -104,7 +104,8 @@ class GPT(nn.Module):
 
 
 def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, loss_parallel: bool = False) -> Any:
-    """Megatron's plan; with ``sequence`` the norms work on sequence shards, with ``loss_parallel`` logits stay sharded."""
+    """Megatron's plan; with ``sequence`` the norms work on sequence shards, with ``loss_parallel`` logits stay
+    sharded."""
     whole, cut = Replicate(), Shard(1)
     plan: dict[str, Any] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=cut if sequence else whole),
@@ -194,7 +195,7 @@ def train(
         x, y = task.part(step, index, count)
         optimizer.zero_grad()
         loss = task.loss(model(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's stub
+        torch.autograd.backward(loss)
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
@@ -202,7 +203,8 @@ def train(
 
 def whole(tensor: Any) -> Tensor:
     """The full tensor, whatever it is."""
-    full: Tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    detached: Any = tensor.detach()
+    full: Tensor = detached.full_tensor() if isinstance(tensor, DTensor) else detached
     return full
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import bridge_models as models
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ranktest import Ranks
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-
 from tp_ddp_bridge import optimizer_state_to_dtensor, optimizer_state_to_local, pre_dp_module_transform, wrap_ddp
 
 
@@ -20,10 +20,16 @@ def built(ranks: Ranks, shape: tuple[int, int], seed: int) -> tuple[Any, Any, An
     mesh = ranks.mesh(shape, ("dp", "tp"))
     model = models.parallelize_gpt(models.seeded(models.GPT, seed), mesh["tp"])
     ddp = wrap_ddp(model, mesh=mesh)
-    decayed = [p for p in ddp.parameters() if p.dim() > 1]
-    rest = [p for p in ddp.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 1e-3)
-    return mesh, ddp, optimizer
+    return mesh, ddp, two_groups(ddp)
+
+
+def two_groups(model: Any) -> torch.optim.Optimizer:
+    """AdamW that lets matrices decay."""
+    groups: Any = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
+    return torch.optim.AdamW(groups, 1e-3)
 
 
 def exact(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -54,7 +60,7 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
     assert not log.events
     assert saved["optim"]["param_groups"][0]["params"][0] == "embedding.weight"
     assert isinstance(saved["optim"]["state"]["blocks.0.up.weight"]["exp_avg"], DTensor)
-    quietly(dcp.save, saved, checkpoint_id=folder)
+    quietly(save, saved, checkpoint_id=folder)
     wanted = {name: value.clone() for name, value in exact(saved).items()}
     names = len(list(ddp.parameters()))
     assert len(wanted) == 4 * names  # weight, exp_avg, exp_avg_sq, step
@@ -67,7 +73,7 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
         after = exact(other.module.state_dict())
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert fresh.param_groups[0]["lr"] == 1e-3
-        quietly(dcp.load, loaded, checkpoint_id=folder)
+        quietly(load, loaded, checkpoint_id=folder)
         other.module.load_state_dict(loaded["model"])
         optimizer_state_to_local(other, fresh, loaded["optim"])
         assert not any(isinstance(v, DTensor) for state in fresh.state.values() for v in state.values())
@@ -80,11 +86,9 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
 
     # one process without tensor parallelism, as if on one device
     single = models.seeded(models.GPT, 2)
-    decayed = [p for p in single.parameters() if p.dim() > 1]
-    rest = [p for p in single.parameters() if p.dim() == 1]
-    alone = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], 1e-3)
+    alone = two_groups(single)
     loaded = {"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone, template=True)}
-    quietly(dcp.load, loaded, checkpoint_id=folder, no_dist=True)
+    quietly(load, loaded, checkpoint_id=folder, no_dist=True)
     single.load_state_dict(loaded["model"])
     optimizer_state_to_local(single, alone, loaded["optim"])
     got = exact({"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone)})
@@ -162,7 +166,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(ranks: Ranks) -> None:
 def test_torchs_own_checkpoint_functions(ranks: Ranks) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-    mesh, ddp, _ = built(ranks, (2, 2), 0)
+    _, ddp, _ = built(ranks, (2, 2), 0)
     state = quietly(get_model_state_dict, ddp)
     assert list(state) == list(models.GPT().state_dict())
     assert isinstance(state["blocks.0.up.weight"], DTensor)

@@ -12,7 +12,6 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-
 from tp_ddp_bridge import clip_grad_norm_, pre_dp_module_transform, wrap_ddp
 from tp_ddp_bridge.cache import live_views
 
@@ -48,7 +47,7 @@ def test_views_do_not_cross_a_checkpointed_region(ranks: Ranks, kind: str) -> No
     y = torch.ones(4) * reference
     for _ in range(2):
         y = torch.sin(y * reference)
-    (y * reference).sum().backward()
+    torch.autograd.backward((y * reference).sum())
     model = pre_dp_module_transform(Region(mesh, kind == "reentrant"))
     for _ in range(2):
         model.seen.clear()
@@ -94,7 +93,7 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
 
     def hooks() -> int:
         return sum(
-            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())  # type: ignore[attr-defined]
+            len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
             for parameter in ddp.parameters()
         ) + sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in ddp.modules())
 
@@ -108,7 +107,7 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
             for step in range(5):
                 x, y = task.part(step, mesh["dp"].get_local_rank(), 2)
                 optimizer.zero_grad()
-                task.loss(ddp(x), y).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(task.loss(ddp(x), y))
                 clip_grad_norm_(ddp.parameters(), 1.0)
                 optimizer.step()
             ddp.state_dict()
@@ -124,7 +123,7 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
 def test_compiles_without_a_break(ranks: Ranks) -> None:
     # The seed crashed; the private autograd function that makes DTensors breaks the graph 10 to 13 times.
     mesh = ranks.mesh((2,), ("tp",))
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    torch._dynamo.reset()
     eager = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
     model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
@@ -138,7 +137,7 @@ def test_compiles_without_a_break(ranks: Ranks) -> None:
     models.assert_same_state(
         model.state_dict(), {n: models.whole(v) for n, v in eager.state_dict().items()}, count=6, atol=1e-6
     )
-    explained = torch._dynamo.explain(model)(x)  # type: ignore[no-untyped-call]
+    explained = torch._dynamo.explain(model)(x)
     assert explained.graph_break_count == 0 and explained.graph_count == 1
 
 
@@ -181,7 +180,7 @@ def test_a_transformers_model(ranks: Ranks) -> None:
         for step in range(5):
             x, y = task.part(step, index, count)
             optimizer.zero_grad()
-            task.loss(model(input_ids=x).logits, y).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(task.loss(model(input_ids=x).logits, y))
             optimizer.step()
 
     reference = models.seeded(lambda: LlamaForCausalLM(config))

@@ -11,7 +11,6 @@ import torch
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
 from tp_ddp_bridge import clip_grad_norm_, grad_norm, pre_dp_module_transform
 
 
@@ -23,7 +22,7 @@ def loss_of(model: Any) -> torch.Tensor:
 
 def grads_of_one_process(max_norm: float, norm_type: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     reference = models.seeded(models.MLP)
-    loss_of(reference).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss_of(reference))
     norm = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
     return norm, {name: p.grad for name, p in reference.named_parameters()}
 
@@ -40,7 +39,7 @@ def test_clip_is_that_of_one_process(ranks: Ranks, bridged: bool) -> None:
             model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
             if bridged:
                 pre_dp_module_transform(model)
-            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss_of(model))
             with ranks.record() as log:
                 norm = clip_grad_norm_(model.parameters(), 0.25, norm_type, foreach=foreach)
             assert log.count("all_reduce") == len(log.events) == 1  # one tensor-parallel group
@@ -53,7 +52,9 @@ def test_clip_is_that_of_one_process(ranks: Ranks, bridged: bool) -> None:
                 mine = models.whole(getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)())
                 if bridged:
                     info = parameter._sharding_info
-                    mine = models.whole(DTensor.from_local(parameter.grad, info[0], info[1], shape=info[2], stride=info[3]))
+                    mine = models.whole(
+                        DTensor.from_local(parameter.grad, info[0], info[1], shape=info[2], stride=info[3])
+                    )
                 torch.testing.assert_close(mine, grads[name], rtol=1e-5, atol=1e-7)
                 compared += 1
     assert compared == 4 * 2 * 6
@@ -91,8 +92,10 @@ def test_two_dimensional_tensor_parallelism(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("a", "b"))
     generator = torch.Generator().manual_seed(0)
     full = {name: torch.randn(8, 6, generator=generator) for name in ("ab", "a", "b", "none")}
-    places = {
-        "ab": [Shard(0), Shard(1)], "a": [Shard(0), Replicate()], "b": [Replicate(), Shard(1)],
+    places: dict[str, Any] = {
+        "ab": [Shard(0), Shard(1)],
+        "a": [Shard(0), Replicate()],
+        "b": [Replicate(), Shard(1)],
         "none": [Replicate(), Replicate()],
     }
     module = nn.ParameterDict({n: nn.Parameter(distribute_tensor(t, mesh, places[n])) for n, t in full.items()})
@@ -116,7 +119,7 @@ def test_what_is_refused_and_what_needs_no_communication(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
     pre_dp_module_transform(model)
-    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss_of(model))
     stranger = nn.Parameter(torch.ones(3))
     stranger.grad = torch.ones(3)
     with ranks.record(allow_empty=True) as log:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-
 from tp_ddp_bridge import BridgePlan, PlanError, Problem, ViewEntry, bridge_plan
 from tp_ddp_bridge.axes import AxisRanks, data_axes, mixing_problems
 
@@ -51,7 +50,11 @@ def test_problems_read_as_lines_and_pickle() -> None:
     problem = Problem("partial", "w", dim=1, axis="tp", found="a partial sum", hint="reduce it")
     error = PlanError([problem, Problem("lazy", "v")], "cannot")
     assert isinstance(error, ValueError)
-    assert str(error).splitlines() == ["cannot", "- [partial] w, dim 1, axis 'tp': a partial sum; reduce it", "- [lazy] v"]
+    assert str(error).splitlines() == [
+        "cannot",
+        "- [partial] w, dim 1, axis 'tp': a partial sum; reduce it",
+        "- [lazy] v",
+    ]
     again = pickle.loads(pickle.dumps(error))
     assert again.problems == error.problems and str(again) == str(error)
     assert PlanError(problem).problems == (problem,)

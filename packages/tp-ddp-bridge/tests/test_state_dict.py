@@ -10,7 +10,6 @@ import torch
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
 from tp_ddp_bridge import is_bridged, pre_dp_module_transform, wrap_ddp
 
 
@@ -59,7 +58,9 @@ def test_in_from_everything(ranks: Ranks, assign: bool) -> None:
         del sources["other mesh"]["head.weight"], sources["other mesh"]["head.bias"]
     compared = 0
     for name, source in sources.items():
-        source = {key: value for key, value in source.items() if key.startswith(("up", "down")) or name in ("full", "own")}
+        source = {
+            key: value for key, value in source.items() if key.startswith(("up", "down")) or name in ("full", "own")
+        }
         model = bridged(ranks)
         before = dict(model.named_parameters())
         missing = model.load_state_dict(source, strict=False, assign=assign)
@@ -159,16 +160,16 @@ def test_modules_with_state_dict_code_of_their_own(ranks: Ranks) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
-            self.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update({prefix + "extra": 1}))
-            self.register_load_state_dict_pre_hook(
-                lambda module, state, prefix, *rest: state.update({prefix + "w": state.pop(prefix + "old")})
-            )
+            register: Any = self.register_state_dict_post_hook
+            register(lambda module, state, prefix, meta: state.update({prefix + "extra": 1}))
+            register = self.register_load_state_dict_pre_hook
+            register(lambda module, state, prefix, *rest: state.update({prefix + "w": state.pop(prefix + "old")}))
 
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             destination[prefix + "twice"] = self.w.detach() * 2  # reads a DTensor, as before the bridge
 
-    model = pre_dp_module_transform(Versioned())
+    model: Any = pre_dp_module_transform(Versioned())
     state = model.state_dict()
     assert state["extra"] == 1
     assert torch.equal(state["twice"].full_tensor(), torch.arange(4.0) * 2)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-
 from tp_ddp_bridge import PlanError, is_bridged, pre_dp_module_transform, undo_dp_transform, wrap_ddp
 
 
@@ -104,7 +103,8 @@ def test_arguments_that_do_not_fit(ranks: Ranks) -> None:
 @pytest.mark.ranks(4)
 def test_ranks_that_hold_different_shards_are_found_before_the_broadcast(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
-    crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])  # other tensor-parallel coordinates
+    pairs: Any = [[0, 3], [1, 2]]  # other tensor-parallel coordinates
+    crossed, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]  # torch's stub
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(PlanError, match="ranks-disagree"):
@@ -160,7 +160,7 @@ def test_communication_is_that_of_plain_ddp(ranks: Ranks) -> None:
         x, y = models.vectors().part(0, 0, 1)
         for _ in range(4):  # DDP arranges its buckets anew after the first
             with ranks.record() as log:
-                nn.functional.mse_loss(model(x), y).backward()
+                torch.autograd.backward(nn.functional.mse_loss(model(x), y))
         return [(event.op, sum(event.bytes_sent)) for event in log.events if event.ranks == data_ranks]
 
     plain = one_step(DistributedDataParallel(models.seeded(models.MLP), process_group=mesh["dp"].get_group()))
@@ -183,7 +183,7 @@ def test_on_delayed_groups(ranks: Ranks) -> None:
             for step in range(2):
                 x, y = task.part(step, mesh["dp"].get_local_rank(), 2)
                 optimizer.zero_grad()
-                task.loss(ddp(x), y).backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(task.loss(ddp(x), y))
                 assert float(tp_norm(ddp)) < 100.0
                 optimizer.step()
             assert all(bool(parameter.isfinite().all()) for parameter in ddp.parameters())
@@ -206,5 +206,6 @@ def test_styles_of_torch_by_hand_and_dtensor_outputs(ranks: Ranks) -> None:
     ddp = wrap_ddp(model, mesh=mesh, find_unused_parameters=True)
     out = ddp(torch.ones(2, 16))
     assert isinstance(out, DTensor)
-    out.sum().full_tensor().backward()
+    total: Any = out.sum()
+    total.full_tensor().backward()
     assert sum(parameter.grad is not None for parameter in ddp.parameters()) == 6

@@ -13,7 +13,9 @@ from tp_ddp_bridge.view_class import BridgedModule
 
 
 class BridgedDDP(DistributedDataParallel):
-    """What ``wrap_ddp`` returns. DDP itself, except that it refuses what would go wrong silently beside tensor parallelism."""
+    """What ``wrap_ddp`` returns. DDP itself, except that it refuses what would go wrong silently beside tensor
+    parallelism.
+    """
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; an undone one is refused, because the reducer would wait for leaves that nobody uses."""
@@ -22,7 +24,7 @@ class BridgedDDP(DistributedDataParallel):
                 "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
                 "reduce: wrap it anew with wrap_ddp"
             )
-        return super().forward(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's stub
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, on the data-parallel group.
@@ -47,7 +49,8 @@ class BridgedDDP(DistributedDataParallel):
                 Problem(
                     "groups-mix",
                     f"state of {getattr(hook, '__name__', hook)}",
-                    found=f"its process group has ranks {ranks}, DDP averages over {own}: different shards would be mixed",
+                    found=f"its process group has ranks {ranks}, DDP averages over {own}: different shards would be "
+                    "mixed",
                     hint="make the state with process_group=ddp.process_group",
                 )
             )

@@ -15,7 +15,8 @@ from tp_ddp_bridge.view import View
 
 
 class Loading(dict[str, Any]):
-    """One module's part of one ``load_state_dict``: the state dict, which gives this rank's part of what is read from it.
+    """One module's part of one ``load_state_dict``: the state dict, which gives this rank's part of what is read from
+    it.
 
     What stands under a view's name is cut when torch asks for it, after the module's own code has renamed or changed
     entries. A value that does not fit is reported under its key, and the leaf is left as it is.
@@ -54,9 +55,12 @@ class Loading(dict[str, Any]):
     def _part(self, view: View, key: str, value: torch.Tensor) -> torch.Tensor | None:
         layout = view.layout
         if value.shape != layout.shape:
-            local = " (that is one rank's part: load DTensors or full tensors)" if value.shape == view.local_shape else ""
+            local = (
+                " (that is one rank's part: load DTensors or full tensors)" if value.shape == view.local_shape else ""
+            )
             self.error_msgs.append(
-                f"size mismatch for {key}: the checkpoint has shape {tuple(value.shape)}{local}, the model's global shape "
+                f"size mismatch for {key}: the checkpoint has shape {tuple(value.shape)}{local}, the model's global "
+                "shape "
                 f"is {tuple(layout.shape)} ({layout})."
             )
             return None
@@ -66,7 +70,9 @@ class Loading(dict[str, Any]):
         return part.clone() if self.assign and not layout.is_replicated else part
 
     def finish(self) -> None:
-        """After ``assign=True``: names that were tied to one leaf are tied to the new one, with the value loaded last."""
+        """After ``assign=True``: names that were tied to one leaf are tied to the new one, with the value loaded
+        last.
+        """
         if not self.assign:
             return
         for name, before in self.before.items():

@@ -44,6 +44,7 @@ def mark_leaves(module: nn.Module) -> None:
             leaf = module._buffers.get(name)  # type: ignore[assignment]  # a buffer is marked like a parameter
         if leaf is not None and not isinstance(leaf, DTensor) and leaf.shape == view.local_shape:
             leaf._sharding_info = view.layout.info  # type: ignore[attr-defined]  # the house's mark
+            leaf._dp_leaf = True  # type: ignore[attr-defined]  # and this package's
 
 
 def mark_plain(root: nn.Module) -> None:
@@ -60,6 +61,11 @@ def mark_plain(root: nn.Module) -> None:
 def mark_plain_after_load(root: nn.Module, incompatible_keys: Any) -> None:
     """Load-state-dict post-hook of a bridged root: ``assign=True`` has put new parameters into place."""
     mark_plain(root)
+
+
+def is_marked(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` belongs to a bridged module."""
+    return "_dp_leaf" in parameter.__dict__ or "_dp_marked" in parameter.__dict__
 
 
 def unmark_plain(parameter: torch.Tensor) -> None:

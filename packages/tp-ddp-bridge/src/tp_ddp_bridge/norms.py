@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_ddp_bridge._torch_compat import foreach_norms, foreach_scale, local_of
 from tp_ddp_bridge.layout import Layout, layout_of
+from tp_ddp_bridge.marks import is_marked
 from tp_ddp_bridge.problems import PlanError, Problem
 
 
@@ -104,9 +104,9 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 def _parts(parameters: list[torch.Tensor]) -> list[GradPart]:
     """What this rank holds of every gradient there is; layouts are known or the call fails."""
     layouts = [layout_of(parameter) for parameter in parameters]
-    # A bridged module marks all its parameters, so one without a mark has lost it or is of another module. Elsewhere plain
-    # parameters beside sharded ones are whole, as everywhere in tensor parallelism.
-    if any(type(parameter) is nn.Parameter and hasattr(parameter, "_sharding_info") for parameter in parameters):
+    # A bridged module marks all its parameters, so one without a mark has lost it or is of another module. Elsewhere
+    # plain parameters beside sharded ones are whole, as everywhere in tensor parallelism.
+    if any(is_marked(parameter) for parameter in parameters):
         unknown = [
             Problem(
                 "unknown-layout",

@@ -74,7 +74,8 @@ def optimizer_problems(optimizer: Optimizer, sharded: Callable[[torch.Tensor], b
             yield Problem(
                 "groups-mix",
                 "optimizer: ZeroRedundancyOptimizer",
-                found=f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters {mixed}",
+                found=f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters "
+                f"{mixed}",
                 hint="give it the data-parallel group: process_group=ddp.process_group",
             )
 

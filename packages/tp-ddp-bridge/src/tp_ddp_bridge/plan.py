@@ -18,7 +18,8 @@ class ViewEntry:
 
     Attributes:
         names: FQNs; more than one for tied parameters.
-        kind: ``"parameter"``, ``"buffer"``, or ``"local"`` for a parameter that was a local shard already and stays one.
+        kind: ``"parameter"``, ``"buffer"``, or ``"local"`` for a parameter that was a local shard already and stays
+            one.
         shape: Global shape.
         local_shape: Shape on this rank. Not part of the digest.
         placements: One text per mesh axis, as torch prints them.

@@ -79,7 +79,8 @@ class Survey:
 
     Attributes:
         found: DTensors and leaves, ties once.
-        local: Parameters that are local shards of someone else's making: they carry ``_sharding_info`` and are left alone.
+        local: Parameters that are local shards of someone else's making: they carry ``_sharding_info`` and are left
+            alone.
         plain: The other parameters, with their first name.
         problems: What keeps the module from being bridged.
     """
@@ -165,7 +166,9 @@ def _layout(tensor: torch.Tensor, view: View | None) -> Layout | None:
 def module_problems(module: nn.Module) -> Iterator[Problem]:
     """What is wrong with the module as such."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    hooks = [hook for part in module.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
+    hooks = [
+        hook for part in module.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    ]
     swapped = torch_bridge_hooks(hooks)
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):

@@ -117,7 +117,7 @@ def _mark_plain(root: nn.Module, seen: Survey) -> None:
         return
     mesh = max((found.layout.mesh for found in seen.laid_out), key=lambda mesh: mesh.size())
     if "_dp_plain" not in root.__dict__:
-        root.register_load_state_dict_post_hook(mark_plain_after_load)
+        root.register_load_state_dict_post_hook(mark_plain_after_load)  # type: ignore[no-untyped-call]  # torch's stub
     root.__dict__["_dp_plain"] = WholeOn(mesh)
     mark_plain(root)
 
@@ -167,7 +167,8 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
 def _unbridge(found: Found) -> None:
     leaf, layout = found.tensor, found.layout
     dtensor: torch.Tensor = layout.wrap(leaf)
-    attributes = {key: value for key, value in leaf.__dict__.items() if key not in ("_sharding_info", "_dp_assigned")}
+    marks = ("_sharding_info", "_dp_leaf", "_dp_assigned")
+    attributes = {key: value for key, value in leaf.__dict__.items() if key not in marks}
     if found.kind == "parameter":
         assert isinstance(leaf, nn.Parameter)
         dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)

@@ -40,8 +40,10 @@ class AsDTensor(torch.autograd.Function):
         if ctx.leaf._version != ctx.version:
             # A view has a version counter of its own, so autograd cannot see that what it saved was overwritten.
             raise RuntimeError(
-                f"a parameter of local shape {tuple(ctx.leaf.shape)} was changed in place between forward and backward (by "
-                f"an optimizer step, or by loading), version {ctx.version} -> {ctx.leaf._version}: its gradient would be "
+                f"a parameter of local shape {tuple(ctx.leaf.shape)} was changed in place between forward and "
+                "backward (by "
+                f"an optimizer step, or by loading), version {ctx.version} -> {ctx.leaf._version}: its gradient would "
+                "be "
                 "wrong. Run backward before the step"
             )
         spec = ctx.spec

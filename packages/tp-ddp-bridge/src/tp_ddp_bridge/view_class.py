@@ -98,7 +98,7 @@ class BridgedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and copy as the module's own class plus the names of its views."""
-        reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]  # nn.Module has no __reduce__
+        reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         own = type(self)
         if not args or args[0] is not own or make.__name__ != "__newobj__":
@@ -160,7 +160,8 @@ def _refuse_takers(name: str, self: nn.Module) -> None:
     view: View | None = self.__dict__["_dp_views"].get(name)
     if taker is not None and view is not None:
         raise RuntimeError(
-            f"{view.kind} {view.name!r} is a local leaf under the data-parallel bridge, which {taker} cannot take over: call "
+            f"{view.kind} {view.name!r} is a local leaf under the data-parallel bridge, which {taker} cannot take "
+            "over: call "
             f"it before bridging, or undo_dp_transform(module), {taker}, and bridge again"
         )
 

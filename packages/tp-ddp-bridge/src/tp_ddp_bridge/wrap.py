@@ -45,8 +45,8 @@ def wrap_ddp(
         The DDP. Its state dict has DTensors of global shape.
 
     Raises:
-        PlanError: Everything that is in the way. Nothing was changed if the plan itself is wrong; if the ranks disagree,
-            the module is bridged, and no parameter was broadcast.
+        PlanError: Everything that is in the way. Nothing was changed if the plan itself is wrong; if the ranks
+            disagree, the module is bridged, and no parameter was broadcast.
         TypeError: A DDP argument that names the group another way.
     """
     _check_arguments(mesh, group, ddp_kwargs)

@@ -1,0 +1,35 @@
+"""The README's examples run, and its support table is the one that the tests give."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import support
+from ranktest import Ranks
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+
+
+@pytest.mark.ranks(4)
+def test_examples(ranks: Ranks) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    scope: dict[str, object] = {"__name__": "readme"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed")  # what checkpointing says about its own future
+        for block in blocks:
+            exec(compile(block, str(README), "exec"), scope)
+    assert ranks.world_size == 4
+
+
+def test_support_table() -> None:
+    shown = {test for _, _, test in support.ROWS}
+    assert shown <= support.tests_of(HERE), shown - support.tests_of(HERE)
+    text = README.read_text()
+    assert support.replaced(text) == text, "run: python tests/support.py"
+    refused = [row for row in support.ROWS if row[1] != support.RIGHT]
+    assert all("refused: `" in outcome for _, outcome, _ in refused)
