@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
-from tp_styles.split import Split
+from tp_styles.split import chunk_bounds
 
 
 def vocab_parallel_cross_entropy(
@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
         raise PlanError(Problem("reduction", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
     axis = Axis(mesh)
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
-    ((start, stop),) = Split.along(0, classes).ranges(axis.rank, axis.size)
+    start, stop = chunk_bounds(classes, axis.rank, axis.size)
     _check(logits, target, stop - start, classes, weight, ignore_index)
     even = num_classes is None
 

@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
+def chunk_bounds(size: int, index: int, count: int) -> tuple[int, int]:
+    """First row and end of chunk `index` of `count`, as `torch.chunk` has them; the last ones may be empty."""
+    step = -(-size // count)
+    start = min(index * step, size)
+    return start, min(start + step, size)
+
+
 @dataclass(frozen=True)
 class Section:
     """A run of `size` rows, cut between units of `unit` rows, each part held by `copies` neighbouring ranks."""
@@ -42,10 +49,7 @@ class Section:
         """First row and end of `rank`'s part, counted from the section's start."""
         if tp_size % self.copies:
             raise ValueError(f"{self}: copies={self.copies} does not divide tp_size={tp_size}")
-        parts = tp_size // self.copies
-        step = -(-self.num_units // parts)
-        start = min(rank // self.copies * step, self.num_units)
-        stop = min(start + step, self.num_units)
+        start, stop = chunk_bounds(self.num_units, rank // self.copies, tp_size // self.copies)
         return start * self.unit, stop * self.unit
 
     def is_even(self, tp_size: int) -> bool:
@@ -66,7 +70,7 @@ class Split:
     sections: tuple[Section, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        if (self.dim is None) != (not self.sections):
+        if (self.dim is None) != (len(self.sections) == 0):
             raise ValueError(f"{self}: a split has a dim and sections, a replicated parameter neither")
         if self.dim is not None and self.dim < 0:
             raise ValueError(f"{self}: the dim must not be negative")

@@ -66,18 +66,23 @@ class Output:
         self.local = local
         self.move = Move(flow, axis, name, fresh=fresh, uneven=not local)
 
-    def __call__(self, produced: torch.Tensor) -> torch.Tensor:
-        """The output."""
+    def __call__(self, produced: torch.Tensor, known: dict[int, int] | None = None) -> torch.Tensor:
+        """The output; `known` has global sizes of dims that are shards, where the inputs have told them."""
         moved = self.move(produced)
-        return moved if self.local else self.wrapped(moved, produced.shape)
+        return moved if self.local else self.wrapped(moved, produced.shape, known)
 
-    def wrapped(self, moved: torch.Tensor, produced: torch.Size) -> DTensor:
+    def wrapped(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> DTensor:
         """A DTensor around the moved output; `produced` is the local shape before the move."""
         source = normalized(self.flow.source, len(produced))
         whole = list(produced)
         if isinstance(source, Shard):
-            last = source.dim == len(produced) - 1 and self.flow.width
-            whole[source.dim] = self.flow.width if last else produced[source.dim] * self.axis.size
+            if source.dim == len(produced) - 1 and self.flow.width:
+                whole[source.dim] = self.flow.width
+            elif known and source.dim in known:
+                whole[source.dim] = known[source.dim]
+            else:
+                self.move.even(produced[source.dim], source.dim)
+                whole[source.dim] = produced[source.dim] * self.axis.size
         return as_dtensor(moved, self.flow.wanted, self.axis, torch.Size(whole))
 
 
@@ -193,8 +198,19 @@ class OwnForward(Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with its parameters replaced by local ones for as long as it runs."""
+        known = self._known_sizes(args, kwargs)
         moved_args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
-        return self.finish(self.run_inside(moved_args, kwargs))
+        return self.finish(self.run_inside(moved_args, kwargs), known)
+
+    def _known_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+        """Global sizes of dims that the module sees as shards, from inputs that are DTensors."""
+        known = {}
+        for name, move in self.moves.items():
+            index = self.names.index(name)
+            value = args[index] if index < len(args) else kwargs.get(name)
+            if isinstance(value, DTensor) and isinstance(wanted := normalized(move.flow.wanted, value.dim()), Shard):
+                known[wanted.dim] = value.shape[wanted.dim]
+        return known
 
     def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The class's own forward, on local parameters."""
@@ -225,11 +241,11 @@ class OwnForward(Forward):
             return tp_rng(self.axis.mesh)
         return nullcontext()
 
-    def finish(self, output: Any) -> Any:
+    def finish(self, output: Any, known: dict[int, int] | None = None) -> Any:
         """Outputs in the layouts that were asked for, in the structure that they came in."""
         if not self.leaves:
             return output
-        return move_outputs(self.leaves, output, self.name)
+        return move_outputs(self.leaves, output, self.name, known)
 
 
 class OwnRowLinear(OwnForward):
@@ -283,19 +299,19 @@ def _moved(move: Callable[[torch.Tensor], torch.Tensor], value: Any, name: str) 
     return move(value)
 
 
-def move_outputs(leaves: list[Any], output: Any, name: str) -> Any:
+def move_outputs(leaves: list[Any], output: Any, name: str, known: dict[int, int] | None = None) -> Any:
     """Apply each output's move, keeping the structure: a bare tensor, a tuple, a list, a dict in its order."""
     if isinstance(output, torch.Tensor):
         _check_count(leaves, 1, name)
-        return output if leaves[0] is None else leaves[0](output)
+        return output if leaves[0] is None else leaves[0](output, known)
     if isinstance(output, dict):
         _check_count(leaves, len(output), name)
-        values = [_leave(leave, value) for leave, value in zip(leaves, output.values(), strict=True)]
+        values = [_leave(leave, value, known) for leave, value in zip(leaves, output.values(), strict=True)]
         moved = dict(zip(output, values, strict=True))
         return moved if type(output) is dict else type(output)(moved)
     if isinstance(output, tuple | list):
         _check_count(leaves, len(output), name)
-        values = [_leave(leave, value) for leave, value in zip(leaves, output, strict=True)]
+        values = [_leave(leave, value, known) for leave, value in zip(leaves, output, strict=True)]
         if hasattr(output, "_fields"):
             return type(output)(*values)
         return type(output)(values)
@@ -304,8 +320,8 @@ def move_outputs(leaves: list[Any], output: Any, name: str) -> Any:
     )
 
 
-def _leave(leave: Any, value: Any) -> Any:
-    return value if leave is None or value is None else leave(value)
+def _leave(leave: Any, value: Any, known: dict[int, int] | None) -> Any:
+    return value if leave is None or value is None else leave(value, known)
 
 
 def _check_count(leaves: list[Any], count: int, name: str) -> None:

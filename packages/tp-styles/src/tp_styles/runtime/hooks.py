@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forwards import Output, move_inputs, move_outputs
@@ -50,7 +50,10 @@ class InputMove:
             return self.move(x)
         if isinstance(x, DTensor):
             return self.move.redistributed(x)
-        wrapped = DTensor.from_local(x, self.axis.mesh, (normalized(self.flow.source, x.dim()),), run_check=False)
+        source = normalized(self.flow.source, x.dim())
+        if isinstance(source, Shard):
+            self.move.even(x.shape[source.dim], source.dim)
+        wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
         return self.move.redistributed(wrapped)
 
 

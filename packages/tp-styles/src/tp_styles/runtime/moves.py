@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.axis import Axis
 from tp_styles.spec import Flow
@@ -34,6 +36,7 @@ class Move:
         self.axis = axis
         self.name = name
         self.fresh = fresh
+        self.even = EvenCheck(axis, name)
         self._transfers: dict[int, Transfer] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +82,8 @@ class Move:
                 sizes = self._shard_sizes(x, step.dim)
                 if sizes is not None and self.sections is not None:
                     return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, sizes))
+                if sizes is None:
+                    self.even(x.shape[step.dim], step.dim)
                 return axis.all_gather(x, step.dim, sizes)
             case "slice":
                 assert step.dim is not None
@@ -91,7 +96,10 @@ class Move:
             case "all_to_all":
                 assert step.dim is not None
                 assert step.source_dim is not None
-                source = self._shard_sizes(x, step.source_dim) or [x.shape[step.source_dim]] * axis.size
+                source = self._shard_sizes(x, step.source_dim)
+                if source is None:
+                    self.even(x.shape[step.source_dim], step.source_dim)
+                    source = (x.shape[step.source_dim],) * axis.size
                 return axis.all_to_all(x, step.source_dim, step.dim, source, self._sizes_of_whole(x, step.dim))
 
     def _feature_sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...] | None:
@@ -206,6 +214,42 @@ def as_dtensor(local: torch.Tensor, placement: Placement, axis: Axis, shape: tor
     stride = torch.empty(shape, device="meta").stride()
     placements = (normalized(placement, local.dim()),)
     return DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class EvenCheck:
+    """Shards of a plain tensor carry no global size and are taken as even: on the first call the ranks compare.
+
+    Args:
+        axis: Over which ranks.
+        name: What is checked, for the error.
+    """
+
+    def __init__(self, axis: Axis, name: str) -> None:
+        self.axis = axis
+        self.name = name
+        self.done = axis.size == 1
+
+    def __call__(self, size: int, dim: int) -> None:
+        """Compare `size` between the ranks, once.
+
+        Raises:
+            StyleInputError: They differ; on every rank.
+        """
+        if self.done or is_compiling():
+            return
+        sizes: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(sizes, size, group=self.axis.group)
+        if len(set(sizes)) > 1:
+            raise StyleInputError(
+                Problem(
+                    "uneven-shards",
+                    self.name,
+                    dim=dim,
+                    found=f"sizes {sizes} on the ranks",
+                    hint="pad to a multiple of the tp size, or hand over a DTensor, which knows its global size",
+                )
+            )
+        self.done = True
 
 
 def chunk_sizes(size: int, tp_size: int) -> tuple[int, ...]:

@@ -1,0 +1,257 @@
+"""Loss over a sharded vocabulary, gradient clipping, random regions, compile, checkpointing, FSDP2 beside it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+import tp_models as models
+import tp_styles as tp
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from tp_styles.split import Split
+
+EXACT = 1e-12
+
+
+@pytest.mark.ranks(2, 4)
+def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
+    """Every option against torch on the whole logits, uneven vocabularies too (9 classes over 4 ranks: 3, 3, 3, 0)."""
+    size, mesh = ranks.world_size, ranks.mesh((ranks.world_size,), ("tp",))
+    generator = torch.Generator().manual_seed(0)
+    count = 0
+    for classes, weighted, smoothing, reduction in itertools.product(
+        (8, 9), (False, True), (0.0, 0.1), ("mean", "sum", "none")
+    ):
+        whole = torch.randn(3, 5, classes, generator=generator, dtype=torch.float64) * 5
+        target = torch.randint(0, classes, (3, 5), generator=generator)
+        target[0, 1] = target[2, 4] = -100
+        weight = torch.rand(classes, generator=generator, dtype=torch.float64) if weighted else None
+        ((start, stop),) = Split.along(0, classes).ranges(ranks.rank, size)
+        local = whole[..., start:stop].clone().requires_grad_()
+        alone = whole.clone().requires_grad_()
+        loss = tp.vocab_parallel_cross_entropy(
+            local,
+            target,
+            mesh=mesh,
+            num_classes=classes,
+            weight=weight,
+            label_smoothing=smoothing,
+            reduction=reduction,  # type: ignore[arg-type]
+        )
+        wanted = F.cross_entropy(
+            alone.movedim(-1, 1), target, weight=weight, label_smoothing=smoothing, reduction=reduction
+        )
+        torch.testing.assert_close(loss, wanted, atol=EXACT, rtol=1e-12)
+        torch.autograd.backward(loss.square().sum())
+        torch.autograd.backward(wanted.square().sum())
+        assert alone.grad is not None
+        torch.testing.assert_close(local.grad, alone.grad[..., start:stop], atol=EXACT, rtol=1e-12)
+        count += 1
+    assert count == 24
+    dtensor = distribute_tensor(whole, mesh, [Shard(2)]).requires_grad_()
+    with ranks.record() as log:
+        loss = tp.vocab_parallel_cross_entropy(dtensor, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert log.ops == ("all_reduce", "all_reduce")
+    torch.testing.assert_close(loss.detach(), F.cross_entropy(whole.movedim(-1, 1), target), atol=EXACT, rtol=0)
+    low = tp.vocab_parallel_cross_entropy(whole.bfloat16()[..., start:stop], target, mesh=mesh, num_classes=classes)
+    assert low.dtype == torch.bfloat16
+    with pytest.raises(tp.PlanError, match="uneven-classes"):
+        tp.vocab_parallel_cross_entropy(torch.randn(2, 3 + ranks.rank), torch.tensor([0, 1]), mesh=mesh)
+    with pytest.raises(IndexError):
+        tp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor([0, 3 * size]), mesh=mesh)
+    with pytest.raises(tp.PlanError, match="no-mesh"):
+        tp.vocab_parallel_cross_entropy(torch.randn(2, 3), torch.tensor([0, 1]))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_clip_grad_norm(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
+    """torch raises on tensors and DTensors mixed; the norm counts whole parameters and copies once, on every rank."""
+    size, mesh = ranks.world_size, ranks.mesh((ranks.world_size,), ("tp",))
+    for order in (2.0, 1.0, 3.0, math.inf):
+        model = models.seeded(lambda: models.GPT(fused=True)).double()
+        key = models.seeded(lambda: nn.Linear(4, 2)).double()  # one head on all ranks: as many copies as ranks
+        both = nn.ModuleList([model, key])
+        alone = copy.deepcopy(both)
+        copies = tp.FusedColwiseParallel((2,), unit=2, copies=size, output_layouts=Shard(-1))
+        plan = {f"0.{name}": style for name, style in models.gpt_plan(True).items() if "**" not in name}
+        tp.apply_plan(both, mesh, {**plan, "0.**.down": tp.RowwiseParallel(), "1": copies}, params=params)
+        ids, x = torch.randint(0, 17, (2, 6)), torch.randn(3, 4, dtype=torch.float64)
+        for whole, ones in ((both, 1 / size), (alone, 1.0)):
+            gpt, linear = whole
+            torch.autograd.backward(models.next_token_loss(gpt(ids), ids) + (linear(x) * ones).square().sum() * size**0)
+            if whole is both:  # the copies' losses add up to the one of the module alone
+                for parameter in linear.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(size)
+        assert len([p for p in both.parameters() if p.grad is not None]) == len(list(alone.parameters()))
+        with ranks.record() as log:
+            found = tp.clip_grad_norm_(both.parameters(), 0.01, order)
+        assert log.ops == ("all_reduce",)
+        wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.01, order)
+        torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
+        values = ranks.gather(found.item())
+        assert len(set(values)) == 1
+        gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        assert models.assert_close(models.full_gradients(both, mesh), gradients, atol=1e-10) > 6000
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([math.nan, 1.0])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        tp.clip_grad_norm_(parameter, 1.0, error_if_nonfinite=True)
+    partial = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    partial.grad = DTensor.from_local(torch.zeros(2), mesh, [Partial()])
+    with pytest.raises(tp.PlanError, match="partial-gradient"):
+        tp.clip_grad_norm_([partial], 1.0)
+    assert tp.clip_grad_norm_([], 1.0) == 0
+
+
+@pytest.mark.ranks(2)
+def test_random_regions(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with tp.tp_rng(mesh):
+            inside = F.dropout(x)
+            for _ in range(ranks.rank):  # ranks may draw different amounts
+                torch.rand(3)
+        return inside + F.dropout(x)
+
+    torch.manual_seed(4)
+    seen: list[torch.Tensor] = []
+    with tp.tp_rng(mesh):
+        seen.append(torch.rand(8))
+    with tp.tp_rng(mesh):
+        seen.append(torch.rand(8))
+    outside = torch.rand(8)
+    inside = ranks.gather(seen)
+    assert len({tuple(value.tolist()) for values in inside for value in values}) == 4
+    assert len({tuple(value.tolist()) for value in ranks.gather(outside)}) == 1
+    torch.manual_seed(4)
+    with tp.tp_rng(mesh):
+        assert torch.equal(torch.rand(8), seen[0])
+    x = torch.ones(32, requires_grad=True)
+    state = torch.get_rng_state()
+    torch.autograd.backward(run(x).sum())
+    torch.set_rng_state(state)
+    again = torch.ones(32, requires_grad=True)
+    torch.autograd.backward(checkpoint(run, again, use_reentrant=False).sum())
+    assert x.grad is not None
+    assert torch.equal(x.grad, again.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(ranks: Ranks, reentrant: bool) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Checkpointed(models.GPT):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            result: torch.Tensor = self.head(self.norm(x))
+            return result
+
+    model = models.seeded(Checkpointed).double()
+    plan = {**models.gpt_plan(), "**.norm1": tp.NoParallel()}
+    batches = [torch.randint(0, 17, (2, 6)) for _ in range(5)]
+    models.compare_training(
+        model,
+        lambda m: [tp.apply_plan(m, mesh, plan), m.place.requires_grad_(False)],
+        batches,
+        models.next_token_loss,
+        mesh,
+        atol=EXACT,
+    )
+
+
+@pytest.mark.ranks(4)
+def test_next_to_fsdp2(ranks: Ranks) -> None:
+    """Tensor parallel over 2 ranks, fully sharded over 2."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    model: Any = models.seeded(models.GPT).double()
+    alone = copy.deepcopy(model)
+    tp.apply_plan(model, mesh["tp"], models.gpt_plan())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    batches = [torch.randint(0, 17, (4, 6)) for _ in range(5)]
+    own = [batch.chunk(2)[mesh["dp"].get_local_rank()] for batch in batches]
+    models.train(alone, batches, models.next_token_loss)
+    models.train(model, own, models.next_token_loss)
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 6000
+
+
+@pytest.mark.ranks(2)
+def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
+    from tp_styles.plan.explain import collectives
+
+    mesh = ranks.mesh((2,), ("tp",))
+    plans: list[dict[str, tp.ParallelStyle]] = [
+        {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()},
+        {"up": tp.ColwiseParallel(output_layouts=Replicate()), "down": tp.RowwiseParallel(input_layouts=Replicate())},
+        {
+            "up": tp.ColwiseParallel(input_layouts=Shard(1)),
+            "down": tp.RowwiseParallel(output_layouts=Shard(1)),
+        },
+        {"up": tp.ColwiseParallel(input_layouts=Shard(-1)), "down": tp.RowwiseParallel(output_layouts=Shard(-1))},
+        {"up": tp.FusedColwiseParallel(2, output_layouts=Replicate()), "down": tp.NoParallel()},
+    ]
+    tokens = 2 * 6
+    for plan in plans:
+        model = models.seeded(lambda: models.MLP(8, 12))
+        handle = tp.apply_plan(model, mesh, plan)
+        predicted = list(collectives(handle.plan))
+        first = plan["up"].input_layouts[0]  # type: ignore[attr-defined]
+        x = torch.randn(2, 6, 8)
+        x = (x if isinstance(first, Replicate) else x.chunk(2, first.dim)[ranks.rank]).requires_grad_()
+        torch.autograd.backward(model(x).sum())  # the ranks compare sizes in the first call
+        for when in ("forward", "backward"):
+            with ranks.record(allow_empty=True) as log:
+                if when == "forward":
+                    out = model(x)
+                else:
+                    out.sum().backward()
+            wanted = [found for found in predicted if found.when == when]
+            assert sorted(log.ops) == sorted(found.step.op for found in wanted)
+            sent = sum(4 * (found.elements_per_token * tokens + found.elements) for found in wanted)
+            assert log.bytes_sent() == sent
+        handle.undo()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.ranks(2)
+def test_compile_without_graph_breaks(ranks: Ranks) -> None:
+    """Llama-like block, attention block and vocabulary-parallel loss under fullgraph (aot_eager: no C++ compiler)."""
+    mesh = ranks.mesh((2,), ("tp",))
+    modes: tuple[Literal["dtensor", "local"], ...] = ("dtensor", "local")
+    for params in modes:
+        model = models.seeded(lambda: models.GPT(layers=1)).double()
+        plan = {**models.gpt_plan(), "head": tp.ColwiseParallel()}
+        tp.apply_plan(model, mesh, plan, params=params)
+        ids = torch.randint(0, 17, (2, 6))
+
+        def loss(ids: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return tp.vocab_parallel_cross_entropy(model(ids), ids, mesh=mesh, num_classes=17)
+
+        eager = loss(ids)
+        torch.autograd.backward(eager)
+        wanted = models.full_gradients(model, mesh)
+        model.zero_grad()
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        found = compiled(ids)
+        torch.autograd.backward(found)
+        torch.testing.assert_close(found, eager, atol=EXACT, rtol=0)
+        assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=EXACT) > 4000
