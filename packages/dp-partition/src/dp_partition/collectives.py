@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
 from dp_partition.ops import aten
+from dp_partition.styles import NodeType
 
 
 def chunk_bounds(size: int, world: int, rank: int) -> tuple[int, int]:
@@ -30,6 +31,29 @@ def local_shape(shape: tuple[int, ...], placement: Placement, world: int, rank: 
         return shape
     start, end = chunk_bounds(shape[placement.dim], world, rank)
     return (*shape[: placement.dim], end - start, *shape[placement.dim + 1 :])
+
+
+@dataclass
+class Move:
+    """One move that was written into a graph.
+
+    Attributes:
+        start: The value before.
+        result: The value after.
+        origin: Where it lay.
+        wanted: Where it lies then.
+        shape: Its global shape.
+        node_type: What it is to the step.
+        before: The node that wants it.
+    """
+
+    start: fx.Node
+    result: fx.Node
+    origin: Placement
+    wanted: Placement
+    shape: tuple[int, ...]
+    node_type: NodeType | None
+    before: fx.Node
 
 
 @dataclass

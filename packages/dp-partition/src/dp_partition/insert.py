@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.tagging import TAG_GRAD
-from dp_partition.collectives import Mover, local_shape
+from dp_partition.bucket import Traffic, arrange
+from dp_partition.collectives import Move, Mover, local_shape
 from dp_partition.ops import aten, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
@@ -41,6 +42,7 @@ class Inserter:
         self.mover = Mover(module.graph, world, rank, group)
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.family: dict[fx.Node, list[fx.Node]] = {}
+        self.moves: list[Move] = []
 
     def run(self) -> None:
         """Rewrite the whole graph."""
@@ -48,11 +50,8 @@ class Inserter:
             strategy = node.meta.get("sharding")
             if isinstance(strategy, PlacementStrategy):
                 self.rewrite(node, strategy)
-        for node in list(self.module.graph.nodes):
+        for node in self.module.graph.nodes:
             node.meta.pop("sharding", None)
-            if node.target is TAG_GRAD:
-                node.replace_all_uses_with(node.args[0])
-                self.module.graph.erase_node(node)
 
     def rewrite(self, node: fx.Node, strategy: PlacementStrategy) -> None:
         """Bring a node's inputs where it wants them and remember where its output lies."""
@@ -88,11 +87,15 @@ class Inserter:
         origin = _best_origin(known, wanted)
         if isinstance(origin, PerRank) or isinstance(wanted, PerRank):
             return known[origin]
+        if isinstance(origin, Partial) and isinstance(wanted, Shard) and source.meta.get("reduce_whole"):
+            known[Replicate()] = self.version(source, Replicate(), before)
+            origin = Replicate()
         shape = tuple(source.meta["val"].shape)
         with self.module.graph.inserting_before(before):
             start = known[origin]
             result = self.mover.move(start, origin, wanted, shape)
         self.describe(start, result, source, before)
+        self.moves.append(Move(start, result, origin, wanted, shape, source.meta.get("node_type"), before))
         known[wanted] = result
         return result
 
@@ -149,9 +152,20 @@ def spec_values(spec: Any) -> list[PlacementSpec]:
     return [one for one in pytree.tree_leaves(spec) if isinstance(one, PlacementSpec)]
 
 
-def partition_for_rank(module: GraphModule, world: int, rank: int, group: str) -> GraphModule:
-    """Turn a marked graph into the graph of ``rank``, in place."""
-    Inserter(module, world, rank, group).run()
+def erase_tags(graph: fx.Graph) -> None:
+    """Drop gradient tags: the tagged value takes their place."""
+    for node in list(graph.nodes):
+        if node.target is TAG_GRAD:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def partition_for_rank(module: GraphModule, world: int, rank: int, group: str, traffic: Traffic) -> GraphModule:
+    """Turn a marked graph into the graph of ``rank``, in place, and arrange its communication."""
+    inserter = Inserter(module, world, rank, group)
+    inserter.run()
+    arrange(module.graph, inserter.moves, inserter.mover, traffic)
+    erase_tags(module.graph)
     module.graph.lint()
     module.recompile()
     return module

@@ -11,6 +11,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from dp_partition.bucket import Traffic
 from dp_partition.canonicalise import canonicalise
 from dp_partition.capture.hypers import Hyper
 from dp_partition.capture.subject import Subject
@@ -42,12 +43,20 @@ class Program:
     capture: Capture
     inputs: list[Input]
     output_placements: list[Placement | None]
+    local_fakes: list[Any] | None = None
     checked: tuple[float, ...] = ()
 
     @property
     def module(self) -> fx.GraphModule:
         """The partitioned graph."""
         return self.capture.module
+
+    def with_local_values(self) -> fx.GraphModule:
+        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for."""
+        if self.local_fakes is not None:
+            record_local_values(self.module, self.local_fakes, self.capture.mode)
+            self.local_fakes = None
+        return self.module
 
     def holds_for(self, values: dict[Hyper, float]) -> bool:
         """Whether the decisions taken while tracing hold for these hyperparameters."""
@@ -72,6 +81,7 @@ def build_program(
     plan: PartitionPlan,
     mesh: DeviceMesh,
     batch_dim: int = 0,
+    traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
 ) -> Program:
     """Trace a step and partition it for this rank. Communicates nothing and changes no object of the caller."""
     local = plan.semantics == "local"
@@ -83,13 +93,14 @@ def build_program(
     homes = home_placements(capture, plan, PerRank() if local else Shard(batch_dim))
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     place_new_states(capture, plan, plans)
+    output = next(node for node in plans if node.op == "output")
+    returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
     mark_graph(plans, mesh)
     rank = mesh.get_local_rank()
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture, placements, plan.world, rank)
-    partition_for_rank(capture.module, plan.world, rank, mesh.get_group().group_name)
-    record_local_values(capture.module, fakes, capture.mode)
-    return Program(capture, capture.inputs, returned_placements(capture.module, plans))
+    partition_for_rank(capture.module, plan.world, rank, mesh.get_group().group_name, traffic)
+    return Program(capture, capture.inputs, returned, fakes)
 
 
 def whole_batch(world: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
@@ -143,11 +154,9 @@ def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node,
             plans[output].inputs[value] = like.state if same else Replicate()
 
 
-def returned_placements(module: fx.GraphModule, plans: dict[fx.Node, NodePlan]) -> list[Placement | None]:
-    """Where each returned value lies, after marking."""
-    output = next(node for node in plans if node.op == "output")
-    order = output.meta["returned"] if "returned" in output.meta else list(output.args[0])  # type: ignore[arg-type]
-    return [plans[output].inputs.get(node) if isinstance(node, fx.Node) else None for node in order]
+def returned_placements(order: list[Any], plan: NodePlan) -> list[Placement | None]:
+    """Where each returned value lies."""
+    return [plan.inputs.get(value) if isinstance(value, fx.Node) else None for value in order]
 
 
 def local_inputs(capture: Capture, placements: list[Placement], world: int, rank: int) -> list[Any]:

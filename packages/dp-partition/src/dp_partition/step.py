@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
 from dp_partition.binding import Binding, as_dtensor, local_of
+from dp_partition.bucket import Traffic
 from dp_partition.capture.hypers import find_hypers, static_signature
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import fill_result
@@ -47,9 +48,10 @@ class Step:
         placements: Mapping[str, Placement],
         equal: str,
         batch_dim: int = 0,
+        traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
         passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> None:
-        self.passes = passes
+        self.passes, self.traffic = passes, traffic
         self.batch_dim = batch_dim
         self.function, self.mesh, self.style, self.semantics = function, mesh, style, semantics
         self.placements, self.equal = dict(placements), equal
@@ -90,7 +92,7 @@ class Step:
     def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Trace and partition for the arguments at hand."""
         self.num_traces += 1
-        program = build_program(self.function, args, kwargs, subject, plan, self.mesh, self.batch_dim)
+        program = build_program(self.function, args, kwargs, subject, plan, self.mesh, self.batch_dim, self.traffic)
         if self.passes is not None:
             program.capture.module = self.passes(program.module)
         return program
@@ -194,7 +196,7 @@ class Step:
         """The partitioned graph of the last call."""
         if self.latest is None:
             raise self.not_started()
-        return self.latest.module
+        return self.latest.with_local_values()
 
     def bound(self) -> Binding:
         if self.binding is None:
@@ -252,6 +254,8 @@ def compile(
     placements: Mapping[str, Placement] | None = None,
     equal: str = "broadcast",
     batch: Batch | None = None,
+    bucket_mb: float = 25,
+    prefetch: int = 1,
 ) -> Step:
     """Make a train step, written for one device, run data-parallel.
 
@@ -269,6 +273,8 @@ def compile(
             with them.
         placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
         batch: Which dim of tensor arguments is the batch; global semantics only. Every rank passes as many rows.
+        bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
+        prefetch: How many buckets of parameters are on their way ahead of compute.
         equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
 
     Raises:
@@ -294,4 +300,4 @@ def compile(
         parsed = DataParallelStyle.DEFAULT
     if problems:
         raise PlanError(problems, "dp_partition.compile")
-    return Step(train_step, mesh, parsed, semantics, placements or {}, equal, (batch or Batch()).dim)
+    return Step(train_step, mesh, parsed, semantics, placements or {}, equal, (batch or Batch()).dim, Traffic(int(bucket_mb * (1 << 20)), prefetch))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.fx import GraphModule
 
 from dp_partition._torch_compat import FakeTensor, new_fake_mode
+from dp_partition.bucket import Traffic
 from dp_partition.collectives import local_shape
 from dp_partition.data_parallel.strategies import plan_graph, shard_even
 from dp_partition.insert import partition_for_rank
@@ -104,7 +105,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
         raise PlanError(Problem("not-marked", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
     inputs = _local_inputs(graph, world, rank)
-    partition_for_rank(graph, world, rank, mesh.get_group().group_name)
+    partition_for_rank(graph, world, rank, mesh.get_group().group_name, Traffic())
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None) or new_fake_mode()
     record_local_values(graph, inputs, mode)
     return graph

@@ -79,7 +79,7 @@ def _make_step(
         module = mode.transform_and_compile(module)
         return transformation(module) if transformation is not None else module
 
-    step = Step(function, mesh, mode.parallel_style, "global", {}, "broadcast", mode.input_batch_dim, passes)
+    step = Step(function, mesh, mode.parallel_style, "global", {}, "broadcast", mode.input_batch_dim, passes=passes)
     return step
 
 

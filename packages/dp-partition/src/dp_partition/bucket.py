@@ -1,0 +1,240 @@
+"""Bucket and schedule: few large collectives instead of many small ones, issued early and waited for late.
+
+Gradients are gathered into buckets in the order in which backward finishes them; a bucket is reduced as soon as its last
+gradient is there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of the compute
+that needs them. Order and content of buckets depend on the graph alone, so they are the same on every rank.
+
+Layout of a flat buffer: members one after the other, each as ``[world, chunk]`` where a collective cuts along dim 0.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from dp_partition._torch_compat import collectives
+from dp_partition.collectives import Move, Mover, chunk_bounds
+from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.styles import NodeType
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How communication is arranged.
+
+    Attributes:
+        bucket_bytes: Greatest size of a bucket; a larger tensor travels alone. 0: no buckets.
+        prefetch: How many buckets of parameters are on their way ahead of the one that compute needs.
+    """
+
+    bucket_bytes: int = 25 << 20
+    prefetch: int = 1
+
+
+@dataclass
+class _Bucket:
+    """Moves that travel together."""
+
+    moves: list[Move]
+    ready: int  # position after which every start holds its final value
+    needed: int  # position of the first node that uses a result
+
+
+def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) -> None:
+    """Replace the single moves of parameters and gradients by buckets, in place."""
+    if traffic.bucket_bytes <= 0:
+        return
+    positions = {node: index for index, node in enumerate(graph.nodes)}
+    nodes = list(graph.nodes)
+    live = [move for move in moves if move.result.users and move.start in positions]
+    gathers = [m for m in live if _is_gather(m)]
+    reductions = [m for m in live if _is_reduction(m)]
+    gather_buckets = _group(gathers, positions, nodes, traffic.bucket_bytes, _first_use)
+    reduce_buckets = _group(reductions, positions, nodes, traffic.bucket_bytes, _ready)
+    issues: list[tuple[fx.Node, _Bucket]] = []
+    for index, bucket in enumerate(gather_buckets):
+        ahead = gather_buckets[max(index - traffic.prefetch, 0)]
+        issues.append((nodes[max(min(ahead.needed, bucket.needed), bucket.ready + 1)], bucket))
+    issues += [(nodes[bucket.ready + 1], bucket) for bucket in reduce_buckets]
+    for anchor, bucket in issues:
+        _emit(graph, mover, bucket, anchor, nodes[bucket.needed])
+
+
+def _is_gather(move: Move) -> bool:
+    kind = move.node_type
+    return move.origin == Shard(0) and move.wanted == Replicate() and kind in (NodeType.PARAM, NodeType.STATE)
+
+
+def _is_reduction(move: Move) -> bool:
+    sums = isinstance(move.origin, Partial) and move.origin.reduce_op in ("sum", "avg")
+    return sums and move.node_type is NodeType.GRAD and move.wanted in (Replicate(), Shard(0)) and len(move.shape) > 0
+
+
+def _first_use(move: Move, positions: dict[fx.Node, int], nodes: list[fx.Node]) -> int:
+    return min(positions[user] for user in move.result.users)
+
+
+def _ready(move: Move, positions: dict[fx.Node, int], nodes: list[fx.Node]) -> int:
+    """Position of the last node that makes or writes the value before it is moved."""
+    first = positions[move.start]
+    tagged = move.start.args[0] if move.start.args else None
+    roots = {root_of(move.start), move.start}
+    if isinstance(tagged, fx.Node) and "tag_grad" in str(move.start.target):
+        roots |= {tagged, root_of(tagged)}
+    last = first
+    for position in range(first + 1, positions[move.before]):
+        if any(root_of(written) in roots or written in roots for written in mutated_inputs(nodes[position])):
+            last = position
+    return max(last, _last_placeholder(nodes))
+
+
+def _last_placeholder(nodes: list[fx.Node]) -> int:
+    return next((i - 1 for i, node in enumerate(nodes) if node.op != "placeholder"), len(nodes) - 1)
+
+
+def _group(
+    moves: list[Move],
+    positions: dict[fx.Node, int],
+    nodes: list[fx.Node],
+    limit: int,
+    order: Callable[[Move, dict[fx.Node, int], list[fx.Node]], int],
+) -> list[_Bucket]:
+    """Fill buckets in order; a bucket holds one dtype and one kind of move, and is ready before it is needed."""
+    buckets: list[_Bucket] = []
+    open_buckets: dict[Any, _Bucket] = {}
+    for move in sorted(moves, key=lambda m: (order(m, positions, nodes), positions[m.start])):
+        ready, needed = _ready(move, positions, nodes), _first_use(move, positions, nodes)
+        key = (_dtype(move.start), _device(move.start), str(move.origin), str(move.wanted), _segment(move, nodes, positions))
+        bucket = open_buckets.get(key)
+        fits = (
+            bucket is not None
+            and sum(map(_num_bytes, bucket.moves)) + _num_bytes(move) <= limit
+            and max(bucket.ready, ready) < min(bucket.needed, needed)
+        )
+        if bucket is None or not fits:
+            bucket = open_buckets[key] = _Bucket([], ready, needed)
+            buckets.append(bucket)
+        bucket.moves.append(move)
+        bucket.ready, bucket.needed = max(bucket.ready, ready), min(bucket.needed, needed)
+    return sorted(buckets, key=lambda b: (_order_key(b, order), b.ready))
+
+
+def _order_key(bucket: _Bucket, order: Callable[..., int]) -> int:
+    """Gathers go by need, reductions by readiness."""
+    return bucket.needed if order is _first_use else bucket.ready
+
+
+def _segment(move: Move, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> str:
+    return str(nodes[_first_use(move, positions, nodes)].meta.get("phase"))
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _device(node: fx.Node) -> str:
+    return str(node.meta["val"].device)
+
+
+def _num_bytes(move: Move) -> int:
+    return _product(move.shape) * _dtype(move.start).itemsize
+
+
+def _product(sizes: Iterable[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _emit(graph: fx.Graph, mover: Mover, bucket: _Bucket, issue_at: fx.Node, wait_at: fx.Node) -> None:
+    """Write a bucket's collective into the graph and let its results replace the single moves'."""
+    old = [move.result for move in bucket.moves]
+    build = {True: _gather, False: _reduce}[_is_gather(bucket.moves[0])]
+    with graph.inserting_before(issue_at):
+        issued = build(mover, bucket.moves)
+    with graph.inserting_before(wait_at):
+        results = issued()
+    for move, before, after in zip(bucket.moves, old, results, strict=True):
+        after.meta.update({k: v for k, v in before.meta.items() if k in ("moves", "node_type", "phase")})
+        before.replace_all_uses_with(after)
+        _erase_chain(graph, before, move.start)
+
+
+def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> None:
+    while node is not start and not node.users:
+        previous = node.all_input_nodes[0]
+        graph.erase_node(node)
+        node = previous
+
+
+def _reduce(mover: Mover, moves: list[Move]) -> Callable[[], list[fx.Node]]:
+    kind, wanted = moves[0].origin, moves[0].wanted
+    assert isinstance(kind, Partial)
+    world = mover.world
+    if isinstance(wanted, Replicate):
+        flat = mover.call(aten.cat.default, [mover.call(aten.reshape.default, m.start, [-1]) for m in moves])
+        work = mover.call(collectives.all_reduce_.default, flat, kind.reduce_op, mover.group)
+        sizes = [_product(m.shape) for m in moves]
+
+        def finish() -> list[fx.Node]:
+            pieces = mover.call(aten.split_with_sizes.default, mover.wait(work), sizes)
+            return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
+
+        return finish
+    rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [world, -1]) for m in moves]
+    flat = mover.call(aten.reshape.default, mover.call(aten.cat.default, rows, 1), [-1])
+    shard = mover.call(collectives.reduce_scatter_tensor.default, flat, kind.reduce_op, world, mover.group)
+    chunks = [-(-m.shape[0] // world) for m in moves]
+    sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
+
+    def finish_shards() -> list[fx.Node]:
+        pieces = mover.call(aten.split_with_sizes.default, mover.wait(shard), sizes)
+        views = [
+            _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))
+            for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True))
+        ]
+        return [mover.unpad(view, m.shape[0]) for view, m in zip(views, moves, strict=True)]
+
+    return finish_shards
+
+
+def _gather(mover: Mover, moves: list[Move]) -> Callable[[], list[fx.Node]]:
+    world = mover.world
+    chunks = [-(-m.shape[0] // world) for m in moves]
+    flats = []
+    for chunk, m in zip(chunks, moves, strict=True):
+        start, end = chunk_bounds(m.shape[0], world, mover.rank)
+        local = mover.call(aten.reshape.default, m.start, [-1])
+        missing = (chunk - (end - start)) * _product(m.shape[1:])
+        flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)
+    flat = mover.call(aten.cat.default, flats)
+    work = mover.call(collectives.all_gather_into_tensor.default, flat, world, mover.group)
+    sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
+
+    def finish() -> list[fx.Node]:
+        rows = mover.call(aten.view.default, mover.wait(work), [world, -1])
+        pieces = mover.call(aten.split_with_sizes.default, rows, sizes, 1)
+        results = []
+        for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
+            whole = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
+            padded = chunk * world != m.shape[0]
+            results.append(mover.call(aten.slice.Tensor, whole, 0, 0, m.shape[0]) if padded else whole)
+        return results
+
+    return finish
+
+
+def _view(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    return mover.call(aten.view.default, node, list(shape))
+
+
+def _item(mover: Mover, node: fx.Node, index: int) -> fx.Node:
+    return mover.call(operator.getitem, node, index)
