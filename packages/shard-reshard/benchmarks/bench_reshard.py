@@ -100,9 +100,8 @@ def _ms(seconds: list[float]) -> str:
 
 
 def _one_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     rows = []
@@ -135,9 +134,8 @@ def _one_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
 
 def _permuted(rank: int, repeats: int) -> dict[str, str]:
     """ShardedTensor with placements in another order; an involution, the only kind that torch's survives."""
-    from shard_spec.specs import ChunkShardingSpec
-
     from shard_reshard import Resharder, plan_reshard
+    from shard_spec.specs import ChunkShardingSpec
 
     order = [1, 0, 3, 2]
     specs = [ChunkShardingSpec(dim, [f"rank:{r}/cpu" for r in ranks]) for dim, ranks in ((0, order), (1, range(4)))]
@@ -184,7 +182,15 @@ def _wire_bytes(rank: int, repeats: int) -> list[dict[str, str]]:
     from shard_reshard import plan_reshard
 
     worst, count = 0.0, 0
-    layouts = ["4: S(0)", "4: S(1)", "2x2: S(0), S(1)", "2x2: S(1), S(0)", "4: I(0,2)", "2: S(0) on ranks 2..3", "rank 1"]
+    layouts = [
+        "4: S(0)",
+        "4: S(1)",
+        "2x2: S(0), S(1)",
+        "2x2: S(1), S(0)",
+        "4: I(0,2)",
+        "2: S(0) on ranks 2..3",
+        "rank 1",
+    ]
     for src in layouts:
         for dst in layouts:
             plan = plan_reshard((512, 96), torch.bfloat16, src, dst)
@@ -196,9 +202,8 @@ def _wire_bytes(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _peak_memory(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard, reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     plan = plan_reshard((SIDE, SIDE), torch.float32, "4: S(0)", "4: S(1)")
     local = torch.randn(plan.src.local_shapes(rank)[0])
@@ -239,9 +244,8 @@ def _peak(call: Callable[[], Any]) -> int:
 
 
 def _many_tensors(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import reshard_state_dict
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     count, side = 100, 128  # 64 KB each
@@ -263,18 +267,26 @@ def _many_tensors(rank: int, repeats: int) -> list[dict[str, str]]:
     }
     times = _interleaved(calls, repeats)
     raw = f"raw {_ms(times['raw'])}, fused {_ms(times['fused'])}, reshard_state_dict {_ms(times['state'])}"
-    rows = [_row("100 tensors of 64 KB, one plan kept, against raw", "<= 2.2x", f"{_ratio(times, 'fused', 'raw'):.1f}x", raw)]
+    rows = [
+        _row(
+            "100 tensors of 64 KB, one plan kept, against raw", "<= 2.2x", f"{_ratio(times, 'fused', 'raw'):.1f}x", raw
+        )
+    ]
     for peer in ("dtensor", "sharded"):
         ratio = _ratio(times, peer, "fused")
-        rows.append(_row(f"100 tensors of 64 KB, faster than {peer} in a loop", ">= 40x", f"{ratio:.0f}x", _ms(times[peer])))
+        rows.append(
+            _row(f"100 tensors of 64 KB, faster than {peer} in a loop", ">= 40x", f"{ratio:.0f}x", _ms(times[peer]))
+        )
     return rows
 
 
 def _fused(state: dict[str, Any], rank: int) -> Callable[[], Any]:
     from shard_reshard import StateDictResharder
 
-    resharder = StateDictResharder(state, {name: (t.device_mesh, _columns()) for name, t in state.items()})
-    return lambda: resharder(state)
+    layouts = {name: (t.device_mesh, _columns()) for name, t in state.items()}
+    out = dict(StateDictResharder(state, layouts)(state))
+    resharder = StateDictResharder(state, layouts, out=out)
+    return lambda: resharder(state, out=out, atomic=False)
 
 
 def _columns() -> tuple[Any, ...]:
@@ -284,9 +296,8 @@ def _columns() -> tuple[Any, ...]:
 
 
 def _small_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     local = torch.randn(16, 64)
@@ -301,7 +312,8 @@ def _small_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
     times = _interleaved(calls, repeats)
     host = _host_time(resharder, local)
     per_call = {name: 1e6 * statistics.median(found) / 50 for name, found in times.items()}
-    peer = f"whole call: ours {per_call['ours']:.0f} us, raw {per_call['raw']:.0f} us, DTensor {per_call['dtensor']:.0f} us"
+    listed = ", ".join(f"{name} {spent:.0f} us" for name, spent in per_call.items())
+    peer = f"whole call: {listed}"
     return [_row("16 KB tensor, cached plan: host time beside the collective", "<= 60 us", f"{host:.0f} us", peer)]
 
 
@@ -320,9 +332,8 @@ def _host_time(resharder: Any, local: torch.Tensor) -> float:
 
 
 def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2))
     local = torch.randn(SIDE // 2, SIDE // 2)
@@ -352,7 +363,12 @@ def _planning_rows() -> list[dict[str, str]]:
         return 1e3 * best
 
     rows = [
-        _row(f"plan: own part at 512 ranks, {src} -> {dst}", "<= 5 ms", f"{own_part(src, dst):.1f} ms", "no peer plans; floor 0")
+        _row(
+            f"plan: own part at 512 ranks, {src} -> {dst}",
+            "<= 5 ms",
+            f"{own_part(src, dst):.1f} ms",
+            "no peer plans; floor 0",
+        )
         for src, dst in (("512: S(0)", "512: S(1)"), ("512: S(0)", "64x8: R, S(1)"), ("2x256: R, S(0)", "512: S(1)"))
     ]
     shapes = {}
@@ -368,8 +384,22 @@ def _planning_rows() -> list[dict[str, str]]:
             dst = "8x8: R, R" if len(shape) == 1 else "8x8: R, S(1)" if name.endswith(("wo", "w2")) else "8x8: R, S(0)"
             plan_reshard(shape, "bfloat16", "64: S(0)", dst).own_part(3)
         spent.append(time.perf_counter() - begin)
-    rows.append(_row(f"plan: {len(shapes)} tensors FSDP-64 -> TP-8, cold", "<= 1 s", f"{spent[0]:.2f} s", "no peer plans; floor 0"))
-    rows.append(_row(f"plan: {len(shapes)} tensors FSDP-64 -> TP-8, cached", "<= 5 ms", f"{1e3 * spent[1]:.1f} ms", "no peer plans; floor 0"))
+    rows.append(
+        _row(
+            f"plan: {len(shapes)} tensors FSDP-64 -> TP-8, cold",
+            "<= 1 s",
+            f"{spent[0]:.2f} s",
+            "no peer plans; floor 0",
+        )
+    )
+    rows.append(
+        _row(
+            f"plan: {len(shapes)} tensors FSDP-64 -> TP-8, cached",
+            "<= 5 ms",
+            f"{1e3 * spent[1]:.1f} ms",
+            "no peer plans; floor 0",
+        )
+    )
     return rows
 
 

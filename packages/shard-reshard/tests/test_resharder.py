@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def test_a_dropped_handle_warns(ranks: Ranks) -> None:
 def test_ranks_that_disagree_all_raise_the_same_within_seconds(ranks: Ranks) -> None:
     local = torch.zeros(2, 12)
     odd = ranks.rank == 2
-    calls = {
+    calls: dict[str, Callable[[], Any]] = {
         "ranks-disagree": lambda: reshard(local, "4: S(0)", "4: S(1)" if odd else "2x2: S(1), R", shape=SHAPE),
         "local-shape": lambda: reshard(local[: 1 + odd], "4: S(0)", "4: R", shape=SHAPE),
         "dim-out-of-range": lambda: reshard(local, "4: S(0)", "4: S(5)" if odd else "4: S(-1)", shape=SHAPE),

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from shard_reshard.sharded_tensors import reshard_sharded_tensor
     from shard_reshard.simulation import simulate
     from shard_reshard.state_dict_plan import Part, StateDictPlan
-    from shard_reshard.state_dicts import MovedStateDict, Progress, reshard_state_dict, state_version
+    from shard_reshard.state_dicts import (
+        MovedStateDict,
+        Progress,
+        StateDictResharder,
+        reshard_state_dict,
+        state_version,
+    )
 
 # Public name -> module that has it. One line for each name that `__all__` lists.
 _HOME = {
@@ -49,6 +55,7 @@ _HOME = {
     "redistribute": "shard_reshard.dtensors",
     "reshard_sharded_tensor": "shard_reshard.sharded_tensors",
     "reshard_state_dict": "shard_reshard.state_dicts",
+    "StateDictResharder": "shard_reshard.state_dicts",
     "state_version": "shard_reshard.state_dicts",
     "MovedStateDict": "shard_reshard.state_dicts",
     "Progress": "shard_reshard.state_dicts",
@@ -79,6 +86,7 @@ __all__ = [
     "redistribute",
     "reshard_sharded_tensor",
     "reshard_state_dict",
+    "StateDictResharder",
     "state_version",
     "MovedStateDict",
     "Progress",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -18,8 +19,10 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these tensors, or the mode that is on, have no data: nothing can be compared between ranks then."""
-    return detect_fake_mode(list(tensors)) is not None
+    """Whether these tensors, or without tensors the mode that is on, have no data: nothing can be compared then."""
+    if tensors:
+        return any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    return detect_fake_mode() is not None
 
 
 def torch_shard(tensor: torch.Tensor, metadata: object) -> object:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from shard_reshard._torch_compat import foreach_copy_
+from shard_reshard._torch_compat import foreach_copy_, is_fake
 from shard_reshard.dtypes import torch_dtype
-from shard_reshard.packing import Region, Run, Side, StepMemory, dense_strides, lay_out_step
+from shard_reshard.kept_views import KeptViews, strided_views
+from shard_reshard.packing import Run, Side, StepMemory, dense_strides, lay_out_step
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.program import Program, Step, accumulates_apart, reduction_dtype
 
@@ -70,6 +71,7 @@ class Exchange:
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self._kept_views = (KeptViews(), KeptViews()) if keep_workspace else None
         self._src_plan = _plan_numbers(program.src_base)
         self._dst_plan = _plan_numbers(program.dst_base)
 
@@ -175,13 +177,6 @@ class Exchange:
                 self._views[key] = found
         return found
 
-    def views(self, tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> list[torch.Tensor]:
-        """The regions of local tensors."""
-        return [
-            tensors[r.tensor].as_strided(r.sizes, r.strides, tensors[r.tensor].storage_offset() + r.offset)
-            for r in regions
-        ]
-
     def carried(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
         """The tensors in the dtype in which they are copied: their own, or a plain one of the same size."""
         found = []
@@ -216,6 +211,16 @@ class _Call:
         self.reduces = any(self.reducing)
         self.targets = self._accumulators() if self.reduces else self.dst
         self._fill()
+        self.src_views, self.dst_views = self._local_views()
+
+    def _local_views(self) -> tuple[KeptViews, KeptViews]:
+        """The views of source and destination tensors; kept ones where the exchange keeps a workspace."""
+        kept = self.exchange._kept_views
+        if kept is None or is_fake((*self.src, *self.dst)):
+            return KeptViews(), KeptViews()
+        kept[0].begin(self.src)
+        kept[1].begin(self.dst)
+        return kept
 
     def _accumulators(self) -> list[torch.Tensor]:
         """Where values are reduced: the result itself, or tensors of a dtype that holds sums without rounding."""
@@ -286,16 +291,18 @@ class _Call:
         buffer = self.exchange.buffer("send", slot, side.num_bytes, self.device)
         if side.packed:
             targets = self.exchange.buffer_views("send", slot, buffer, side)
-            foreach_copy_(targets, self.exchange.views(base, [entry.region for entry in side.packed]))
+            views = self.dst_views if base is self.dst else self.src_views
+            sources = views.get("send", slot, side, base, lambda: [entry.region for entry in side.packed])
+            foreach_copy_(targets, sources)
         return buffer[: side.num_bytes]
 
     def _copy_own(self, step: Step, memory: StepMemory) -> None:
         """Copies that stay on the rank; those that are reduced wait for their turn in `_reduce`."""
-        plain = [entry for entry in memory.own if not self.reducing[entry[2]]]
+        plain = [entry for entry in memory.own if not self.reducing[entry[2]]] if self.reduces else memory.own
         if plain:
-            base = self.dst if step.relayed else self.src
-            targets = self.exchange.views(self.dst, [entry[1] for entry in plain])
-            foreach_copy_(targets, self.exchange.views(base, [entry[0] for entry in plain]))
+            base, views = (self.dst, self.dst_views) if step.relayed else (self.src, self.src_views)
+            sources = views.get("own", 0, memory, base, lambda: [entry[0] for entry in plain])
+            foreach_copy_(self.dst_views.get("own to", 0, memory, self.dst, lambda: [e[1] for e in plain]), sources)
 
     def _land(self, flying: _Flying) -> None:
         """Unpack a collective that has been waited for."""
@@ -303,10 +310,11 @@ class _Call:
         arrived: list[torch.Tensor] = []
         if flying.buffer is not None and side.packed:
             arrived = self.exchange.buffer_views("receive", flying.slot, flying.buffer, side)
-            relayed = flying.step.relayed
-            plain = [at for at, entry in enumerate(side.packed) if relayed or not self.reducing[entry.plan]]
-            targets = self.exchange.views(self.dst, [side.packed[at].region for at in plain])
-            foreach_copy_(targets, [arrived[at] for at in plain])
+            values, regions = arrived, lambda: [entry.region for entry in side.packed]
+            if self.reduces and not flying.step.relayed:
+                plain = [at for at, entry in enumerate(side.packed) if not self.reducing[entry.plan]]
+                values, regions = [arrived[at] for at in plain], lambda: [side.packed[at].region for at in plain]
+            foreach_copy_(self.dst_views.get("receive", flying.slot, side, self.dst, regions), values)
         if self.reduces and not flying.step.relayed:
             self._reduce(flying.memory, arrived)
 
@@ -318,12 +326,12 @@ class _Call:
             if self.reducing[entry.plan]
         ]
         own = [entry for entry in memory.own if self.reducing[entry[2]]]
-        values = self.exchange.views(self.src, [entry[0] for entry in own])
+        values = strided_views(self.src, [entry[0] for entry in own])
         incoming += [
             (addend, plan, region, value) for (_, region, plan, addend), value in zip(own, values, strict=True)
         ]
         incoming.sort(key=lambda entry: entry[0])
-        targets = self.exchange.views(self.targets, [region for _, _, region, _ in incoming])
+        targets = strided_views(self.targets, [region for _, _, region, _ in incoming])
         for (addend, at, _, value), target in zip(incoming, targets, strict=True):
             plan = self.exchange.program.plans[at]
             if addend == 0 and not plan.adjoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.agreement import agree, check_mode
+from shard_reshard.bound import Index
 from shard_reshard.exchange import Collective, Exchange
 from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import Members, data_device
@@ -42,6 +44,7 @@ class Mover:
         self._transposed: Mover | None = None
         self._agreed: set[tuple[str, str]] = set()
         self._busy = False
+        self._seen: object = None  # what the tensors of the last good call looked like
         self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
 
     @property
@@ -61,13 +64,31 @@ class Mover:
             self._transposed._transposed = self
         return self._transposed
 
+    @cached_property
+    def local_shapes(self) -> tuple[tuple[Index, ...], tuple[Index, ...]]:
+        """Shapes of this rank's local tensors: the sources of all plans, and the destinations."""
+        rank = self.members.rank
+        src = tuple(shape for plan in self.plans for shape in plan.src.local_shapes(rank))
+        return src, tuple(shape for plan in self.plans for shape in plan.dst.local_shapes(rank))
+
     # ---- checks -----------------------------------------------------------------------------------------------
 
     def problems(
         self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
     ) -> list[Problem]:
         """What is wrong with the tensors of this rank."""
-        rank, found = self.members.rank, []
+        looks = [_look(tensors) for tensors in sources], [_look(tensors) for tensors in outs or ()]
+        if looks == self._seen:
+            return []
+        found = self._problems(sources, outs)
+        self._seen = None if found or is_fake([t for listed in sources for t in listed]) else looks
+        return found
+
+    def _problems(
+        self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
+    ) -> list[Problem]:
+        rank: int = self.members.rank
+        found: list[Problem] = []
         for number, plan in enumerate(self.plans):
             if plan.world_size > self.members.size:
                 named = f"the plan names rank {plan.world_size - 1}, the group has {self.members.size} ranks"
@@ -143,7 +164,7 @@ class Mover:
 
     def _end(self, device: torch.device) -> None:
         self._busy = False
-        if self.keep_workspace and device.type == "cuda" and not is_fake(()):
+        if device.type == "cuda" and self.keep_workspace and not is_fake(()):
             if self._freed is None:
                 self._freed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             self._freed.record(torch.cuda.current_stream(device))
@@ -177,6 +198,13 @@ class Mover:
             f"all_to_all_single of call {call} of reshard plan {digest} failed on rank {self.members.rank}: another "
             "rank died, left the call out or made another one; the destination tensors are not complete"
         )
+
+
+def _look(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
+    """What decides whether tensors are good for a plan."""
+    if is_fake(tensors):
+        return []
+    return [(t.shape, t.dtype, t.device, t.stride(), t.data_ptr(), t.requires_grad, t.layout) for t in tensors]
 
 
 class _NamedWork:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from shard_reshard.bind import LayoutLike, ToGroup, bind
+from shard_spec import Layout
+
+from shard_reshard.bind import LayoutLike, OnRank, ToGroup, bind
 from shard_reshard.bound import BoundLayout
 from shard_reshard.dtypes import dtype_name
 from shard_reshard.plan import ReshardPlan, make_plan
@@ -41,6 +43,27 @@ def plan_reshard(
     Raises:
         PlanError: With every hole and overlap of the layouts by name, and whatever else cannot be carried out.
     """
+    if isinstance(src, _VALUES) and isinstance(dst, _VALUES):
+        size = None if shape is None else tuple(shape)
+        return _plan_of_values(
+            size, str(dtype), src, dst, None if out_dtype is None else str(out_dtype), max_workspace_bytes
+        )
+    return cached_plan(*bind_both(shape, src, dst), dtype_name(dtype), maybe_dtype_name(out_dtype), max_workspace_bytes)
+
+
+# Layouts that are plain values: the same question can be answered from memory.
+_VALUES = (str, Layout, OnRank, BoundLayout)
+
+
+@lru_cache(maxsize=4096)
+def _plan_of_values(
+    shape: tuple[int, ...] | None,
+    dtype: str,
+    src: LayoutLike,
+    dst: LayoutLike,
+    out_dtype: str | None,
+    max_workspace_bytes: int | None,
+) -> ReshardPlan:
     return cached_plan(*bind_both(shape, src, dst), dtype_name(dtype), maybe_dtype_name(out_dtype), max_workspace_bytes)
 
 

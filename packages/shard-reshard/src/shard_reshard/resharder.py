@@ -8,9 +8,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from shard_spec import Layout
 
 from shard_reshard.agreement import agree
-from shard_reshard.bind import LayoutLike, bind
+from shard_reshard.bind import LayoutLike, OnRank, bind
+from shard_reshard.bound import BoundLayout
 from shard_reshard.compiled import exchange, operator_key
 from shard_reshard.differentiable import differentiable_start, gradient_problems
 from shard_reshard.dtypes import ITEMSIZES, dtype_name
@@ -104,9 +106,7 @@ class Resharder:
 
 def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     """One checked call."""
-    (plan,) = mover.plans
-    rank = mover.members.rank
-    src_shapes, dst_shapes = plan.src.local_shapes(rank), plan.dst.local_shapes(rank)
+    src_shapes, dst_shapes = mover.local_shapes
     given = as_list(tensor)
     # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
     sources = [] if not src_shapes and len(given) == 1 and given[0].numel() == 0 else given
@@ -124,6 +124,7 @@ def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     if not dst_shapes and grad:
         result = results[0]
     if async_op:
+        (plan,) = mover.plans
         return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
     return result
 
@@ -193,19 +194,16 @@ def _mover_for(
         hint = "only a DTensor knows where it is"
         raise PlanError(Problem("layout-needed", "src", found="src=None", hint=hint))
     size = None if shape is None else tuple(shape)
-    names = _dtypes(members, given, src, size, out, dtype)
-    key: tuple[Any, ...] = (_hashable(src), _hashable(dst), size, *names, max_workspace_bytes, check)
     movers = _movers.setdefault(members.group, {})
-    try:
-        mover = movers.get(key)
-    except TypeError:  # torch's sharding specs and mappings have no hash
-        key, mover = (), None
+    names = _dtypes(members, given, src, size, out, dtype, movers)
+    key: tuple[Any, ...] = (_value(src), _value(dst), size, *names, max_workspace_bytes, check)
+    mover = None if None in key[:2] else movers.get(key)
     if mover is None:
         plan = cached_plan(*bind_both(size, src, dst, members.to_group), *names, max_workspace_bytes)
         mover = movers.get((plan, check))
         if mover is None:
             mover = movers[(plan, check)] = Mover((plan,), members, False, check)
-        if key:
+        if None not in key[:2]:
             movers[key] = mover
         while len(movers) > 8192:
             movers.pop(next(iter(movers)))
@@ -219,11 +217,18 @@ def _dtypes(
     shape: tuple[int, ...] | None,
     out: list[torch.Tensor],
     dtype: torch.dtype | None,
+    known: dict[Any, Any],
 ) -> tuple[str, str | None]:
     """Dtype of the source, and of the destination where it is another."""
     if dtype is not None:
         return dtype_name(given[0].dtype if given else dtype), dtype_name(dtype)
-    if _everyone_holds(members, src, shape):
+    key = ("everyone holds", _value(src), shape)
+    everyone = known.get(key)
+    if everyone is None:
+        everyone = _everyone_holds(members, src, shape)
+        if key[1] is not None:
+            known[key] = everyone
+    if everyone:
         found = given or out
         return dtype_name(found[0].dtype if found else torch.float32), (dtype_name(out[0].dtype) if out else None)
     # Some rank has nothing to tell the dtype from: those that have tell it.
@@ -249,11 +254,11 @@ def _everyone_holds(members: Members, src: LayoutLike, shape: tuple[int, ...] | 
     return len(ranks) == members.size
 
 
-_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
+_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def _hashable(layout: Any) -> Any:
-    """A pair of mesh and list of placements as one that has a hash."""
-    if isinstance(layout, tuple) and len(layout) == 2 and isinstance(layout[1], list):
+def _value(layout: Any) -> Any:
+    """The layout as a value that can be remembered; None for what has no hash or holds on to tensors."""
+    if isinstance(layout, tuple) and len(layout) == 2:
         return layout[0], tuple(layout[1])
-    return layout
+    return layout if isinstance(layout, str | Layout | OnRank | BoundLayout) else None

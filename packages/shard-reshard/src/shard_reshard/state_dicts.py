@@ -96,21 +96,91 @@ def reshard_state_dict(
         PlanError: With the problems of all tensors of all ranks, on every rank, before any data moves.
         RuntimeError: When an exchange fails because a rank died.
     """
-    members = members_of(group)
-    targets_out = _tensors_of(out)
-    state_dict = _tensors_of(state_dict) if isinstance(state_dict, torch.nn.Module) else state_dict
-    facts = _facts(state_dict, targets_out, src_layouts or {}, shapes or {}, members)
-    plan, stamp = _agreed_plan(members, facts, state_dict, dst_layouts, key_map, bucket_bytes, version)
-    device = _device(state_dict, targets_out, members)
-    sources = {name: _local(value) for name, value in state_dict.items()}
-    with torch.no_grad():
-        arriving = _Arriving(plan, members.rank, None if atomic else targets_out, device)
-        _move_buckets(plan, members, sources, arriving, progress, check)
-        result = _deliver(plan, arriving, targets_out, dst_layouts, members)
-    result.plan, result.version = plan, stamp
-    if out is not None and stamp is not None:
-        _stamp(out, stamp)
-    return result
+    resharder = StateDictResharder(
+        state_dict,
+        dst_layouts,
+        src_layouts=src_layouts,
+        shapes=shapes,
+        out=out,
+        key_map=key_map,
+        bucket_bytes=bucket_bytes,
+        group=group,
+        version=version,
+        check=check,
+        keep_workspace=False,
+    )
+    return resharder._run(state_dict, out, progress, atomic, resharder._first_version)
+
+
+class StateDictResharder:
+    """Moves the tensors of state dicts that are alike again and again: what ranks agree on, they agree on once.
+
+    Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. The
+    constructor communicates, and so does every call; every rank of the group makes them in the same order.
+
+    Attributes:
+        plan: What is moved how.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any] | torch.nn.Module,
+        dst_layouts: DstLayouts = None,
+        *,
+        src_layouts: Mapping[str, LayoutLike] | None = None,
+        shapes: Mapping[str, Any] | None = None,
+        out: torch.nn.Module | Mapping[str, Any] | None = None,
+        key_map: KeyMap | None = None,
+        bucket_bytes: int = 64 * 2**20,
+        group: dist.ProcessGroup | None = None,
+        version: int | None = None,
+        check: str = "first",
+        keep_workspace: bool = True,
+    ) -> None:
+        self._members = members_of(group)
+        self._dst_layouts = dst_layouts
+        tensors, targets = _tensors_of(state_dict), _tensors_of(out)
+        facts = _facts(tensors, targets, src_layouts or {}, shapes or {}, self._members)
+        self.plan, self._first_version = _agreed_plan(
+            self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version
+        )
+        self._movers = [_mover(self._members, self.plan, bucket, check, keep_workspace) for bucket in self.plan.buckets]
+
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | torch.nn.Module,
+        *,
+        out: torch.nn.Module | Mapping[str, Any] | None = None,
+        version: int | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        atomic: bool = True,
+    ) -> MovedStateDict:
+        """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
+        stamp = _agreed_version(_gather_rows(self._members, _version_row(version)))
+        return self._run(state_dict, out, progress, atomic, stamp)
+
+    def _run(
+        self,
+        state_dict: Mapping[str, Any] | torch.nn.Module,
+        out: torch.nn.Module | Mapping[str, Any] | None,
+        progress: Callable[[Progress], None] | None,
+        atomic: bool,
+        stamp: int | None,
+    ) -> MovedStateDict:
+        plan, members = self.plan, self._members
+        tensors, targets = _tensors_of(state_dict), _tensors_of(out)
+        device = _device(tensors, targets, members)
+        sources = {name: _local(value) for name, value in tensors.items()}
+        if out is not None and not atomic:
+            _stamp(out, None)  # neither the old state nor the new one, until everything has arrived
+        with torch.no_grad():
+            arriving = _Arriving(plan, members.rank, None if atomic else targets, device)
+            _move_buckets(plan, members, self._movers, sources, arriving, progress)
+            result = _deliver(plan, arriving, targets, self._dst_layouts)
+        result.plan, result.version = plan, stamp
+        if out is not None and stamp is not None:
+            _stamp(out, stamp)
+        return result
 
 
 def state_version(out: torch.nn.Module | Mapping[str, Any]) -> int | None:
@@ -119,7 +189,7 @@ def state_version(out: torch.nn.Module | Mapping[str, Any]) -> int | None:
     return None if found is None else int(found)
 
 
-def _stamp(out: torch.nn.Module | Mapping[str, Any], version: int) -> None:
+def _stamp(out: torch.nn.Module | Mapping[str, Any], version: int | None) -> None:
     if isinstance(out, torch.nn.Module):
         setattr(out, _VERSION, version)
     elif isinstance(out, dict):
@@ -129,12 +199,16 @@ def _stamp(out: torch.nn.Module | Mapping[str, Any], version: int) -> None:
 # ---- what this rank knows -------------------------------------------------------------------------------------
 
 
-def _tensors_of(out: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
-    if out is None:
+def _tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
+    if given is None:
         return {}
-    if isinstance(out, torch.nn.Module):
-        return {**dict(out.named_parameters(remove_duplicate=False)), **dict(out.named_buffers(remove_duplicate=False))}
-    return {name: value for name, value in out.items() if isinstance(value, torch.Tensor)}
+    if isinstance(given, torch.nn.Module):
+        everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
+        everything.update(given.named_parameters(remove_duplicate=False))
+        kept = given.state_dict(keep_vars=True)
+        return {name: value for name, value in everything.items() if name in kept}
+    return {name: value for name, value in given.items() if name != _VERSION}
 
 
 def _facts(
@@ -157,6 +231,8 @@ def _facts(
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     known_outs: dict[str, Known] = {}
     for name, value in outs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
         try:
             known_outs[name] = _known(name, value, None, None, members)
         except PlanError as error:
@@ -248,11 +324,8 @@ def _agreed_plan(
     """The plan for what all ranks know. Facts travel only when a rank's have changed; a digest of them always."""
     asked = repr(sorted((key_map or {}).items())) + repr(bucket_bytes) + _layouts_text(dst_layouts)
     digest = hashlib.sha256(pickle.dumps((facts, asked), protocol=4)).digest()
-    rows = _gather_rows(members, digest + struct.pack("<?q", version is not None, version or 0))
-    stamps = sorted({struct.unpack("<?q", row[32:])[1] for row in rows if row[32]})
-    if len(stamps) > 1:
-        hint = "every rank that sends gives the same version"
-        raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
+    rows = _gather_rows(members, digest + _version_row(version))
+    stamp = _agreed_version([row[32:] for row in rows])
     key = tuple(row[:32] for row in rows)
     plans = _plans.setdefault(members.group, {})
     plan = plans.get(key)
@@ -269,7 +342,20 @@ def _agreed_plan(
         plans[key] = plan
         while len(plans) > _MAX_PLANS:
             plans.pop(next(iter(plans)))
-    return plan, stamps[0] if stamps else None
+    return plan, stamp
+
+
+def _version_row(version: int | None) -> bytes:
+    return struct.pack("<?q", version is not None, version or 0)
+
+
+def _agreed_version(rows: list[bytes]) -> int | None:
+    """The version that those who give one give; on all ranks the same."""
+    stamps = sorted({number for given, number in (struct.unpack("<?q", row) for row in rows) if given})
+    if len(stamps) > 1:
+        hint = "every rank that sends gives the same version"
+        raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
+    return stamps[0] if stamps else None
 
 
 def _plain_problems(members: Members, facts: Facts, tensors: Mapping[str, Any]) -> tuple[Problem, ...]:
@@ -317,6 +403,7 @@ class _Arriving:
 
     def __init__(self, plan: StateDictPlan, rank: int, outs: Mapping[str, Any] | None, device: torch.device) -> None:
         self.tensors: dict[str, list[torch.Tensor]] = {}
+        self.fresh = not outs
         for name, (layout, dtype) in plan.targets.items():
             if name in plan.aliases:
                 continue
@@ -330,12 +417,11 @@ class _Arriving:
 def _move_buckets(
     plan: StateDictPlan,
     members: Members,
+    movers: list[Mover],
     sources: Mapping[str, torch.Tensor],
     arriving: _Arriving,
     progress: Callable[[Progress], None] | None,
-    check: str,
 ) -> None:
-    movers = [_mover(members, plan, bucket, check) for bucket in plan.buckets]
     calls: list[tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]] = []
     problems: list[Problem] = []
     for mover, bucket in zip(movers, plan.buckets, strict=True):
@@ -345,7 +431,9 @@ def _move_buckets(
         ]
         outs = [arriving.tensors[m.target] for m in moves]
         calls.append((given, outs))
-        for problem, name in _named_problems(mover, given, outs, [m.source for m in moves]):
+        wrong = mover.problems(given, None if arriving.fresh else outs)
+        named = _named_problems(mover, given, outs, [m.source for m in moves]) if wrong else ()
+        for problem, name in named:
             problems.append(Problem(problem.code, f"{name}: {problem.name}", found=problem.found, hint=problem.hint))
     agree(members, "tensors of the plan", problems, "first")
     done_bytes, total_bytes, done = 0, sum(_size(move.plan) for move in plan.moves), 0
@@ -381,18 +469,18 @@ def _size(plan: Any) -> int:
 _movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
 
 
-def _mover(members: Members, plan: StateDictPlan, bucket: tuple[int, ...], check: str) -> Mover:
-    key = (tuple(plan.moves[at].plan for at in bucket), check)
+def _mover(members: Members, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool) -> Mover:
+    key = (tuple(plan.moves[at].plan for at in bucket), check, keep)
     movers = _movers.setdefault(members.group, {})
     if key not in movers:
-        movers[key] = Mover(key[0], members, keep_workspace=False, check=check)
+        movers[key] = Mover(key[0], members, keep_workspace=keep, check=check)
         while len(movers) > 1024:
             movers.pop(next(iter(movers)))
     return movers[key]
 
 
 def _deliver(
-    plan: StateDictPlan, arriving: _Arriving, outs: Mapping[str, Any], dst_layouts: DstLayouts, members: Members
+    plan: StateDictPlan, arriving: _Arriving, outs: Mapping[str, Any], dst_layouts: DstLayouts
 ) -> MovedStateDict:
     """The answer of this rank; fills ``outs`` where tensors arrived beside them."""
     result = MovedStateDict()

@@ -1,0 +1,98 @@
+"""Every kind of source to every kind of destination: right, or refused with an error. The README shows the outcome."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from layout_pairs import as_listed, local_tensors
+from shard_spec import Box
+
+from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
+from shard_reshard.bind import bind
+
+SHAPE = (7, 10)
+KINDS: dict[str, object] = {
+    "sharded": "4: S(0)",
+    "n-D mesh": "2x2: S(-1), S(0)",
+    "two axes, one dim": "2x2: S(0), S(0); order=axis1>axis0",
+    "replicated": "2x2: R, S(1)",
+    "uneven": "3: U(0,[4,0,3])",
+    "block-cyclic": "4: B(1,2,cyclic)",
+    "interleaved": "2: I(1,[6,4])",
+    "other ranks": "2: S(0) on ranks 3,1",
+    "boxes": {0: [Box((0, 0), (7, 4)), Box((0, 9), (7, 1))], 2: [Box((0, 4), (7, 5))]},
+    "one rank": "rank 2",
+    "partial sum": "4: P",
+    "partial avg": "2x2: P(avg), S(0)",
+    "partial max": "4: P(max)",
+}
+README = Path(__file__).parent.parent / "README.md"
+MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
+
+
+def _shards(layout: BoundLayout, full: torch.Tensor, whole: dict[int, torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Local tensors; of a partial layout, whose value is `full`, parts that reduce to it."""
+    return [local_tensors(layout, rank, whole.get(rank, full)) for rank in range(4)]
+
+
+def _parts(name: str, full: torch.Tensor) -> dict[int, torch.Tensor]:
+    if name == "partial sum":
+        return {0: full - 6, 1: full * 0 + 1, 2: full * 0 + 2, 3: full * 0 + 3}
+    if name == "partial avg":
+        return {0: full - 2, 1: full - 2, 2: full + 2, 3: full + 2}
+    return {0: full, 1: full - 1, 2: full - 5, 3: full - 2} if name == "partial max" else {}
+
+
+def _outcome(src_name: str, dst_name: str) -> str:
+    full = torch.arange(70.0).view(SHAPE)
+    try:
+        plan = plan_reshard(SHAPE, torch.float32, KINDS[src_name], KINDS[dst_name])
+    except PlanError as error:
+        return error.problems[0].code
+    moved = simulate(plan, _shards(plan.src, full, _parts(src_name, full)))
+    if dst_name.startswith("partial"):  # its value is what a reduction to one rank gives
+        op = {"sum": "sum", "avg": "avg", "max": "max"}[dst_name.split()[1]]
+        assert op in str(KINDS[dst_name]) or op == "sum"
+        again = plan_reshard(SHAPE, torch.float32, plan.dst, "rank 0")
+        (value,) = as_listed(simulate(again, moved)[0])
+        return "right" if torch.equal(value, full) else "WRONG"
+    good = all(
+        torch.equal(found, wanted)
+        for rank in range(4)
+        for found, wanted in zip(as_listed(moved[rank]), local_tensors(plan.dst, rank, full), strict=True)
+    )
+    return "right" if good else "WRONG"
+
+
+def _table() -> tuple[str, list[str]]:
+    names = list(KINDS)
+    lines = ["| from \\ to | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    outcomes = []
+    for src in names:
+        row = [_outcome(src, dst) for dst in names]
+        outcomes += row
+        lines.append(f"| {src} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n", outcomes
+
+
+def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
+    table, outcomes = _table()
+    assert "WRONG" not in outcomes
+    refused = sum(outcome != "right" for outcome in outcomes)
+    assert refused <= 0.05 * len(outcomes)
+    text = README.read_text()
+    before, rest = text.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    wanted = before + MARKS[0] + table + MARKS[1] + after
+    if os.environ.get("UPDATE_README"):
+        README.write_text(wanted)
+    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
+
+
+@pytest.mark.parametrize("layout", [3, object(), ("a", "b", "c"), "4 S(0)", "4: S(0) on ranks a..b"])
+def test_what_is_no_layout(layout: object) -> None:
+    with pytest.raises(PlanError):
+        bind(layout, SHAPE)
