@@ -137,6 +137,18 @@ def test_compute_is_six_operations_per_weight_and_token_and_eight_when_recompute
         assert found.seconds * 1e12 == pytest.approx(tokens * (weights * passes + head * 6 + scores), rel=1e-3)
 
 
+def test_fsdp_over_two_axes_gathers_over_the_slow_one_what_the_fast_one_leaves() -> None:
+    machine = replace(MACHINE, flops=1e30, latency=0.0)
+    plans = OptimalPlanner(AlphaBetaCostModel(1.0, 1.0), machine, mesh={"dp": 4, "tp": 8}, workload=Workload(32, 32))
+    model = meta()
+    weights = sum(p.numel() for name, p in model.named_parameters() if "norm" not in name and "mlp.2.bias" not in name)
+    seconds = 0.0
+    for axis, num_bytes in (("dp", weights * 2 / 8), ("tp", weights * 2)):
+        link = machine.link({"dp": 4, "tp": 8}, axis)
+        seconds += 3 * AlphaBetaCostModel(1.0, 1.0).all_gather(num_bytes, link)
+    assert plans.price(model, {"dp": "fsdp", "tp": "fsdp"}).seconds == pytest.approx(seconds, rel=1e-6)
+
+
 # ---- its plans ----
 
 

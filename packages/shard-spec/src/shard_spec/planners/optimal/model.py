@@ -120,6 +120,9 @@ class StepModel:
             cut = math.prod(size for other, size in others if other.weight in ("column", "row"))
             num_bytes = elements * self.workload.weight_bytes / cut
             if way.weight == "fsdp":
+                # Over several axes the first (slowest) gathers first, what the later ones still leave cut.
+                later = zip(ways[at + 1 :], self.mesh.shape[at + 1 :], strict=True)
+                num_bytes /= math.prod(size for other, size in later if other.weight == "fsdp")
                 seconds += 2 * self.cost_model.all_gather(num_bytes, link)
                 seconds += self.cost_model.reduce_scatter(num_bytes, link)
             elif way.sums_weight_gradient:

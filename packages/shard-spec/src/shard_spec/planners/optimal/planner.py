@@ -150,7 +150,7 @@ class OptimalPlanner(LayoutPlanner):
         ]
         if not axes:
             return {}
-        cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"))
+        cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
         return {name: cut for name, value in module.named_parameters() if name not in layouts and value.dim() > 0}
 
     def _does_not_fit(self, module: nn.Module, error: InfeasibleError) -> PlanError:
@@ -198,12 +198,16 @@ class OptimalPlanner(LayoutPlanner):
 
 
 def layouts_of(operation: Operation, ways: Ways, mesh: MeshSpec) -> dict[str, Layout]:
-    """The layouts of an operation's parameters. Columns and rows cut first, in mesh order; then rows are stored cut."""
+    """The layouts of an operation's parameters.
+
+    Columns and rows cut first, in mesh order. Then rows are stored cut, by the last axis first, so that the first
+    (slowest) axis gathers least.
+    """
     placements = {cut.name: cut.placement for cut in operation.cuts}
     layouts = {}
     named = list(zip(mesh.axis_names, ways, strict=True))
     parallel = [axis for axis, way in named if way.weight in ("column", "row")]
-    stored = [axis for axis, way in named if way.weight == "fsdp"]
+    stored = [axis for axis, way in reversed(named) if way.weight == "fsdp"]
     names = dict.fromkeys([*placements, *(name for name, _ in operation.parameters)])
     for name in names:
         terms: dict[str, str] = {}
