@@ -326,6 +326,37 @@ def test_norms_of_q_and_k(probe: bool) -> None:
     assert_right(model, per_head, 2, torch.randn(2, 3, 24, dtype=torch.float64))
 
 
+class Rotary(Attention):
+    """Asks for rotary embeddings, complex as in Meta's Llama or as a pair of cosine and sine."""
+
+    def __init__(self, width: int, num_heads: int, kind: str, qkv: str) -> None:
+        super().__init__(width, num_heads, qkv)
+        self.kind = kind
+
+    def forward(self, x: Tensor, start_pos: int, freqs_cis: Any, mask: Tensor | None) -> Tensor:  # type: ignore[override]  # on purpose
+        q, k, v = self.split(x)
+        if self.kind == "complex":
+            q, k = (self.turned(t, freqs_cis[start_pos:]) for t in (q, k))
+        else:
+            cos, sin = freqs_cis
+            q, k = (t * cos + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * sin for t in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
+        return out
+
+    @staticmethod
+    def turned(x: Tensor, freqs: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+        return torch.view_as_real(pairs * freqs).flatten(-2)
+
+
+@pytest.mark.parametrize("qkv", ["separate", "sections", "heads"])
+@pytest.mark.parametrize("kind", ["complex", "pair"])
+def test_blocks_that_ask_for_rotary_embeddings_are_probed(kind: str, qkv: str) -> None:
+    analysis = analysed(Rotary(32, 4, kind, qkv))
+    assert [unit.evidence for unit in analysis.units] == [Evidence.PROBED]
+
+
 class Uncallable(Attention):
     """Needs an argument nobody can guess."""
 

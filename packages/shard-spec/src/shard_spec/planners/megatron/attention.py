@@ -218,7 +218,7 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
     slices = {view: _even(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
-    evidence = _evidence(context, projections, slices, inner)
+    evidence = _evidence(context, projections, slices, inner, heads.head_dim)
     if isinstance(evidence, Problem):
         return _whole(projections, evidence)
     notes = _notes(projections, inner, evidence)
@@ -236,7 +236,7 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     refused: Problem | None = None
     for order in orders:
         slices = {fused: fused_slices(order, heads, context.options.tp_size)}
-        evidence = _evidence(context, projections, slices, inner, known=why if known else None)
+        evidence = _evidence(context, projections, slices, inner, heads.head_dim, known=why if known else None)
         if isinstance(evidence, Problem):
             refused = evidence
             continue
@@ -302,6 +302,7 @@ def _evidence(
     projections: Projections,
     slices: dict[LinearView, Slices],
     inner: Inner,
+    head_dim: int,
     known: Evidence | None = None,
 ) -> Evidence | Problem:
     """Whether the region may be cut: by knowledge, by probing, by names; else why not."""
@@ -309,7 +310,8 @@ def _evidence(
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:
         scope = context.modules[projections.scope]
-        verdict = probe(scope, slices, projections.out, _even(projections.out.in_features, context.options.tp_size))
+        row_slices = _even(projections.out.in_features, context.options.tp_size)
+        verdict = probe(scope, slices, projections.out, row_slices, head_dim)
         if verdict.separate:
             return Evidence.PROBED
         if verdict.separate is False:

@@ -77,6 +77,7 @@ def probe(
     columns: Mapping[LinearView, Slices],
     row: LinearView,
     row_slices: Slices,
+    head_dim: int | None = None,
 ) -> Verdict:
     """Whether slice ``r`` of the row's input depends on nothing but slices ``r`` of the columns' outputs.
 
@@ -85,13 +86,14 @@ def probe(
         columns: each column linear and, for each rank, the indices of its output channels.
         row: the row linear.
         row_slices: for each rank, the indices of its input channels.
+        head_dim: channels of an attention head, to make up rotary embeddings that its forward may ask for.
     """
     try:
         clone, sources = _stand_in(module, list(columns), row)
     except Exception as error:  # somebody else's module: copying it may fail in any way
         return Verdict(None, f"it could not be copied ({type(error).__name__}: {str(error)[:120]})")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        run, reason = _first_call_that_reaches_the_row(clone, row)
+        run, reason = _first_call_that_reaches_the_row(clone, row, head_dim)
         if run is None:
             return Verdict(None, reason)
         baseline = run()
@@ -158,10 +160,12 @@ def _cpu(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _first_call_that_reaches_the_row(clone: nn.Module, row: LinearView) -> tuple[Callable[[], Tensor] | None, str]:
+def _first_call_that_reaches_the_row(
+    clone: nn.Module, row: LinearView, head_dim: int | None
+) -> tuple[Callable[[], Tensor] | None, str]:
     """Tries the argument lists that such modules usually take until one gets to the row linear."""
     reason = "no way was found to call it"
-    for arguments, keywords in itertools.islice(_calls(clone, _width(clone, row)), 24):
+    for arguments, keywords in itertools.islice(_calls(clone, _width(clone, row), head_dim), 48):
 
         def run(arguments: tuple[Any, ...] = arguments, keywords: dict[str, Any] = keywords) -> Tensor:
             try:
@@ -187,7 +191,7 @@ def _width(clone: nn.Module, row: LinearView) -> int:
     return row.out_features
 
 
-def _calls(clone: nn.Module, width: int) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _calls(clone: nn.Module, width: int, head_dim: int | None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Argument lists: the stream for everything required, then common extras by name."""
     try:
         parameters = list(inspect.signature(clone.forward).parameters.values())
@@ -197,22 +201,36 @@ def _calls(clone: nn.Module, width: int) -> Iterator[tuple[tuple[Any, ...], dict
     needed = [p for p in parameters if p.default is p.empty]
     required = [p for p in needed if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keyword_only = [p for p in needed if p.kind is p.KEYWORD_ONLY]
-    choices = [[stream], *(_guesses(parameter.name, stream) for parameter in required[1:])]
-    named = [_guesses(parameter.name, stream) for parameter in keyword_only]
+    choices = [[stream], *(_guesses(parameter.name, stream, head_dim) for parameter in required[1:])]
+    named = [_guesses(parameter.name, stream, head_dim) for parameter in keyword_only]
     for values in itertools.product(*(choices if required else [])):
         for extra in itertools.product(*named):
             yield values, dict(zip((parameter.name for parameter in keyword_only), extra, strict=True))
 
 
-def _guesses(name: str, stream: Tensor) -> list[Any]:
+def _guesses(name: str, stream: Tensor, head_dim: int | None) -> list[Any]:
     """Values worth trying for a required argument called `name`."""
     lowered = name.lower()
+    if head_dim and any(word in lowered for word in ("rope", "rotary", "freq", "cos", "sin", "position_emb")):
+        return _rotary(head_dim, single=lowered in ("cos", "sin"))
+    if "start" in lowered or "offset" in lowered:
+        return [0]
     if "mask" in lowered or "cache" in lowered or "past" in lowered or "bias" in lowered:
         return [None]
     streams = ("x", "hidden", "query", "key", "value", "context", "memory", "input", "stream")
     if any(word in lowered for word in streams):
         return [stream, None]
     return [None, stream]
+
+
+def _rotary(head_dim: int, single: bool) -> list[Any]:
+    """Rotary embeddings as models pass them: complex, or cosine and sine for all or half of the channels."""
+    angles = _random((_SEQUENCE, head_dim // 2), 9)
+    full = torch.cat([angles, angles], dim=-1)
+    if single:
+        return [full.cos(), full.cos()[None], angles.cos(), angles.cos()[None]]
+    pairs = [(angle.cos(), angle.sin()) for angle in (full, full[None], angles, angles[None])]
+    return [torch.polar(torch.ones_like(angles), angles), *pairs, None]
 
 
 class _others_changed:
