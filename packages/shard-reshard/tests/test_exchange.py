@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -128,3 +129,31 @@ def test_conjugated_views_and_casts(ranks: Ranks) -> None:
     for dtype in (torch.bfloat16, torch.float64):
         moved = reshard(floats.chunk(2)[ranks.rank], "2: S(0)", "2: S(1)", shape=(4, 6), dtype=dtype)
         assert torch.equal(moved, floats.to(dtype).chunk(2, 1)[ranks.rank])
+
+
+@pytest.mark.ranks(2)
+def test_peak_memory_as_measured(ranks: Ranks) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    def peak(call: Callable[[], object]) -> float:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            call()
+        alive = most = 0
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                alive += event.nbytes()
+                most = max(most, alive)
+        return most / shard
+
+    shape = (512, 512)
+    for src, dst in (("2: S(0)", "2: S(1)"), ("2: S(1)", "2: S(0)")):
+        plan = plan_reshard(shape, torch.float32, src, dst)
+        local, out = (torch.randn(side.local_shapes(ranks.rank)[0]) for side in (plan.src, plan.dst))
+        shard = local.numel() * 4
+        kept = Resharder(plan)
+        reshard(local, src, dst, shape=shape)
+        kept(local, out=out)
+        fresh = peak(lambda a=local, b=src, c=dst: reshard(a, b, c, shape=shape))  # type: ignore[misc]  # bound early
+        assert fresh <= 2.0
+        assert fresh * shard == pytest.approx(plan.peak_bytes(ranks.rank), abs=1024)
+        assert peak(lambda a=local, r=kept, o=out: r(a, out=o)) * shard < 1024  # type: ignore[misc]  # bound early

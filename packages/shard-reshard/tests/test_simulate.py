@@ -9,7 +9,7 @@ import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from shard_reshard import PlanError, ReshardPlan, plan_reshard, simulate
 
-NUM_PAIRS = 3_000
+NUM_PAIRS = 10_000
 
 
 def _check(plan: ReshardPlan, full: torch.Tensor, world_size: int) -> int:
@@ -29,7 +29,7 @@ def test_ten_thousand_random_pairs() -> None:
     rng = random.Random(0)
     compared = bounded = 0
     for _ in range(NUM_PAIRS):
-        world_size = rng.randint(1, 6)
+        world_size = rng.randint(1, 4)
         shape = random_shape(rng)
         src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
         limit = rng.choice([None, None, None, 256])
@@ -42,8 +42,8 @@ def test_ten_thousand_random_pairs() -> None:
             again = ReshardPlan.from_json(plan.to_json())
             assert again == plan
             assert again.to_json() == plan.to_json()
-    assert compared > 60_000
-    assert bounded > 600
+    assert compared > 100_000
+    assert bounded > 2_000
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

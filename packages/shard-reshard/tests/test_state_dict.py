@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranktest import Ranks
 from shard_reshard import Part, PlanError, Progress, reshard_state_dict, state_version
 from shard_spec import InterleavedShard, Layout, MeshSpec
@@ -173,3 +179,69 @@ def test_out_in_another_dtype_and_a_loop(ranks: Ranks) -> None:
         if ranks.rank == 1:
             assert torch.equal(out["w"], full.to(torch.bfloat16))
             assert state_version(out) == step
+
+
+@pytest.mark.ranks(2)
+def test_tied_tensors_move_once(ranks: Ranks) -> None:
+    tied = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(ranks.device)
+    local = tied.chunk(2)[ranks.rank]
+    state = {"embed": local, "head": local, "other": local.clone()}
+    layouts = dict.fromkeys(state, "2: S(0)")
+    shapes = dict.fromkeys(state, tied.shape)
+    moved = reshard_state_dict(state, dict.fromkeys(state, "2: S(1)"), src_layouts=layouts, shapes=shapes)
+    assert moved.plan.aliases == {"head": "embed"}
+    assert moved["head"] is moved["embed"]
+    assert moved["other"].data_ptr() != moved["embed"].data_ptr()
+    assert all(torch.equal(tensor, tied.chunk(2, 1)[ranks.rank]) for tensor in moved.values())
+    # Tied at the source, two memories at the destination: both are filled.
+    out = {name: torch.zeros(8, 2, device=ranks.device) for name in state}
+    reshard_state_dict(state, dict.fromkeys(state, "2: S(1)"), src_layouts=layouts, shapes=shapes, out=out)
+    assert all(torch.equal(out[name], tied.chunk(2, 1)[ranks.rank]) for name in state)
+
+
+@pytest.mark.ranks(2)
+def test_shards_that_remember_what_they_are_shards_of(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    full = torch.arange(96.0, device=ranks.device).view(12, 8)
+    model = nn.Linear(8, 6, bias=False).to(ranks.device)
+    with torch.no_grad():  # sections of 4, 4 and 4 rows, each cut in two
+        model.weight.copy_(torch.cat([part.chunk(2)[ranks.rank] for part in full.chunk(3)]))
+    model.weight._sharding_info = (mesh, (Shard(0),), full.shape, full.stride(), (4, 4, 4))  # type: ignore[attr-defined]
+    moved = reshard_state_dict(model, {"weight": (mesh, (Shard(1),))})
+    assert torch.equal(moved["weight"].full_tensor(), full)
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_receiver_whose_sender_dies_keeps_its_version(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    said = context.SimpleQueue()
+    workers = [context.Process(target=_sync_until_death, args=(rank, str(tmp_path / "s"), said)) for rank in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    kind, version, values = said.get()
+    assert (kind, version, values) == ("RuntimeError", 1, [1.0] * 4)
+
+
+def _sync_until_death(rank: int, path: str, said: Any) -> None:
+    try:
+        store = dist.FileStore(path, 2)  # type: ignore[attr-defined]  # public, though not declared so
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+        names = ["a", "b", "c", "d"]
+        out = {name: torch.zeros(64) for name in names} if rank else None
+
+        def sync(version: int, progress: Any) -> None:
+            state = {} if rank else {name: torch.full((64,), float(version)) for name in names}
+            reshard_state_dict(
+                state, dict.fromkeys(names, "rank 1"), out=out, version=version, bucket_bytes=512, progress=progress
+            )
+
+        sync(1, None)
+        try:
+            sync(2, lambda progress: os._exit(0) if rank == 0 and progress.done == 2 else None)
+        except RuntimeError as error:
+            assert out is not None
+            said.put((type(error).__name__, state_version(out), [float(out[name].mean()) for name in names]))
+    finally:
+        os._exit(0)

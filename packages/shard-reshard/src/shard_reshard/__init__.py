@@ -13,6 +13,12 @@ from shard_reshard.__about__ import __version__
 if TYPE_CHECKING:
     from shard_reshard.bind import LayoutLike, OnRank
     from shard_reshard.bound import BoundLayout, BoxBound, MeshBound
+    from shard_reshard.checkpoints import (
+        StoredTensor,
+        layouts_from_dcp,
+        layouts_from_safetensors,
+        read_safetensors_header,
+    )
     from shard_reshard.copies import Copy
     from shard_reshard.dtensors import redistribute
     from shard_reshard.local_shards import (
@@ -66,6 +72,10 @@ _HOME = {
     "reshuffle_local_shard": "shard_reshard.local_shards",
     "reshard_local_shard": "shard_reshard.local_shards",
     "LocalShard": "shard_reshard.local_shards",
+    "layouts_from_dcp": "shard_reshard.checkpoints",
+    "layouts_from_safetensors": "shard_reshard.checkpoints",
+    "read_safetensors_header": "shard_reshard.checkpoints",
+    "StoredTensor": "shard_reshard.checkpoints",
     "PlanError": "shard_reshard.problems",
     "Problem": "shard_reshard.problems",
 }
@@ -97,6 +107,10 @@ __all__ = [
     "reshuffle_local_shard",
     "reshard_local_shard",
     "LocalShard",
+    "layouts_from_dcp",
+    "layouts_from_safetensors",
+    "read_safetensors_header",
+    "StoredTensor",
     "PlanError",
     "Problem",
     "__version__",
