@@ -35,7 +35,11 @@ def test_layouts_as_styles() -> None:
     assert found["layers.0.attn.q"] == tp.ColwiseParallel()
     assert found["layers.0.attn.proj"] == tp.RowwiseParallel(input_layouts=Shard(-1))
     assert found["layers.1.mlp.up"] == tp.ColwiseParallel(output_layouts=Replicate())  # nobody takes a shard there
-    assert len(found) == 2 + 2 * 5 + 1
+    assert len(found) == 2 + 2 * 5 + 1 + 2
+    assert {name for name, style in found.items() if type(style).__name__ == "LocalHeads"} == {
+        "layers.0.attn",
+        "layers.1.attn",
+    }
     assert tp.plan_styles(model, found, 2).problems == ()
 
     fused = ShardingPlan({"*": InterleavedShard(0, 3)}, mesh={"tp": 2})

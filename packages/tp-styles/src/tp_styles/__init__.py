@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from tp_styles.apply import apply_plan as apply_plan
     from tp_styles.clip import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.from_plan import from_sharding_plan as from_sharding_plan
+    from tp_styles.hf.auto import auto_plan as auto_plan
+    from tp_styles.hf.plan import from_hf_tp_plan as from_hf_tp_plan
     from tp_styles.legacy.pairwise import PairwiseParallel as PairwiseParallel
     from tp_styles.legacy.pairwise import PairwiseSequenceParallel as PairwiseSequenceParallel
     from tp_styles.legacy.prepare import make_input_replicate_1d as make_input_replicate_1d
@@ -88,6 +90,8 @@ _WHERE = {
     "Problem": ("problems", "Problem"),
     "PlanError": ("problems", "PlanError"),
     "from_sharding_plan": ("from_plan", "from_sharding_plan"),
+    "from_hf_tp_plan": ("hf.plan", "from_hf_tp_plan"),
+    "auto_plan": ("hf.auto", "auto_plan"),
     # act
     "apply_plan": ("apply", "apply_plan"),
     "TPHandle": ("apply", "TPHandle"),
@@ -139,6 +143,8 @@ __all__ = [
     "Problem",
     "PlanError",
     "from_sharding_plan",
+    "from_hf_tp_plan",
+    "auto_plan",
     "apply_plan",
     "TPHandle",
     "parallelize_module",

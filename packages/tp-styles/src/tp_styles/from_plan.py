@@ -12,7 +12,9 @@ from tp_styles.spec import describe
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.fused import FusedColwiseParallel
+from tp_styles.styles.gqa import QUERY_HEADS, LocalHeads
 from tp_styles.styles.layers import LinearShape, linear_shape
+from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
 
 if TYPE_CHECKING:
@@ -52,7 +54,43 @@ def from_sharding_plan(plan: ShardingPlan, module: nn.Module, *, axis: str = "tp
     }
     if problems:
         raise PlanError(problems, "the plan has layouts that no style has a meaning for:")
-    return {name: _style(name, role, cuts, roles) for name, role in roles.items() if role is not None}
+    styles = {name: _style(name, role, cuts, roles) for name, role in roles.items() if role is not None}
+    styles |= {name: LocalHeads() for name in _attention(module, roles) if name not in styles}
+    return styles | {name: NoParallel(sum_gradient=True) for name in _inside(module, roles) if name not in styles}
+
+
+def _inside(module: nn.Module, roles: dict[str, str | None]) -> list[str]:
+    """Whole modules between a block's column-wise and row-wise layers: norms of heads, learned activations.
+
+    They are told from those before and after the block by their size, which is that of neither of its ends.
+    """
+    found = []
+    for name, child in module.named_modules():
+        layers = {key: (roles.get(_below(name, key)), below) for key, below in child.named_children()}
+        ends = {
+            size
+            for role, below in layers.values()
+            if role in ("column", "row") and (shape := linear_shape(describe(below))) is not None
+            for size in ((shape.in_features,) if role == "column" else (shape.out_features,))
+        }
+        if {"column", "row"} <= {role for role, _ in layers.values()}:
+            found += [
+                _below(name, key)
+                for key, (role, below) in layers.items()
+                if role is None and (sizes := [p.numel() for p in below.parameters()]) and not ends & set(sizes)
+                if not any(other.startswith(_below(name, key) + ".") for other in roles)
+            ]
+    return found
+
+
+def _attention(module: nn.Module, roles: dict[str, str | None]) -> list[str]:
+    """Modules with head counts and with layers of both roles right below."""
+    found = []
+    for name, child in module.named_modules():
+        below = {roles.get(_below(name, key)) for key, _ in child.named_children()}
+        if {"column", "row"} <= below and any(isinstance(vars(child).get(key), int) for key in QUERY_HEADS):
+            found.append(name)
+    return found
 
 
 def _on_axis(layout: Any, axis: str) -> Any:

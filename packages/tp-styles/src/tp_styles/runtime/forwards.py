@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.rng import tp_rng
@@ -141,35 +142,36 @@ class RowLinear(Forward):
         return bias
 
 
-class RowEmbedding(Forward):
-    """`nn.Embedding` of which this rank holds some rows: ids of other rows give zeros, and lookups are summed."""
+class RowLookup:
+    """Lookups in an embedding of which this rank holds some rows: ids of other rows give zeros.
+
+    Args:
+        module: The embedding.
+        spec: What to do.
+        axis: Over which ranks.
+        name: The module's FQN, for errors.
+    """
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
-        super().__init__(module, spec, axis, name)
-        ((_, self.enter),) = self.moves.items()
-        self.leave = Output(_only(spec), axis, f"{name} ->", local=spec.local_output, fresh=True)
         split = dict(spec.parameters)["weight"].split
         ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
         self.num_rows = split.global_size
+        self.padding = cast(nn.Embedding, module).padding_idx
+        self.name = name
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The rows of the ids."""
-        ids = self.enter(input)
-        weight = local_parameter(self.module, "weight")
-        assert weight is not None
+    def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum that is the lookup."""
         elsewhere = (ids < self.start) | (ids >= self.stop)
         if ids.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_ids(ids)
         if self.stop == self.start:  # no rows here: a zero that depends on the weight keeps the ranks' graphs alike
-            found = weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
-        else:
-            local = (ids - self.start).masked_fill(elsewhere, 0)
-            found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-            found = self._without_padding_gradient(found, ids)
-        return self.leave(found)
+            return weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
+        local = (ids - self.start).masked_fill(elsewhere, 0)
+        found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self._without_padding_gradient(found, ids)
 
     def _without_padding_gradient(self, found: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        padding = cast(nn.Embedding, self.module).padding_idx
+        padding = self.padding
         if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
             return found
         return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
@@ -178,6 +180,22 @@ class RowEmbedding(Forward):
         # On CPU, where it costs no synchronisation, as nn.Embedding does it; elsewhere such an id gives zeros.
         if ids.numel() and not bool(((ids >= 0) & (ids < self.num_rows)).all()):
             raise IndexError(f"{self.name}: an id is outside of 0..{self.num_rows - 1}")
+
+
+class RowEmbedding(Forward):
+    """`nn.Embedding` of which this rank holds some rows: lookups are summed."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        ((_, self.enter),) = self.moves.items()
+        self.leave = Output(_only(spec), axis, f"{name} ->", local=spec.local_output, fresh=True)
+        self.lookup = RowLookup(module, spec, axis, name)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of the ids."""
+        weight = local_parameter(self.module, "weight")
+        assert weight is not None
+        return self.leave(self.lookup(self.enter(input), weight))
 
 
 class OwnForward(Forward):
@@ -248,6 +266,33 @@ class OwnForward(Forward):
         return move_outputs(self.leaves, output, self.name, known)
 
 
+class OwnRowEmbedding(OwnForward):
+    """An embedding with a forward of its own, by rows: where it looks up its weight, it gets the whole lookup."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.lookup = RowLookup(module, spec, axis, name)
+        self.sum = Move(Flow(Partial(), Replicate()), axis, f"{name} lookup", fresh=True)
+
+    def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The class's own forward, with lookups that are summed over the ranks."""
+        with _Lookups(self):
+            return super().run_inside(args, kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    """Replaces `torch.nn.functional.embedding` on the module's own weight for the time of its forward."""
+
+    def __init__(self, owner: OwnRowEmbedding) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and len(args) >= 2 and args[1] is self.owner.module._parameters["weight"]:
+            return self.owner.sum(self.owner.lookup(args[0], cast(torch.Tensor, args[1])))
+        return func(*args, **(kwargs or {}))
+
+
 class OwnRowLinear(OwnForward):
     """A linear layer with a forward of its own, by input features: it runs without its bias, which is added after."""
 
@@ -268,6 +313,27 @@ class OwnRowLinear(OwnForward):
             if bias is not None:
                 self.module._parameters["bias"] = bias
         return self.row.finish(produced)
+
+
+class DividedInput(OwnForward):
+    """The module's own forward on a part of its first input, for outputs that are summed over the ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The first input divided by the number of ranks."""
+        return self.run_inside((args[0] / self.axis.size, *args[1:]), kwargs)
+
+
+class LatentKV(OwnForward):
+    """The module's own forward; the gradient of its last output features is summed over the ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, unchanged."""
+        output = self.run_inside(args, kwargs)
+        width = _only(self.spec).width
+        through, direct = output.split([output.shape[-1] - width, width], dim=-1)
+        leave = self.leaves[0]
+        assert leave is not None
+        return torch.cat([through, leave.move(direct)], dim=-1)
 
 
 # ---------------------------------------------------------------------------------------------- inputs and outputs
@@ -360,6 +426,9 @@ FORWARDS: dict[str, type[Forward]] = {
     "row-embedding": RowEmbedding,
     "own": OwnForward,
     "own-row-linear": OwnRowLinear,
+    "own-row-embedding": OwnRowEmbedding,
+    "divided-input": DividedInput,
+    "latent-kv": LatentKV,
 }
 
 __all__ = ["FORWARDS", "Forward", "OwnForward", "Output", "Replicate", "move_inputs", "move_outputs"]

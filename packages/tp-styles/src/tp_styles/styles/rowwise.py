@@ -99,15 +99,6 @@ class RowwiseParallel(ParallelStyle):
     def _embedding(self, info: ModuleInfo) -> StyleSpec:
         rows, features = int(info.size("num_embeddings") or 0), int(info.size("embedding_dim") or 0)
         problems = embedding_problems(info, by_rows=True)
-        if info.kind.forward is not nn.Embedding.forward:
-            problems.append(
-                Problem(
-                    "own-forward",
-                    info.where(),
-                    found=f"{info.kind.__name__}.forward",
-                    hint="rows of an embedding are looked up by a forward of ours, which this class overrides",
-                )
-            )
         parameters = (("weight", ParameterSpec(Split.along(0, rows))),)
         if self._functions():
             return StyleSpec(compute="dtensor", parameters=parameters, problems=tuple(problems))
@@ -122,11 +113,13 @@ class RowwiseParallel(ParallelStyle):
                 )
             )
             source = Replicate()
-        output = Flow(
-            Partial(), self.output_layouts[0], split=Split.along(0, features) if features else None, width=features
-        )
+        plain = info.kind.forward is nn.Embedding.forward
+        # A forward of its own sees whole lookups, and gives a whole output.
+        produced = Partial() if plain else Replicate()
+        columns = Split.along(0, features) if features else None
+        output = Flow(produced, self.output_layouts[0], split=columns, width=features)
         return StyleSpec(
-            compute="row-embedding",
+            compute="row-embedding" if plain else "own-row-embedding",
             parameters=parameters,
             inputs=((info.arguments[0], Flow(source, Replicate())),),
             outputs=(output,),

@@ -1,0 +1,55 @@
+"""A plan for a model that nobody wrote one for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import nn
+
+from tp_styles.hf.plan import from_hf_tp_plan
+from tp_styles.problems import PlanError, Problem
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.mha import MultiheadAttentionParallel
+from tp_styles.styles.transformer import TransformerLayerParallel
+
+
+def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
+    """Styles for a model: its own Hugging Face plan, else torch's transformer layers, else `[shard-spec]`'s planner.
+
+    `plan_styles(model, auto_plan(model), tp_size).left_alone` lists what stays whole.
+
+    Args:
+        model: The model; on the meta device too.
+        tp_size: Number of ranks that the planner plans for.
+
+    Returns:
+        FQN -> style, for `apply_plan`.
+
+    Raises:
+        PlanError: Nothing was recognised.
+    """
+    plan = getattr(model, "tp_plan", None) or {}
+    if any("*" in pattern for pattern in plan):  # some models have one for their head alone
+        return from_hf_tp_plan(model)
+    layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+    blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
+    if blocks:
+        styles: dict[str, ParallelStyle] = {name: TransformerLayerParallel() for name in blocks}
+        alone = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.MultiheadAttention) and not any(name.startswith(f"{b}.") or not b for b in blocks)
+        ]
+        return styles | {name: MultiheadAttentionParallel() for name in alone}
+    if importlib.util.find_spec("shard_spec") is not None:
+        from shard_spec.planners import MegatronPlanner
+
+        from tp_styles.from_plan import from_sharding_plan
+
+        planned = from_sharding_plan(MegatronPlanner({"tp": tp_size}).build_plan(model), model)
+        if planned:
+            return planned
+        hint = "write a plan; the planner recognised no block"
+    else:
+        hint = "write a plan, or install tp-styles[shard-spec] for its planner"
+    raise PlanError(Problem("nothing-recognised", type(model).__name__, found="no block that is known", hint=hint))

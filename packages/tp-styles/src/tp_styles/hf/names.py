@@ -1,0 +1,57 @@
+"""The style names of Hugging Face's plans, of transformers 4.5x to 5.x, in one vocabulary.
+
+Read against transformers 5.23. Older names stand for today's; what has no meaning here is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tp_styles.problems import PlanError, Problem
+
+TODAY = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicated_with_grad_allreduce",
+    "replicate",
+    "all_reduce",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "mla_kv_a_proj",
+    "local_params",
+)
+
+# Names that 4.5x and early 5.x used -> today's.
+OLDER = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "local_colwise": "colwise",
+    "local_rowwise": "rowwise",
+    "local_packed_rowwise": "packed_rowwise",
+    "local_packed_colwise": "packed_colwise",
+    "replicated": "replicate",
+    "gather": "all_reduce",
+    "local": "local_params",
+    "vocab_parallel": "embedding_rowwise",
+}
+
+
+def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan in today's vocabulary.
+
+    Raises:
+        PlanError: Names that have no meaning here, all of them at once.
+    """
+    known = {**{name: name for name in TODAY}, **OLDER}
+    unknown = [(key, name) for key, name in plan.items() if name not in known]
+    if unknown:
+        raise PlanError(
+            Problem("style-name", key, found=repr(name), hint="known are " + ", ".join(TODAY)) for key, name in unknown
+        )
+    return {key: known[name] for key, name in plan.items()}

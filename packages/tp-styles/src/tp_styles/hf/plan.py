@@ -1,0 +1,170 @@
+"""From a Hugging Face plan to styles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate
+
+from tp_styles.hf.names import todays_names
+from tp_styles.hf.styles import IdentityExpert, LatentKVParallel, ParametersParallel
+from tp_styles.plan.patterns import matches, specificity
+from tp_styles.problems import PlanError, Problem
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.styles.fused import FusedColwiseParallel
+from tp_styles.styles.gqa import GQAParallel
+from tp_styles.styles.prepare_module import PrepareModuleOutput
+from tp_styles.styles.replicated import NoParallel
+from tp_styles.styles.rowwise import RowwiseParallel
+
+PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+ROLES = {"moe_tp_experts": "experts", "all_reduce": "sum", "local_params": "local"}
+
+
+def from_hf_tp_plan(
+    model_or_config: Any, plan: Mapping[str, str] | None = None, *, kv_replicate: bool = True
+) -> dict[str, ParallelStyle]:
+    """Styles that do what a Hugging Face tensor-parallel plan says.
+
+    Args:
+        model_or_config: A transformers model, or a configuration, of which the model is made on the meta device.
+        plan: Name pattern -> style name; by default the model's own.
+        kv_replicate: With fewer key-value heads than ranks, several ranks hold the same ones.
+
+    Returns:
+        FQN -> style, for `apply_plan`. Names of the plan that the model does not have are left out, as they are in
+        transformers: plans name the layers of all variants of a family.
+
+    Raises:
+        PlanError: The model has no plan, or the plan has style names without a meaning here.
+    """
+    model = model_or_config if isinstance(model_or_config, nn.Module) else _on_meta(model_or_config)
+    if plan is None:
+        plan = getattr(model, "tp_plan", None)
+    if not plan:
+        raise PlanError(Problem("no-plan", type(model).__name__, found="no tp_plan", hint="pass plan="))
+    named = _entries(model, todays_names(plan))
+    styles = {name: _style(model, name, named) for name in _modules(model, named)}
+    _keep_ties(model, styles)
+    _learned_activations(model, styles)
+    return _with_heads(model, styles, kv_replicate)
+
+
+def _on_meta(config: Any) -> nn.Module:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        for kind in (AutoModelForCausalLM, AutoModel):
+            if type(config) in kind._model_mapping:
+                model: nn.Module = kind.from_config(config)
+                return model
+    raise PlanError(Problem("no-model", type(config).__name__, found="no model class", hint="pass the model itself"))
+
+
+def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """FQN of every module or parameter that the plan names -> style name; the most specific pattern wins."""
+    names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
+    found = {}
+    for name in names:
+        patterns = [pattern for pattern in plan if matches(pattern, name)]
+        if patterns:
+            found[name] = plan[max(patterns, key=specificity)]
+    return found
+
+
+def _modules(model: nn.Module, named: Mapping[str, str]) -> list[str]:
+    """Modules that the plan names, or whose own parameters it names."""
+    parameters = {name for name, _ in model.named_parameters()}
+    wanted = {name.rpartition(".")[0] if name in parameters else name for name in named}
+    return [name for name, _ in model.named_modules() if name in wanted]
+
+
+def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelStyle:
+    module = model.get_submodule(name)
+    kind = named.get(name, "local_params")
+    own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
+    if own or kind in ("moe_tp_experts", "local_params"):
+        return ParametersParallel(own, role=ROLES.get(kind, "local"))
+    match kind:
+        case "colwise":
+            return ColwiseParallel()
+        case "rowwise":
+            return RowwiseParallel()
+        case "packed_colwise":
+            return FusedColwiseParallel(2)
+        case "colwise_gather_output":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "rowwise_split_input":
+            return RowwiseParallel(input_layouts=Replicate())
+        case "embedding_rowwise":
+            return RowwiseParallel()
+        case "embedding_colwise":
+            return ColwiseParallel(output_layouts=Replicate())
+        case "replicated_with_grad_allreduce":
+            return NoParallel(sum_gradient=True)
+        case "replicate":
+            return NoParallel()
+        case "all_reduce":
+            return PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
+        case "moe_identity_expert":
+            return IdentityExpert()
+        case "mla_kv_a_proj":
+            return LatentKVParallel(_rope_features(model))
+    raise PlanError(Problem("style-name", name, found=repr(kind), hint="it has a meaning for parameters only"))
+
+
+def _rope_features(model: nn.Module) -> int:
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return int(text.qk_rope_head_dim)
+
+
+def _keep_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+    """A head that is tied to the embedding takes the embedding with it, by rows of the vocabulary."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for names in owners.values():
+        if len(names) > 1 and any(name in styles for name in names):
+            for name in names:
+                if name not in styles and isinstance(model.get_submodule(name), nn.Embedding):
+                    styles[name] = RowwiseParallel()
+
+
+def _learned_activations(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+    """Activation functions with parameters between column-wise and row-wise layers: plans leave them out."""
+    for name, module in model.named_modules():
+        parent, _, last = name.rpartition(".")
+        inside = {type(styles.get(f"{parent}.{key}")) for key, _ in model.get_submodule(parent).named_children()}
+        learned = last in ("act", "act_fn", "activation") and any(True for _ in module.parameters())
+        if learned and name not in styles and {ColwiseParallel, RowwiseParallel} <= inside:
+            styles[name] = NoParallel(sum_gradient=True)
+
+
+def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate: bool) -> dict[str, ParallelStyle]:
+    """Attention modules with four usual projections are divided by heads, so that heads are never cut."""
+    for name, module in model.named_modules():
+        below = {key: f"{name}.{key}" for key in PROJECTIONS}
+        wanted = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel()}
+        if name in styles or any(styles.get(below[key]) != wanted[kind] for key, kind in PROJECTIONS.items()):
+            continue
+        size = getattr(module, "head_dim", None)
+        layers = {key: module.get_submodule(key) for key in PROJECTIONS}
+        if not isinstance(size, int) or not all(isinstance(layer, nn.Linear) for layer in layers.values()):
+            continue
+        rows = {key: layers[key].weight.shape[0] for key in ("q_proj", "k_proj", "v_proj")}
+        width = layers["o_proj"].weight.shape[1]
+        if any(count % size for count in (*rows.values(), width)) or rows["q_proj"] % width:
+            continue
+        if rows["k_proj"] != rows["v_proj"] or (width // size) % (rows["k_proj"] // size):
+            continue
+        for fqn in below.values():
+            del styles[fqn]
+        styles[name] = GQAParallel(
+            num_heads=width // size, num_kv_heads=rows["k_proj"] // size, kv_replicate=kv_replicate
+        )
+    return styles

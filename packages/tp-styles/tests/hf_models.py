@@ -1,0 +1,148 @@
+"""Tiny random models of many families, and the comparison of each with itself unsharded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import tp_models as models
+import tp_styles as tp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 48,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+}
+
+# model type -> what its configuration needs beyond SMALL
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16},
+    "phi": {},
+    "phi3": {},
+    "cohere": {},
+    "cohere2": {"sliding_window": 16},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 16},
+    "granite": {},
+    "starcoder2": {},
+    "stablelm": {},
+    "glm": {},
+    "glm4": {},
+    "helium": {},
+    "smollm3": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "seed_oss": {},
+    "nemotron": {},
+    "gpt_neox": {},
+    "exaone4": {"sliding_window": 16},
+    "apertus": {},
+    "arcee": {},
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "granitemoe": EXPERTS,
+    "deepseek_v2": {**EXPERTS, **LATENT},
+    "glm4_moe_lite": {**EXPERTS, **LATENT},
+    "glm4_moe": EXPERTS,
+    "ernie4_5_moe": EXPERTS,
+    "dots1": EXPERTS,
+}
+
+
+def build(family: str) -> nn.Module:
+    """A tiny model with random weights, in float64, ready to train."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model: nn.Module = AutoModelForCausalLM.from_config(config).double().eval()
+    for parameter in model.parameters():  # norms and biases too: a wrong one would not be seen
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return model
+
+
+def check(family: str, mesh: DeviceMesh, plan: Any = None) -> float:
+    """Logits, all gradients and greedy generation; returns the share of matmul-weight bytes that are sharded."""
+    model = build(family)
+    alone = copy.deepcopy(model)
+    styles = tp.auto_plan(model) if plan is None else plan(model)
+    handle = tp.apply_plan(model, mesh, styles)
+    ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(1))
+    found, wanted = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.logits, wanted.logits, atol=1e-9, rtol=0)
+    found.loss.backward()
+    wanted.loss.backward()
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    own = models.full_gradients(model, mesh)
+    own = {name: value for name, value in own.items() if name in gradients or value.abs().sum() > 0}
+    missing = [name for name in gradients if name not in own and gradients[name].abs().sum() > 0]
+    assert not missing, missing
+    models.assert_close(own, {name: gradients[name] for name in own}, atol=1e-7)  # routers compute in float32
+    with torch.no_grad():
+        options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(model.generate(ids, **options), alone.generate(ids, **options))  # type: ignore[operator]
+    return share(alone, handle.plan)
+
+
+def share(model: nn.Module, plan: tp.TPPlan) -> float:
+    """Bytes of matmul weights (two dims or more, no lookups) that are divided, of all of them."""
+    divided = {
+        module.info.where(name)
+        for module in plan.modules
+        for name, parameter in module.spec.parameters
+        if not parameter.split.is_replicated
+    }
+    lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    total = part = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.dim() > 1 and name not in lookups:
+            total += parameter.numel()
+            part += parameter.numel() if name in divided else 0
+    return part / total

@@ -1,0 +1,60 @@
+"""Hugging Face's plans, on tiny random models of several families; the benchmark runs all of `hf_models.FAMILIES`."""
+
+from __future__ import annotations
+
+import hf_models
+import pytest
+import tp_styles as tp
+from ranktest import Ranks
+from torch import nn
+from tp_styles.hf.names import OLDER, TODAY, todays_names
+
+SAMPLE = ["llama", "gemma2", "phi3", "mixtral", "apertus", "deepseek_v2"]
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, 4)
+def test_families(ranks: Ranks) -> None:
+    """Logits, gradients and generation of the model's own plan; at tp 4 two key-value heads are on two ranks each."""
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    for family in SAMPLE if ranks.world_size == 2 else SAMPLE[:2]:
+        assert hf_models.check(family, mesh) >= 0.95
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2)
+def test_a_family_without_a_plan(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    for family in ("stablelm", "hunyuan_v1_dense"):
+        assert hf_models.check(family, mesh) >= 0.95
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_from_a_configuration() -> None:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**hf_models.SMALL)
+    styles = tp.from_hf_tp_plan(config)
+    assert styles["model.layers.0.self_attn"] == tp.GQAParallel(num_heads=4, num_kv_heads=2, kv_replicate=True)
+    assert styles["model.embed_tokens"] == tp.RowwiseParallel()
+
+
+def test_names_of_styles() -> None:
+    assert todays_names({"a": "colwise_rep", "b": "rowwise"}) == {"a": "colwise_gather_output", "b": "rowwise"}
+    assert set(OLDER.values()) <= set(TODAY)
+    assert len(TODAY) == 15
+    with pytest.raises(tp.PlanError) as caught:
+        todays_names({"a": "colwis", "b": "x", "c": "rowwise"})
+    assert len(caught.value.problems) == 2
+    with pytest.raises(tp.PlanError, match="no-plan"):
+        tp.from_hf_tp_plan(nn.Linear(2, 2))
+
+
+def test_auto_plan_of_torchs_transformer() -> None:
+    model = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+    plan = tp.auto_plan(model)
+    assert sorted(plan) == ["decoder.layers.0", "encoder.layers.0"]
+    assert tp.plan_styles(model, plan, 2).problems == ()
