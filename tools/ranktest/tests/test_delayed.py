@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-
 from ranktest import Ranks
 from ranktest import _torch_compat as compat
 

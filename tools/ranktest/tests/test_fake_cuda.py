@@ -7,10 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
-
 from ranktest import FakeCudaError, fake_cuda, fake_mesh
 from ranktest import _torch_compat as compat
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 FAULTS: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),

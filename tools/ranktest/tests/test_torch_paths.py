@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranktest import Ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-
-from ranktest import Ranks
 
 
 def model(ranks: Ranks) -> torch.nn.Sequential:

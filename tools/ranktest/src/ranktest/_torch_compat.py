@@ -95,6 +95,11 @@ def box_work(work: Any) -> Any:
     return work.boxed()
 
 
+def is_gloo(group: Any, device: torch.device) -> bool:
+    """Whether gloo serves a group's tensors on a device."""
+    return str(group._get_backend(device).name()) == "gloo"
+
+
 def group_label(group: Any) -> str:
     """A group's description if it was given one ("default_pg", "mesh_tp"), else its name."""
     description = str(group.group_desc)
@@ -143,6 +148,7 @@ __all__ = [
     "unbox_work",
     "box_work",
     "group_label",
+    "is_gloo",
     "fake_tensor_mode",
     "real_tensors",
     "TorchDispatchMode",
