@@ -181,7 +181,8 @@ def test_a_plan_is_immutable_pickles_and_can_be_pasted(model: Any) -> None:
         loose.plan["x"] = 1
     with pytest.raises(TypeError):
         hash(plan)
-    for wrong in ((None,), ({}, [1]), ({}, None, "fc")):
+    wrongs: Any = ((None,), ({}, [1]), ({}, None, "fc"))
+    for wrong in wrongs:
         with pytest.raises(TypeError):
             make(*wrong)
 

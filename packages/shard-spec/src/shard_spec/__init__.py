@@ -15,7 +15,11 @@ from shard_spec.__about__ import __version__
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+    from shard_spec.acting.apply import apply_plan
+    from shard_spec.acting.handle import ShardHandle
+    from shard_spec.acting.module import shard_module, shard_parameter
     from shard_spec.boxes import Box
+    from shard_spec.convert.dcp import CheckpointShard
     from shard_spec.cost.model import AlphaBetaCostModel, CostModel
     from shard_spec.cost.presets import topology_preset
     from shard_spec.cost.topology import Link, Topology
@@ -31,6 +35,12 @@ if TYPE_CHECKING:
     from shard_spec.plan.patterns import Pattern
     from shard_spec.plan.resolve import Resolution
     from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.planners.balanced import BalancedPlanner
+    from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
+    from shard_spec.planners.certificate import Certificate
+    from shard_spec.planners.fully_shard import FullyShardPlanner
+    from shard_spec.planners.megatron import MegatronPlanner
+    from shard_spec.planners.optimal import OptimalPlanner, Workload
     from shard_spec.problems import PlanError, Problem
     from shard_spec.specs.base import ShardingSpec
     from shard_spec.specs.chunk import ChunkShardingSpec
@@ -82,6 +92,22 @@ _HOME = {
     "CostModel": "shard_spec.cost.model",
     "AlphaBetaCostModel": "shard_spec.cost.model",
     "topology_preset": "shard_spec.cost.presets",
+    "CheckpointShard": "shard_spec.convert.dcp",
+    "shard_module": "shard_spec.acting.module",
+    "shard_parameter": "shard_spec.acting.module",
+    "apply_plan": "shard_spec.acting.apply",
+    "ShardHandle": "shard_spec.acting.handle",
+    "ShardingPlanner": "shard_spec.planners.base",
+    "LayoutPlanner": "shard_spec.planners.base",
+    "ComposedPlanner": "shard_spec.planners.base",
+    "compose": "shard_spec.planners.base",
+    "PlannedSharding": "shard_spec.planners.base",
+    "Certificate": "shard_spec.planners.certificate",
+    "MegatronPlanner": "shard_spec.planners.megatron",
+    "FullyShardPlanner": "shard_spec.planners.fully_shard",
+    "BalancedPlanner": "shard_spec.planners.balanced",
+    "OptimalPlanner": "shard_spec.planners.optimal",
+    "Workload": "shard_spec.planners.optimal",
 }
 
 __all__ = [
@@ -125,6 +151,22 @@ __all__ = [
     "CostModel",
     "AlphaBetaCostModel",
     "topology_preset",
+    "CheckpointShard",
+    "shard_module",
+    "shard_parameter",
+    "apply_plan",
+    "ShardHandle",
+    "ShardingPlanner",
+    "LayoutPlanner",
+    "ComposedPlanner",
+    "compose",
+    "PlannedSharding",
+    "Certificate",
+    "MegatronPlanner",
+    "FullyShardPlanner",
+    "BalancedPlanner",
+    "OptimalPlanner",
+    "Workload",
     "__version__",
 ]
 

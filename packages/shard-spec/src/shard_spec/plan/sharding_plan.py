@@ -14,8 +14,13 @@ from shard_spec.plan.values import PlanValue
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
 
+    from shard_spec.acting.handle import ShardHandle
+    from shard_spec.acting.sources import Initializer, Source
     from shard_spec.cost.model import CostModel
     from shard_spec.cost.topology import Topology
     from shard_spec.layout import Layout
@@ -161,6 +166,18 @@ class ShardingPlan:
             strict=self.strict or other.strict,
         )
 
+    def compact(self, module: nn.Module | ModelFacts) -> ShardingPlan:
+        """The same plan with one glob for all layers that lie alike, as a person would write it.
+
+        Every parameter is mentioned; what a spec says becomes a layout.
+
+        Raises:
+            PlanError: When the plan does not fit the model.
+        """
+        from shard_spec.plan.compact import compact
+
+        return compact(self, module)
+
     # ---- with a model -----------------------------------------------------------------------------------------
 
     def resolve(self, module: nn.Module | ModelFacts) -> Resolution:
@@ -260,6 +277,32 @@ class ShardingPlan:
 
         return diff(self, other, module)
 
+    def apply(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        source: Source = "scatter",
+        src_rank: int = 0,
+        group: ProcessGroup | None = None,
+        init: Initializer | str | None = None,
+        seed: int = 0,
+    ) -> ShardHandle:
+        """Replace the tensors of ``module`` by their pieces on ``mesh``, all or nothing; every rank calls it.
+
+        Tensors become DTensors, fused weights local parameters that remember their sections. See
+        :func:`shard_spec.apply_plan` for the arguments.
+
+        Returns:
+            A handle with ``plan``, ``undo()`` and ``report(path)``.
+
+        Raises:
+            PlanError: With every problem of every rank, before anything moved.
+        """
+        from shard_spec.acting.apply import apply_plan
+
+        return apply_plan(self, module, mesh, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
+
     # ---- files and other forms --------------------------------------------------------------------------------
 
     def to_json(self) -> str:
@@ -318,6 +361,94 @@ class ShardingPlan:
         from shard_spec.plan.from_module import plan_of_module
 
         return plan_of_module(module, as_mesh(mesh))
+
+    # ---- conversions ------------------------------------------------------------------------------------------
+
+    def to_dtensor_placements(self, module: nn.Module | ModelFacts | None = None) -> dict[str, tuple[Placement, ...]]:
+        """DTensor placements: for each rule, or with ``module`` for each parameter and buffer.
+
+        Raises:
+            PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
+        """
+        from shard_spec.convert.dtensor import to_dtensor_placements
+
+        return to_dtensor_placements(self, module)
+
+    def to_parallelize_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, ParallelStyle]:
+        """The plan for torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
+
+        ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
+
+        Args:
+            module: The model.
+            axis: Mesh axis; may be left out where the plan cuts along one only.
+
+        Raises:
+            PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
+                ``parallelize_module`` would untie.
+        """
+        from shard_spec.convert.parallelize import to_parallelize_plan
+
+        return to_parallelize_plan(self, module, axis)
+
+    def to_dcp(self, module: nn.Module | ModelFacts, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
+
+        Each box of a local tensor becomes a chunk: nothing is gathered, fused and uneven weights included. Loading
+        fills the local tensors in place. DTensors and what is no tensor are handed on.
+
+        Args:
+            module: The model (on meta), for the global shapes.
+            state_dict: FQN to this rank's local tensor.
+            rank: This rank, as the layouts' mesh counts.
+
+        Raises:
+            PlanError: With every tensor that does not lie as this plan says.
+        """
+        from shard_spec.convert.dcp import to_dcp
+
+        return to_dcp(self, module, state_dict, rank)
+
+    def to_hf_tp_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+        """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
+
+        Raises:
+            PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
+        """
+        from shard_spec.convert.hf import to_hf_tp_plan
+
+        return to_hf_tp_plan(self, module, axis)
+
+    @classmethod
+    def from_hf_tp_plan(
+        cls,
+        tp_plan: Mapping[str, str],
+        module: nn.Module | ModelFacts,
+        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh,
+        axis: str = "tp",
+        *,
+        prefix: str = "",
+        forward: str = "refuse",
+    ) -> ShardingPlan:
+        """How a transformers ``tp_plan`` lays parameters out.
+
+        Args:
+            tp_plan: Module or parameter name, ``*`` for layer numbers, to style: ``model.tp_plan``, or
+                ``config.base_model_tp_plan`` with ``prefix="model."``.
+            module: The model (on meta).
+            mesh: The mesh of the plan.
+            axis: The axis that cuts.
+            prefix: Put in front of every name.
+            forward: ``"refuse"`` styles that change forward in ways a plan cannot say, or ``"drop"`` that part.
+
+        Raises:
+            PlanError: ``not-expressible`` for each such style, ``matches-nothing`` for each unused entry.
+        """
+        from shard_spec.convert.hf import from_hf_tp_plan
+
+        known = as_mesh(mesh)
+        assert known is not None
+        return from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward)
 
 
 def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:

@@ -1,0 +1,5 @@
+"""The command line: ``shard-spec plan|check|explain|diff|convert``. ``--help`` imports no torch."""
+
+from shard_spec.cli.main import main
+
+__all__ = ["main"]

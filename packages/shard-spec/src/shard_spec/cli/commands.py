@@ -1,0 +1,302 @@
+"""The five commands. Each loads what it was given, asks a plan, and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.cli.main import UsageError
+from shard_spec.cli.sources import load_model, skeleton
+from shard_spec.cost.presets import PRESETS, topology_preset
+from shard_spec.mesh import MeshSpec
+from shard_spec.plan.facts import ModelFacts, facts_of
+from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.problems import PlanError, Problem
+from shard_spec.report.terminal import show
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """``shard-spec plan``: plan, costs, and problems of the plan (there should be none)."""
+    with _doing("building the model on meta"):
+        model = load_model(arguments.model)
+    mesh = _mesh(arguments)
+    with _doing("planning"):
+        made, notes = _planned(arguments, mesh, model)
+        facts = facts_of(model)
+        plan = made.compact(facts)
+    if arguments.out:
+        text = plan.to_yaml() if arguments.out.endswith((".yaml", ".yml")) else plan.to_json()
+        Path(arguments.out).write_text(text, encoding="utf-8")
+    problems = _problems(plan, facts, arguments)
+    return _report(plan, facts, arguments, problems, notes)
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """``shard-spec check``: every problem, or what the plan costs."""
+    plan = load_plan(arguments.plan)
+    with _doing("building the model on meta"):
+        facts = facts_of(load_model(arguments.model))
+    return _report(plan, facts, arguments, _problems(plan, facts, arguments), [])
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """``shard-spec explain``: words."""
+    plan = load_plan(arguments.plan)
+    facts = facts_of(load_model(arguments.model)) if arguments.model else None
+    if arguments.html:
+        if facts is None:
+            raise UsageError("--html needs --model")
+        _write_html(plan, facts, arguments)
+    text = plan.explain(arguments.name, facts)
+    print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
+    return 0
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """``shard-spec diff``: what changes; status 1 when something does."""
+    before, after = load_plan(arguments.before), load_plan(arguments.after)
+    facts = facts_of(load_model(arguments.model)) if arguments.model else None
+    found = before.diff(after, facts)
+    print(found.to_json() if arguments.json else found)
+    return 1 if found else 0
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """``shard-spec convert``: the plan in other terms."""
+    facts = facts_of(load_model(arguments.model)) if arguments.model else None
+    if facts is None and (arguments.source == "hf" or arguments.to in ("parallelize", "hf", "layouts", "compact")):
+        raise UsageError(f"--to {arguments.to} needs --model")
+    if arguments.source == "hf":
+        assert facts is not None
+        if not arguments.mesh:
+            raise UsageError("--from hf needs --mesh")
+        styles = _read(arguments.plan)
+        try:
+            tp_plan = json.loads(styles)
+        except ValueError as error:
+            raise UsageError(f"{arguments.plan} is no JSON: {error}") from None
+        axis = arguments.axis or "tp"
+        plan = ShardingPlan.from_hf_tp_plan(tp_plan, facts, arguments.mesh, axis, prefix=arguments.prefix)
+    else:
+        plan = load_plan(arguments.plan)
+    print(_converted(plan, facts, arguments.to, arguments.axis), end="")
+    return 0
+
+
+def _converted(plan: ShardingPlan, facts: ModelFacts | None, target: str, axis: str | None) -> str:
+    if target == "json":
+        return plan.to_json()
+    if target == "yaml":
+        return plan.to_yaml()
+    if target == "dtensor":
+        found: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(facts).items()}
+        return json.dumps(found, indent=1) + "\n"
+    assert facts is not None
+    if target == "compact":
+        return plan.compact(facts).to_json()
+    if target == "layouts":
+        return ShardingPlan.from_layouts(plan.resolve(facts)).to_json()
+    if target == "hf":
+        return json.dumps(plan.to_hf_tp_plan(facts, axis), indent=1) + "\n"
+    styles = plan.to_parallelize_plan(facts, axis)
+    return json.dumps({name: _style_text(style) for name, style in styles.items()}, indent=1) + "\n"
+
+
+def _style_text(style: Any) -> str:
+    """A style as code: torch's have no repr that tells two apart."""
+    inputs, outputs = style.input_layouts[0], style.output_layouts[0]
+    return f"{type(style).__name__}(input_layouts={inputs}, output_layouts={outputs})"
+
+
+# ---- what the arguments mean ----------------------------------------------------------------------------------------
+
+
+def load_plan(path: str) -> ShardingPlan:
+    """The plan in a JSON or YAML file."""
+    text = _read(path)
+    if path.endswith((".yaml", ".yml")):
+        try:
+            return ShardingPlan.from_yaml(text)
+        except ModuleNotFoundError as error:
+            raise UsageError(str(error)) from None
+    return ShardingPlan.from_json(text)
+
+
+def _read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def _mesh(arguments: argparse.Namespace) -> MeshSpec:
+    if arguments.mesh:
+        mesh = MeshSpec.parse(arguments.mesh)
+    elif arguments.world_size:
+        mesh = MeshSpec({"dp": arguments.world_size})
+    else:
+        raise UsageError("say --mesh, for example --mesh dp=4,tp=2, or --world-size")
+    return mesh
+
+
+def _planned(
+    arguments: argparse.Namespace, mesh: MeshSpec, model: nn.Module | ModelFacts
+) -> tuple[ShardingPlan, list[Problem]]:
+    from shard_spec import planners
+
+    module = skeleton(model) if isinstance(model, ModelFacts) else model
+    names = arguments.planner.split("+")
+    if names == ["auto"]:
+        names = [n for n, axis in (("megatron", "tp"), ("fsdp", "dp")) if axis in mesh.axis_names]
+        if not names:
+            raise UsageError(f"--planner auto looks for axes called tp and dp; the mesh has {mesh}")
+    made: list[Any] = []
+    for name in names:
+        if name == "megatron":
+            made.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
+        elif name == "fsdp":
+            made.append(planners.FullyShardPlanner(mesh, "dp" if "dp" in mesh.axis_names else mesh.axis_names[0]))
+        elif name == "balanced":
+            made.append(planners.BalancedPlanner(mesh, mesh.axis_names[0]))
+        elif name == "optimal":
+            made.append(_optimal(arguments, mesh))
+        else:
+            raise UsageError(f"no planner {name!r}: megatron, fsdp, balanced, optimal, or auto")
+    planner = made[0] if len(made) == 1 else planners.compose(*made)
+    plan = planner.build_plan(module)
+    return plan, [*plan.notes, *plan.unrecognised.values()]
+
+
+def _optimal(arguments: argparse.Namespace, mesh: MeshSpec) -> Any:
+    from shard_spec import planners
+
+    if not arguments.batch:
+        raise UsageError("--planner optimal needs --batch, for example --batch 512x8192")
+    sequences, length = _batch(arguments) or (1, 1)
+    workload = planners.Workload(batch=sequences, sequence=length)
+    return planners.OptimalPlanner(
+        topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload
+    )
+
+
+def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:
+    if not arguments.batch:
+        return None
+    match = re.fullmatch(r"(\d+)x(\d+)", arguments.batch)
+    if match is None:
+        raise UsageError(f"--batch {arguments.batch!r}: write sequences x length, for example 512x8192")
+    return int(match[1]), int(match[2])
+
+
+def _topology(arguments: argparse.Namespace) -> Any:
+    if not arguments.topology:
+        return None
+    if arguments.topology not in PRESETS:
+        raise UsageError(f"--topology {arguments.topology!r}: one of {', '.join(sorted(PRESETS))}")
+    return topology_preset(arguments.topology)
+
+
+def _limit(arguments: argparse.Namespace) -> int | None:
+    if not arguments.memory_limit:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", arguments.memory_limit)
+    if match is None or match[2].lower() not in _UNITS:
+        raise UsageError(f"--memory-limit {arguments.memory_limit!r}: write for example 80GiB or 85899345920")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+# ---- what is printed ------------------------------------------------------------------------------------------------
+
+
+def _problems(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> tuple[Problem, ...]:
+    with _doing("checking"):
+        return plan.validate(
+            facts, world_size=arguments.world_size, memory_limit=_limit(arguments), optimizer=arguments.optimizer
+        )
+
+
+def _report(
+    plan: ShardingPlan,
+    facts: ModelFacts,
+    arguments: argparse.Namespace,
+    problems: tuple[Problem, ...],
+    notes: list[Problem],
+) -> int:
+    blocking = [problem for problem in problems if problem.code not in ("over-memory", "mesh-too-large")]
+    document: dict[str, Any] = {
+        "digest": plan.digest,
+        "problems": [vars(problem) for problem in problems],
+        "notes": [vars(note) for note in notes],
+    }
+    if not blocking:
+        memory, communication = _costs_of(plan, facts, arguments)
+        if arguments.html:
+            _write_html(plan, facts, arguments)
+        document["memory"] = json.loads(memory.to_json())
+        document["communication"] = None if communication is None else json.loads(communication.to_json())
+    if arguments.json:
+        document["plan"] = None if blocking else json.loads(plan.to_json())
+        print(json.dumps(document, indent=1))
+    else:
+        print(f"{len(facts.tensors)} tensors, plan {plan.digest[:12]}")
+        if not blocking:
+            show(plan.explain(module=facts), memory, communication)
+        for title, found in (("notes", notes), ("problems", problems)):
+            if found:
+                print(f"\n{title}:")
+                print("\n".join(f"  {problem}" for problem in found))
+    return 1 if problems else 0
+
+
+def _costs_of(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    memory = plan.memory(facts, arguments.optimizer, dtype=arguments.dtype)
+    axes = arguments.data_axes.split(",") if arguments.data_axes else None
+    try:
+        communication = plan.communication(
+            facts, _batch(arguments), _topology(arguments), data_axes=axes, dtype=arguments.dtype
+        )
+    except PlanError as error:
+        if any(problem.code != "several-meshes" for problem in error.problems):
+            raise
+        communication = None
+    return memory, communication
+
+
+def _write_html(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> None:
+    from shard_spec.report.html import html_report
+
+    memory, communication = _costs_of(plan, facts, arguments)
+    title = getattr(arguments, "model", None) or "plan"
+    page = html_report(plan, facts, memory, communication, title=str(title))
+    Path(arguments.html).write_text(page, encoding="utf-8")
+    print(f"wrote {arguments.html}", file=sys.stderr)
+
+
+@contextmanager
+def _doing(what: str) -> Iterator[None]:
+    """Say on a terminal what takes long, and how long it took; silent elsewhere and for what is quick."""
+    begin = time.perf_counter()
+    shown = sys.stderr.isatty()
+    if shown:
+        print(f"{what} ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            seconds = time.perf_counter() - begin
+            if seconds > 1:
+                print(f"{what}: {seconds:.1f} s", file=sys.stderr)
+            else:
+                print(" " * (len(what) + 4), end="\r", file=sys.stderr)

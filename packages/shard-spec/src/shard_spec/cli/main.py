@@ -1,0 +1,125 @@
+"""Arguments in, exit status out: 0 good, 1 problems found, 2 wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+_MODELS = """models:
+  MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
+  config.json, a folder with one a Hugging Face config; needs transformers
+  weights.safetensors            names, shapes and dtypes from the header; index files (.safetensors.index.json) too
+
+No GPU, no process group and no memory for weights is needed.
+
+exit status: 0 good, 1 problems found, 2 wrong usage"""
+
+
+class UsageError(Exception):
+    """What the user typed makes no sense; the message says what would."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    from shard_spec.problems import PlanError
+
+    try:
+        status: int = _command(arguments.command)(arguments)
+    except UsageError as error:
+        print(f"shard-spec: {error}", file=sys.stderr)
+        return 2
+    except PlanError as error:
+        if arguments.json:
+            print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=1))
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 0
+    return status
+
+
+def _command(name: str):  # type: ignore[no-untyped-def]  # a function of the namespace; its module imports torch
+    from shard_spec.cli import commands
+
+    return getattr(commands, f"run_{name}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from shard_spec.__about__ import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="shard-spec", description="Say, check and explain how a model's tensors lie on ranks."
+    )
+    parser.add_argument("--version", action="version", version=f"shard-spec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    plan = _add(commands, "plan", "make a plan for a model and say what it costs")
+    plan.add_argument("model")
+    plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8; default: dp=WORLD_SIZE")
+    plan.add_argument(
+        "--planner",
+        default="auto",
+        help="megatron, fsdp, balanced, optimal, several joined by '+', or auto: megatron on axis tp, fsdp on dp",
+    )
+    plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON or (by its suffix) YAML")
+    _costs(plan)
+
+    check = _add(commands, "check", "list every problem of a plan for a model")
+    check.add_argument("model")
+    check.add_argument("plan", help="a plan file, JSON or YAML")
+    _costs(check)
+
+    explain = _add(commands, "explain", "say what a plan does, or what it does with one tensor")
+    explain.add_argument("plan", help="a plan file, JSON or YAML")
+    explain.add_argument("name", nargs="?", help="FQN of a parameter or buffer")
+    explain.add_argument("--model", help="the model, to say why and where")
+    _costs(explain)
+
+    diff = _add(commands, "diff", "say what changes from one plan to another; exit status 1 when they differ")
+    diff.add_argument("before")
+    diff.add_argument("after")
+    diff.add_argument("--model", help="the model, to compare tensors instead of rules")
+    _common(diff)
+
+    convert = _add(commands, "convert", "write a plan in other terms")
+    convert.add_argument("plan", help="a plan file, JSON or YAML; or a tp_plan (JSON) with --from hf")
+    convert.add_argument("--from", dest="source", choices=["plan", "hf"], default="plan")
+    convert.add_argument(
+        "--to", required=True, choices=["json", "yaml", "dtensor", "parallelize", "hf", "layouts", "compact"]
+    )
+    convert.add_argument("--model", help="the model; needed for all but json, yaml and dtensor")
+    convert.add_argument("--axis", help="the axis that cuts, for parallelize and hf")
+    convert.add_argument("--mesh", help="the mesh, with --from hf")
+    convert.add_argument("--prefix", default="", help="put in front of the names, with --from hf")
+    _common(convert)
+    return parser
+
+
+def _add(commands, name: str, text: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]  # argparse keeps the type private
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_MODELS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _costs(parser: argparse.ArgumentParser) -> None:
+    _common(parser)
+    parser.add_argument("--html", metavar="FILE", help="write a page with pictures there")
+    parser.add_argument("--world-size", type=int, help="number of ranks there will be")
+    parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
+    parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
+    parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
+    parser.add_argument("--batch", metavar="SxL", help="sequences x length of a whole step, for example 512x8192")
+    parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")
+    parser.add_argument("--data-axes", help="axes along which ranks see different samples, for example dp,cp")

@@ -1,0 +1,180 @@
+"""Models from what the user names: a factory, a Hugging Face config or a safetensors header; always on meta."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.cli.main import UsageError
+from shard_spec.plan.facts import ModelFacts, TensorFacts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_MAX_HEADER = 1 << 28
+_SAFETENSORS_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+def load_model(source: str) -> nn.Module | ModelFacts:
+    """The model that ``source`` names.
+
+    Raises:
+        UsageError: When there is none, with what can be named.
+    """
+    path = Path(source)
+    if path.is_dir():
+        for name in ("config.json", "model.safetensors.index.json", "model.safetensors"):
+            if (path / name).is_file():
+                return load_model(str(path / name))
+        raise UsageError(f"the folder {source} holds neither config.json nor model.safetensors")
+    if source.endswith(".safetensors.index.json"):
+        return _from_index(path)
+    if path.suffix == ".safetensors":
+        return ModelFacts(tuple(_header(path)))
+    if path.suffix == ".json":
+        return _from_config(path)
+    if ":" in source:
+        return _from_factory(source)
+    raise UsageError(f"{source!r} is no MODULE:FACTORY, no config.json and no .safetensors file")
+
+
+def _from_factory(source: str) -> nn.Module:
+    import torch
+    from torch import nn
+
+    module_name, _, attribute = source.rpartition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"cannot import {source!r}: {error}") from None
+    if not callable(found):
+        raise UsageError(f"{source!r} is no function or class that makes a model")
+    try:
+        with torch.device("meta"):
+            model = found()
+    except TypeError as error:
+        raise UsageError(f"{source!r} has to work without arguments: {error}") from None
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{source!r} made a {type(model).__qualname__}, not an nn.Module")
+    return model
+
+
+def _from_config(path: Path) -> nn.Module:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise UsageError("reading a Hugging Face config needs transformers: pip install transformers") from None
+    import torch
+
+    settings = _read_json(path)
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
+    if not isinstance(kind, str):
+        raise UsageError(f"{path} is no Hugging Face config: it has no 'model_type'")
+    settings = {key: value for key, value in settings.items() if key not in ("model_type", "auto_map")}
+    try:
+        config = transformers.AutoConfig.for_model(kind, **settings)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: transformers cannot read it: {error}") from None
+    named = [getattr(transformers, name, None) for name in settings.get("architectures") or ()]
+    makers = [cls._from_config for cls in named if cls is not None]
+    makers += [transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config]
+    failure: Exception | None = None
+    for make in makers:
+        try:
+            with torch.device("meta"):
+                model: nn.Module = make(config)
+            return model
+        except (ValueError, KeyError, AttributeError) as error:
+            failure = error
+    raise UsageError(f"{path}: transformers has no model for it: {failure}")
+
+
+def _from_index(path: Path) -> ModelFacts:
+    index = _read_json(path)
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict):
+        raise UsageError(f"{path} is no safetensors index: it has no 'weight_map'")
+    tensors: dict[str, TensorFacts] = {}
+    for name in sorted(set(map(str, files.values()))):
+        if Path(name).name != name:
+            raise UsageError(f"{path} names {name!r}, which is no file beside it")
+        for tensor in _header(path.parent / name):
+            tensors[tensor.name] = tensor
+    return ModelFacts(tuple(tensors.values()))
+
+
+def _header(path: Path) -> list[TensorFacts]:
+    """Names, shapes and dtypes of a safetensors file: eight bytes of length, then JSON. No weight is read."""
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size - 8):
+                raise UsageError(f"{path} is no safetensors file")
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+    tensors = []
+    for name, entry in header.items() if isinstance(header, dict) else ():
+        if name == "__metadata__":
+            continue
+        dtype = _SAFETENSORS_DTYPES.get(str(entry.get("dtype"))) if isinstance(entry, dict) else None
+        shape = entry.get("shape") if dtype else None
+        if dtype is None or not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise UsageError(f"{path}: tensor {name!r} has no dtype and shape that can be read")
+        tensors.append(TensorFacts(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat"))))
+    return tensors
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def skeleton(facts: ModelFacts) -> nn.Module:
+    """An ``nn.Module`` on meta with the tensors of ``facts``, for planners that walk modules."""
+    import torch
+    from torch import nn
+
+    root = nn.Module()
+    for tensor in facts.tensors:
+        *path, leaf = tensor.name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            child = module._modules[part]
+            assert child is not None
+            module = child
+        data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+        module.register_parameter(leaf, nn.Parameter(data, requires_grad=tensor.requires_grad))
+    return root

@@ -1,0 +1,157 @@
+"""Local tensors as torch.distributed.checkpoint (DCP) takes them: each box a chunk, nothing gathered.
+
+DCP asks any tensor that has the three methods below what it holds (it finds them by name). So fused, uneven and
+block-wise shards can be saved and loaded, and read back under every other layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from shard_spec.boxes import Box
+from shard_spec.layout import Layout
+from shard_spec.plan.resolve import resolve
+from shard_spec.problems import PlanError, Problem, raise_problems
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.facts import ModelFacts
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+_READABLE: set[Any] = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.__repr__,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse")
+    ),
+}
+
+
+class CheckpointShard(torch.Tensor):
+    """A local tensor that knows which boxes of the global one it holds; only for DCP to save from and load into.
+
+    It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
+    with it raises.
+
+    Args:
+        local: The local tensor. Loading writes into its memory.
+        layout: How the global tensor lies on ranks.
+        shape: Global shape.
+        rank: This rank, as the layout's mesh counts.
+
+    Raises:
+        PlanError: ``local-shape-mismatch`` when ``local`` is not what the layout puts on ``rank``.
+    """
+
+    local: torch.Tensor
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, layout: Layout, shape: tuple[int, ...], rank: int) -> CheckpointShard:
+        expected = layout.local_shape(rank, shape)
+        if tuple(local.shape) != expected:
+            raise PlanError(_shape_problem("", tuple(local.shape), expected, layout, rank))
+        # One element, stretched: the global shape without the global memory.
+        hollow = torch.empty((), dtype=local.dtype, device=local.device).expand(shape)
+        made = torch.Tensor.as_subclass(hollow, cls)
+        made.local = local.detach()
+        made.boxes = layout.boxes(rank, shape)
+        made._pieces = _cut_local(made.local, layout, rank, tuple(shape))
+        return made
+
+    _pieces: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in _READABLE:
+            name = getattr(func, "__name__", func)
+            raise TypeError(f"{name}: a CheckpointShard is only for torch.distributed.checkpoint; compute with .local")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # text is an Any
+        return f"CheckpointShard(shape={tuple(self.shape)}, boxes={self.boxes})"
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box, piece in zip(self.boxes, self._pieces, strict=True):
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return piece
+        raise ValueError(f"{index.fqn}: this rank holds no chunk at {index.offset}, only {self.boxes}")
+
+
+def to_dcp(
+    plan: ShardingPlan,
+    module: nn.Module | ModelFacts,
+    state_dict: Mapping[str, Any],
+    rank: int,
+) -> dict[str, Any]:
+    """The state dict with local tensors wrapped for DCP; see ``ShardingPlan.to_dcp``."""
+    found = resolve(plan, module)
+    shapes = {alias: tensor.shape for tensor in found.facts.tensors for alias in tensor.aliases}
+    problems: list[Problem] = []
+    converted: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | CheckpointShard):
+            converted[name] = value  # DCP knows these itself
+            continue
+        layout = found[name] if name in shapes and found._first_name[name] in found.layouts else None
+        if layout is None:
+            hint = "state dicts are keyed by the FQNs of the model that the plan is for"
+            problems.append(Problem("unknown-name", name, found="the plan has no layout for it", hint=hint))
+        elif layout.mesh.coordinate(rank) is None:
+            hint = "leave it out on ranks that hold nothing of it"
+            problems.append(Problem("rank-not-on-mesh", name, found=f"rank {rank} on {layout.mesh}", hint=hint))
+        elif tuple(value.shape) != layout.local_shape(rank, shapes[name]):
+            expected = layout.local_shape(rank, shapes[name])
+            problems.append(_shape_problem(name, tuple(value.shape), expected, layout, rank))
+        else:
+            converted[name] = CheckpointShard(value, layout, shapes[name], rank)
+    raise_problems(problems, "the state dict does not lie as the plan says")
+    return converted
+
+
+def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
+    said = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
+    return Problem("local-shape-mismatch", name, found=said, hint="pass the local tensors that lie as the plan says")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def _cut_local(local: torch.Tensor, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Views of the local tensor, one for each box, in the order of the boxes."""
+    views = [local]
+    for dim, pieces in enumerate(layout.pieces(rank, shape)):
+        sizes = [size for _, size in pieces]
+        views = [part for view in views for part in torch.split(view, sizes, dim)]
+    return tuple(view for view in views if view.numel())

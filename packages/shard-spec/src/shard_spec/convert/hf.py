@@ -1,0 +1,216 @@
+"""Hugging Face ``tp_plan``s: module names, ``*`` for layer numbers, to the names of styles.
+
+Read against transformers 5.23.
+A ``tp_plan`` says two things at once: how parameters lie, and what forward does. A sharding plan says the first. Styles
+whose forward does more than their parameters' layout implies have no place in one and are refused by name, unless the
+caller says ``forward="drop"``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shard_spec.convert.parallelize import cut_dim, output_of, tensors_by_module
+from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
+from shard_spec.layout import Layout
+from shard_spec.mesh import MeshSpec
+from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
+from shard_spec.plan.patterns import Pattern
+from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec.terms import REPLICATE, Term
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+# Style -> what it does to a tensor of 1 dim and to one of 2 or more. "-2" is the dim of output features, "-1" of input.
+_STYLES: dict[str, tuple[Term, Term]] = {
+    "colwise": (Term("S", -1), Term("S", -2)),
+    "colwise_gather_output": (Term("S", -1), Term("S", -2)),
+    "colwise_rep": (Term("S", -1), Term("S", -2)),
+    "rowwise": (REPLICATE, Term("S", -1)),
+    "embedding_rowwise": (Term("S", 0), Term("S", 0)),
+    "embedding_colwise": (Term("S", 0), Term("S", 1)),
+    "packed_colwise": (Term("S", -1), Term("I", -2, 2)),
+    "packed_rowwise": (REPLICATE, Term("I", -1, 2)),
+    "replicate": (REPLICATE, REPLICATE),
+}
+# Styles whose forward does something that no layout of parameters says, and how their parameters lie.
+_FORWARD_STYLES: dict[str, tuple[Term, Term]] = {
+    "rowwise_split_input": (REPLICATE, Term("S", -1)),
+    "rowwise_rep": (REPLICATE, Term("S", -1)),
+    "sequence_parallel": (REPLICATE, REPLICATE),
+    "replicated_with_grad_allreduce": (REPLICATE, REPLICATE),
+    "mla_kv_a_proj": (REPLICATE, REPLICATE),
+    "all_reduce": (REPLICATE, REPLICATE),
+    "moe_tp_experts": (REPLICATE, REPLICATE),
+    "moe_identity_expert": (REPLICATE, REPLICATE),
+    "local_params": (REPLICATE, REPLICATE),
+}
+_GATHERS = ("colwise_gather_output", "colwise_rep")
+
+
+def generic_name(name: str) -> str:
+    """The name with ``*`` for each segment that is a number, as transformers looks names up in a ``tp_plan``."""
+    return re.sub(r"\.\d+(\.|$)", r".*\1", name)
+
+
+def from_hf_tp_plan(
+    tp_plan: Mapping[str, str],
+    module: nn.Module | ModelFacts,
+    mesh: MeshSpec,
+    axis: str = "tp",
+    *,
+    prefix: str = "",
+    forward: str = "refuse",
+) -> ShardingPlan:
+    """The plan of the parameters that a ``tp_plan`` cuts; see ``ShardingPlan.from_hf_tp_plan``."""
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+    if forward not in ("refuse", "drop"):
+        raise PlanError(Problem("bad-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
+    facts = facts_of(module)
+    styles = {prefix + key: style for key, style in tp_plan.items()}
+    problems = _style_problems(styles, forward)
+    raise_problems(problems, "the tp_plan says more than a sharding plan can")
+    used: set[str] = set()
+    rules: dict[str, str] = {}
+    exact: dict[str, str] = {}
+    for tensor in facts.parameters:
+        for alias in tensor.aliases:
+            key = _key_of(generic_name(alias), styles)
+            if key is None:
+                continue
+            used.add(key)
+            term = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]
+            exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: term}))
+    output = {}
+    generic = {path: generic_name(path) for path in facts.modules}
+    for path, name in generic.items():
+        if styles.get(name) in _GATHERS:
+            output[path] = str(Layout.replicated(mesh))
+    used |= {key for key in styles if key in generic.values()}
+    raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
+    return ShardingPlan(rules if _only_these(rules, exact, facts) else exact, output or None, mesh=mesh)
+
+
+def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], facts: ModelFacts) -> bool:
+    """Whether the globs mean the same parameters: their ``*`` stands for any segment, a tp_plan's for numbers."""
+    patterns = [(Pattern(key), value) for key, value in rules.items()]
+    names = [alias for tensor in facts.tensors for alias in tensor.aliases]
+    for name in names:
+        said = {value for pattern, value in patterns if pattern.matches(name)}
+        if said != ({exact[name]} if name in exact else set()):
+            return False
+    return True
+
+
+def to_hf_tp_plan(plan: ShardingPlan, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+    """Generic module names to styles; see ``ShardingPlan.to_hf_tp_plan``."""
+    found = resolve(plan, module)
+    axis = the_axis(found, axis)
+    problems = cut_elsewhere(found, axis, "a tp_plan") + sharder_problems(found, "a tp_plan")
+    by_name: dict[str, dict[str, str]] = {}
+    for path, tensors in tensors_by_module(found.facts).items():
+        style = _module_style(plan, path, tensors, found, axis, problems)
+        by_name.setdefault(generic_name(path), {})[path] = style
+    styles = {}
+    for name, said in by_name.items():
+        if len(set(said.values())) > 1:
+            text = ", ".join(f"{path}: {style or 'whole'}" for path, style in said.items())
+            problems.append(not_expressible(name, text, "a tp_plan has one style for all layer numbers"))
+        elif "" not in said.values():
+            styles[name] = next(iter(said.values()))
+    styles |= _tied_styles(found, styles)
+    raise_problems(problems, "a tp_plan cannot say this plan")
+    return styles
+
+
+def _module_style(
+    plan: ShardingPlan, path: str, tensors: list[TensorFacts], found: Resolution, axis: str, problems: list[Problem]
+) -> str:
+    """The style of the module's own parameters, ``""`` where they are whole."""
+    layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}
+    if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
+        return ""
+    kind = found.facts.modules.get(path, "")
+    embedding = kind == "Embedding"
+    candidates = ["embedding_rowwise", "embedding_colwise"] if embedding else ["colwise", "rowwise"]
+    if kind == "Linear":
+        candidates += ["packed_colwise", "packed_rowwise"]
+    for style in candidates if embedding or kind == "Linear" else ():
+        if all(_lies_as(style, layouts[tensor.name], tensor, axis) for tensor in tensors):
+            try:
+                output = output_of(plan, path, axis)
+            except PlanError as error:
+                problems.extend(error.problems)
+                return ""
+            if style == "colwise" and output == "whole":
+                return "colwise_gather_output"
+            if output is None or (output == "whole" and style in ("rowwise", *candidates[:2])):
+                return style
+            if style == "colwise" and output == "last":
+                return style
+            text = f"the output layout {output} of style {style}"
+            problems.append(not_expressible(path, text, "leave the output layout out"))
+            return ""
+    text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
+    hint = "styles cut a Linear's weight and bias by rows, its weight by columns, or an Embedding"
+    problems.append(not_expressible(path, f"a {kind or 'module'} with {text}", hint, axis=axis))
+    return ""
+
+
+def _lies_as(style: str, layout: Layout | None, tensor: TensorFacts, axis: str) -> bool:
+    if layout is None or not tensor.shape:
+        return False
+    wanted = Layout(layout.mesh, {axis: _STYLES[style][min(len(tensor.shape), 2) - 1]})
+    return not wanted.problems(tensor.shape) and layout.equivalent_to(wanted, tensor.shape)
+
+
+def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]:
+    """Styles of modules that have only further names of tied tensors: an embedding's rows are a head's rows."""
+    same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
+    added = {}
+    for tensor in found.facts.parameters:
+        style = styles.get(generic_name(tensor.name.rpartition(".")[0]))
+        for alias in tensor.aliases[1:]:
+            path = alias.rpartition(".")[0]
+            if style is not None and generic_name(path) not in styles:
+                other = same.get(style, style)
+                added[generic_name(path)] = style if _same_kind(found, tensor, path) else other
+    return added
+
+
+def _same_kind(found: Resolution, tensor: TensorFacts, path: str) -> bool:
+    return found.facts.modules.get(path) == found.facts.modules.get(tensor.name.rpartition(".")[0])
+
+
+def _key_of(name: str, styles: Mapping[str, str]) -> str | None:
+    """The entry that decides about a parameter: its own, else that of its module."""
+    if name in styles:
+        return name
+    owner = name.rpartition(".")[0]
+    return owner if owner in styles else None
+
+
+def _style_problems(styles: Mapping[str, str], forward: str) -> list[Problem]:
+    problems = []
+    for key, style in styles.items():
+        if style in _STYLES or (style in _FORWARD_STYLES and forward == "drop"):
+            continue
+        if style in _FORWARD_STYLES:
+            hint = "pass forward='drop' to take only the layout of its parameters"
+            problems.append(not_expressible(key, f"style {style!r} changes what forward does", hint))
+        else:
+            known = ", ".join((*_STYLES, *_FORWARD_STYLES))
+            problems.append(not_expressible(key, f"style {style!r}", f"styles that can be read: {known}"))
+    return problems
+
+
+def _unused(key: str) -> Problem:
+    hint = "config.base_model_tp_plan is about the base model: pass prefix='model.'"
+    return Problem("matches-nothing", key, found="no module or parameter has this name", hint=hint)

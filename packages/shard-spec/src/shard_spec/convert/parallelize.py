@@ -1,0 +1,141 @@
+"""A plan as the ``parallelize_plan`` of ``torch.distributed.tensor.parallel.parallelize_module``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
+from shard_spec.layout import Layout
+from shard_spec.plan.facts import ModelFacts, TensorFacts
+from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.values import is_spec, to_layout
+from shard_spec.problems import PlanError, Problem, raise_problems
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+_LINEAR, _EMBEDDING = "Linear", "Embedding"
+
+
+def to_parallelize_plan(
+    plan: ShardingPlan, module: nn.Module | ModelFacts, axis: str | None = None
+) -> dict[str, ParallelStyle]:
+    """Module FQN to style; see ``ShardingPlan.to_parallelize_plan``."""
+    found = resolve(plan, module)
+    axis = the_axis(found, axis)
+    problems = cut_elsewhere(found, axis, "a parallelize_plan") + sharder_problems(found, "a parallelize_plan")
+    problems += _tied_problems(found, axis)
+    styles: dict[str, ParallelStyle] = {}
+    for path, tensors in tensors_by_module(found.facts).items():
+        cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
+        if all(dim is None for dim in cut.values()):
+            continue
+        kinds = [found.layouts[t.name].terms[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
+        wrong = _refusal(path, found.facts.modules.get(path, ""), cut, kinds, axis)
+        if wrong is not None:
+            problems.append(wrong)
+            continue
+        try:
+            styles[path] = _style(found.facts.modules[path], cut["weight"], output_of(plan, path, axis))
+        except PlanError as error:
+            problems.extend(error.problems)
+    problems += _unused_outputs(plan, styles)
+    raise_problems(problems, "parallelize_module cannot say this plan")
+    return styles
+
+
+def tensors_by_module(facts: ModelFacts) -> dict[str, list[TensorFacts]]:
+    """FQN of each module that has tensors of its own to those tensors."""
+    found: dict[str, list[TensorFacts]] = {}
+    for tensor in facts.tensors:
+        found.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
+    return found
+
+
+def cut_dim(layout: Layout | None, tensor: TensorFacts, axis: str) -> int | None:
+    """The dim of ``tensor`` that ``axis`` cuts, counted from the front, or None."""
+    if layout is None:
+        return None
+    dim = layout.terms[layout.mesh.axis_index(axis)].dim
+    return None if dim is None else dim % len(tensor.shape)
+
+
+def output_of(plan: ShardingPlan, path: str, axis: str) -> str | None:
+    """What ``output_plan`` says about the module: ``"whole"``, ``"last"`` (its last dim is cut), or None for nothing.
+
+    Raises:
+        PlanError: When it says something else.
+    """
+    value = (plan.output_plan or {}).get(path)
+    if value is None:
+        return None
+    if not is_spec(value):
+        layout = to_layout(value, plan.mesh)
+        others = [other for other in layout.sharded_axes if other != axis]
+        term = layout.terms[layout.mesh.axis_index(axis)] if axis in layout.mesh.axis_names else None
+        if term is not None and not others:
+            if term.kind == "R":
+                return "whole"
+            if term.kind == "S" and term.dim == -1:
+                return "last"
+    name = f"output_plan[{path!r}]"
+    raise PlanError(not_expressible(name, f"the output layout {value!s}", "write R, or S(-1), along that axis"))
+
+
+def _refusal(path: str, kind: str, cut: dict[str, int | None], kinds: list[str], axis: str) -> Problem | None:
+    """Why no style can do this to the module, or None."""
+    parts = [f"{name} whole" if dim is None else f"{name} cut in dim {dim}" for name, dim in cut.items()]
+    said = f"a {kind or 'module'} with {', '.join(parts)}"
+    if any(letter not in "RS" for letter in kinds):
+        return not_expressible(
+            path, f"{said}: styles cut as torch.chunk does", "use tp-styles' fused styles", axis=axis
+        )
+    if kind == _LINEAR and cut in (
+        {"weight": 0, "bias": 0},
+        {"weight": 0},
+        {"weight": 1, "bias": None},
+        {"weight": 1},
+    ):
+        return None
+    if kind == _EMBEDDING and cut in ({"weight": 0}, {"weight": 1}):
+        return None
+    hint = "styles cut an nn.Linear by rows with its bias, or by columns without, or an nn.Embedding"
+    return not_expressible(path, said, hint, axis=axis)
+
+
+def _style(kind: str, dim: int | None, output: str | None) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
+    column = (kind == _LINEAR) == (dim == 0)
+    layouts: Any = {"whole": Replicate(), "last": Shard(-1), None: None}[output]
+    if column:
+        return ColwiseParallel(output_layouts=layouts)
+    if kind == _EMBEDDING:
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=layouts)
+    return RowwiseParallel(output_layouts=layouts)
+
+
+def _tied_problems(found: Resolution, axis: str) -> list[Problem]:
+    problems = []
+    for tensor in found.facts.parameters:
+        if len(tensor.aliases) > 1 and cut_dim(found.layouts.get(tensor.name), tensor, axis) is not None:
+            said = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
+            problems.append(not_expressible(tensor.name, said, "use plan.apply, which keeps them tied"))
+    return problems
+
+
+def _unused_outputs(plan: ShardingPlan, styles: dict[str, Any]) -> list[Problem]:
+    problems = []
+    for path in plan.output_plan or {}:
+        if path not in styles:
+            said = "an output layout of a module whose parameters are whole"
+            problems.append(not_expressible(f"output_plan[{path!r}]", said, "use PrepareModuleOutput there yourself"))
+    for path in plan.return_local_tensor or ():
+        if path not in styles:
+            said = "return_local_tensor of a module whose parameters are whole"
+            problems.append(not_expressible(path, said, "leave it out: its output is a plain tensor already"))
+    return problems

@@ -1,0 +1,49 @@
+"""Compacting: a plan with one rule for all layers instead of one for each."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from shard_spec.plan.patterns import Pattern
+from shard_spec.plan.resolve import resolve
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.facts import ModelFacts
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+
+def compact(plan: ShardingPlan, module: nn.Module | ModelFacts) -> ShardingPlan:
+    """A plan that says the same about ``module`` with globs; see ``ShardingPlan.compact``."""
+    from shard_spec.plan.sharding_plan import ShardingPlan
+
+    found = resolve(plan, module)
+    names = [alias for tensor in found.facts.tensors for alias in tensor.aliases]
+    groups: dict[str, list[str]] = {}
+    rules = {}
+    for tensor in found.facts.tensors:
+        layout = found.layouts.get(tensor.name)
+        if layout is None:
+            continue
+        if tensor.kind == "parameter":
+            stem = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", tensor.name)
+            groups.setdefault(stem, []).append(tensor.name)
+        elif not layout.is_replicated:
+            rules[tensor.name] = layout
+    for stem, members in groups.items():
+        layouts = {found.layouts[name] for name in members}
+        same = len(members) > 1 and len(layouts) == 1
+        if same and set(filter(Pattern(stem).matches, names)) == set(members):
+            rules[stem] = next(iter(layouts))
+        else:
+            rules.update({name: found.layouts[name] for name in members})
+    meshes = {layout.mesh for layout in rules.values()}
+    mesh = plan.mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
+    values = {key: str(layout) if layout.mesh == mesh else layout for key, layout in rules.items()}
+    made = ShardingPlan(
+        {**values, **found.sharders}, plan.output_plan, plan.return_local_tensor, mesh=mesh, strict=plan.strict
+    )
+    assert dict(resolve(made, found.facts)) == dict(found), "a compact plan says something else"
+    return made
