@@ -8,6 +8,8 @@ import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from shard_reshard import PlanError, ReshardPlan, plan_reshard, simulate
+from shard_reshard.bind import bind
+from shard_reshard.plan import make_plan
 
 NUM_PAIRS = 10_000
 
@@ -44,6 +46,54 @@ def test_ten_thousand_random_pairs() -> None:
             assert again.to_json() == plan.to_json()
     assert compared > 100_000
     assert bounded > 2_000
+
+
+def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small tensors come whole from one holder and are not relayed; here they are, so that both ways are walked.
+    monkeypatch.setattr("shard_reshard.assign.SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr("shard_reshard.plan.SMALLEST_PART_BYTES", 1)
+    rng = random.Random(2)
+    relayed = shared = reduced = 0
+    for _ in range(1500):
+        world_size, shape = rng.randint(2, 6), random_shape(rng)
+        src = random_layout(rng, shape, world_size)
+        dst = rng.choice(["{n}: R", "2x{h}: R, S(0)", "2x{h}: S(-1), R", "{n}: P"]).format(
+            n=world_size, h=world_size // 2
+        )
+        if rng.random() < 0.4 or not shape:
+            dst = f"{world_size}: R"
+        if rng.random() < 0.3:
+            src = f"{world_size}: P" if rng.random() < 0.7 else f"2x{world_size // 2}: P, R"
+        limit = rng.choice([None, None, 512])
+        plan = make_plan(bind(src, shape), bind(dst, shape), "int64", None, limit)
+        parts = [torch.randint(-50, 50, shape) for _ in range(world_size)]
+        full, given = parts[0], []
+        if plan.src.num_addends > 1:
+            holders = [ranks[0] for ranks in next(iter(plan.src.cells())).holders] if full.numel() else [0]
+            replicas = next(iter(plan.src.cells())).holders if full.numel() else ()
+            given = [
+                [parts[next(h[0] for h in replicas if rank in h)]] if any(rank in h for h in replicas) else [full]
+                for rank in range(world_size)
+            ]
+            given = [held if rank in plan.src.rank_set else [] for rank, held in enumerate(given)]
+            full = sum((parts[rank] for rank in holders), torch.zeros_like(full)) if full.numel() else full
+            reduced += 1
+        else:
+            given = [local_tensors(plan.src, rank, full) for rank in range(world_size)]
+        moved = [as_listed(found) for found in simulate(plan, given)]
+        total = torch.zeros_like(full)
+        for rank in range(world_size):
+            if plan.dst.num_addends > 1:
+                total = total + moved[rank][0]
+                continue
+            for found, wanted in zip(moved[rank], local_tensors(plan.dst, rank, full), strict=True):
+                assert torch.equal(found, wanted), (plan.src, plan.dst, rank)
+        if plan.dst.num_addends > 1 and not plan.keeps_place:
+            assert torch.equal(total, full)
+        assert plan.wire_bytes == plan.lower_bound or (plan.reduce_op is not None and not plan.relays)
+        relayed += plan.relays
+        shared += plan.src.max_replicas > 1
+    assert min(relayed, shared, reduced) > 100
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -159,9 +159,18 @@ class MeshBound(BoundLayout):
         return tuple(str(term.arg) for _, size, term in self._axes if term.kind == "P" and size > 1)
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
-        if rank not in self.rank_set:
-            return ()
-        return (tuple(sum(size for _, size in dim) for dim in self.layout.pieces(rank, self.shape)),)
+        found = self._local_shapes.get(rank)
+        if found is None:
+            found = ()
+            if rank in self.rank_set:
+                found = (tuple(sum(size for _, size in dim) for dim in self.layout.pieces(rank, self.shape)),)
+            if len(self._local_shapes) < 8:  # a process asks for its own rank, again and again
+                self._local_shapes[rank] = found
+        return found
+
+    @cached_property
+    def _local_shapes(self) -> dict[int, tuple[Index, ...]]:
+        return {}
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         if rank not in self.rank_set:

@@ -24,7 +24,9 @@ def operator_key(mover: Mover) -> tuple[str, int, str]:
     """
     (plan,) = mover.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
-    if key not in _movers:  # without a kept workspace: compiled calls may overlap eager ones of the same Resharder
+    if (
+        key not in _movers or _movers[key].members.group is not mover.members.group
+    ):  # without a kept workspace: compiled calls may overlap eager ones of the same Resharder
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
     return key, len(plan.dst.local_shapes(mover.members.rank)), str(data_device(mover.members.group))
 

@@ -170,10 +170,10 @@ class StateDictResharder:
         plan, members = self.plan, self._members
         tensors, targets = _tensors_of(state_dict), _tensors_of(out)
         device = _device(tensors, targets, members)
-        sources = {name: _local(value) for name, value in tensors.items()}
         if out is not None and not atomic:
             _stamp(out, None)  # neither the old state nor the new one, until everything has arrived
         with torch.no_grad():
+            sources = {name: _local(value) for name, value in tensors.items()}
             arriving = _Arriving(plan, members.rank, None if atomic else targets, device)
             _move_buckets(plan, members, self._movers, sources, arriving, progress)
             result = _deliver(plan, arriving, targets, self._dst_layouts)
@@ -296,7 +296,7 @@ def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str,
 def _local(value: Any) -> torch.Tensor:
     local = value.to_local() if hasattr(value, "to_local") else value
     assert isinstance(local, torch.Tensor)
-    return local.detach()
+    return local.detach() if local.requires_grad else local
 
 
 def _device(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: Members) -> torch.device:
@@ -436,11 +436,12 @@ def _move_buckets(
         for problem, name in named:
             problems.append(Problem(problem.code, f"{name}: {problem.name}", found=problem.found, hint=problem.hint))
     agree(members, "tensors of the plan", problems, "first")
-    done_bytes, total_bytes, done = 0, sum(_size(move.plan) for move in plan.moves), 0
+    done_bytes = done = 0
+    total_bytes = 0 if progress is None else sum(_size(move.plan) for move in plan.moves)
     for mover, bucket, (given, outs) in zip(movers, plan.buckets, calls, strict=True):
         flat_given, flat_outs = [t for ts in given for t in ts], [t for ts in outs for t in ts]
         mover.start(flat_given, flat_outs, async_op=False)
-        for at in bucket:
+        for at in bucket if progress is not None else ():
             done += 1
             done_bytes += _size(plan.moves[at].plan)
             if progress is not None:
