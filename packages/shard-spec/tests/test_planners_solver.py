@@ -177,7 +177,7 @@ def memory_table(problem: PairwiseProblem) -> torch.Tensor:
 
 def test_capped_equals_brute_force_and_proves_it() -> None:
     compared = infeasible = 0
-    for seed in range(150):
+    for seed in range(80):
         problem = random_problem(seed, forbid=seed % 2 == 1)
         cost, memory = brute_force_table(problem), memory_table(problem)
         allowed = torch.isfinite(cost)
@@ -203,7 +203,7 @@ def test_capped_equals_brute_force_and_proves_it() -> None:
         assert solution.exhausted
         assert problem.memory_of(solution.assignment) == solution.memory <= limit
         compared += 1
-    assert compared > 100
+    assert compared > 50
     assert infeasible > 0
 
 
@@ -221,8 +221,8 @@ def with_memory(problem: PairwiseProblem, seed: int = 1) -> PairwiseProblem:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.1])
-def test_24_untied_layers_under_a_cap_are_proven_within_a_percent(share: float) -> None:
-    problem = with_memory(llama_like(24, 6))
+def test_14_untied_layers_under_a_cap_are_proven_within_a_percent(share: float) -> None:
+    problem = with_memory(llama_like(14, 6))
     most = problem.memory_of(solve_exact(problem).assignment)
     least = int(least_memory(problem).objective)
     limit = least + int((most - least) * share)
@@ -236,7 +236,7 @@ def test_24_untied_layers_under_a_cap_are_proven_within_a_percent(share: float) 
 @pytest.mark.extra("highspy")
 def test_highs_agrees() -> None:
     compared = 0
-    for seed in range(25):
+    for seed in range(12):
         problem = random_problem(seed, forbid=seed % 2 == 1)
         exact, referee = solve_exact(problem), solve_highs(problem)
         if math.isinf(exact.objective):
@@ -247,4 +247,4 @@ def test_highs_agrees() -> None:
         capped, referee = solve_capped(problem, limit, time_limit=None), solve_highs(problem, limit)
         assert referee.objective == pytest.approx(capped.objective, rel=1e-9)
         compared += 1
-    assert compared >= 20
+    assert compared >= 10

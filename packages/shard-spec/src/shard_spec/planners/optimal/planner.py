@@ -173,28 +173,30 @@ class OptimalPlanner(LayoutPlanner):
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
         """Changes that were tried and do fit."""
         fitting = []
-        if not self.workload.recompute and self._fits(module, workload=replace(self.workload, recompute=True)):
+        structures: dict[tuple[int, ...], Structure] = {}
+
+        def fits(mesh: MeshSpec, workload: Workload) -> bool:
+            degrees = _degrees(mesh)
+            if degrees not in structures:
+                structures[degrees] = structure_of(module, degrees)
+            model = StepModel(structures[degrees].operations, mesh, self.topology, self.cost_model, workload)
+            return least_memory(model.problem).objective <= self.memory_limit
+
+        if not self.workload.recompute and fits(self.mesh, replace(self.workload, recompute=True)):
             fitting.append("Workload(recompute=True)")
         batch = self.workload.batch // 2
         while batch >= 1:
-            if self._fits(module, workload=replace(self.workload, batch=batch)):
+            if fits(self.mesh, replace(self.workload, batch=batch)):
                 fitting.append(f"Workload(batch={batch})")
                 break
             batch //= 2
         for axis in self.mesh.axis_names:
             for times in (2, 4, 8, 16):
                 axes = {**self.mesh.axes, axis: self.mesh.axis_size(axis) * times}
-                if self._fits(module, mesh=MeshSpec(axes)):
+                if fits(MeshSpec(axes), self.workload):
                     fitting.append(f"{axis}={axes[axis]}")
                     break
         return fitting
-
-    def _fits(self, module: nn.Module, mesh: MeshSpec | None = None, workload: Workload | None = None) -> bool:
-        """Whether something fits with another mesh or workload."""
-        mesh, workload = mesh or self.mesh, workload or self.workload
-        operations = structure_of(module, _degrees(mesh)).operations
-        model = StepModel(operations, mesh, self.topology, self.cost_model, workload)
-        return all(model.choices) and least_memory(model.problem).objective <= self.memory_limit
 
 
 def layouts_of(operation: Operation, ways: Ways, mesh: MeshSpec) -> dict[str, Layout]:
