@@ -11,10 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
 from shard_spec.acting import apply_plan
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
@@ -22,6 +18,9 @@ from shard_spec.placements import InterleavedShard
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.problems import PlanError
 from shard_spec.specs import ChunkShardingSpec
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 class Block(nn.Module):

@@ -7,6 +7,7 @@ recorder saw nothing but the all_gathers in which the ranks compare notes.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks
-from torch import nn
-from torch.distributed._shard.sharder import Sharder as TorchSharder
-from torch.distributed._shard.sharding_plan.api import ShardingPlan as TorchPlan
-from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec as TorchChunk
-from torch.distributed.tensor import DTensor
-
 from shard_spec.acting import shard_module, shard_parameter
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.problems import PlanError
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, Sharder, ShardingSpec, ShardMetadata
+from torch import nn
+from torch.distributed._shard.sharder import Sharder as TorchSharder
+from torch.distributed._shard.sharding_plan.api import ShardingPlan as TorchPlan
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec as TorchChunk
+from torch.distributed.tensor import DTensor
 
 
 def chunk(ranks: Ranks, dim: int = 0, order: list[int] | None = None) -> ChunkShardingSpec:
@@ -378,8 +378,16 @@ def test_shard_parameter(ranks: Ranks) -> None:
     refused(ranks, net, lambda: shard_parameter(net, "fc.weight", spec), "not-a-parameter-name")
     refused(ranks, net, lambda: shard_parameter(net.fc, "weight", Doubling()), "unknown-spec", "module-not-found")
     net.emb2.weight = net.emb.weight
-    text = refused(ranks, net, lambda: shard_parameter(net.emb, "weight", spec), "tied-elsewhere")
-    assert "shard_module" in text
+    text = refused(ranks, net, lambda: shard_parameter(net.emb, "weight", spec), "tied-outside")
+    assert "holds both" in text
+    outer = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    outer[0].weight = outer[1][0].weight  # type: ignore[index]  # a Sequential
+    inner = outer[1]
+    refused(ranks, inner, lambda: shard_module(inner, ShardingPlan({"0.weight": spec})), "tied-outside")
+    fresh = Net()
+    kept = [weakref.ref(parameter) for parameter in fresh.fc.parameters()]
+    shard_module(fresh, ShardingPlan({"fc.*": spec}))
+    assert [each() for each in kept] == [None, None]  # nothing keeps the whole tensors
 
 
 @pytest.mark.ranks(2)

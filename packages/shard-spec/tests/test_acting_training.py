@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from shard_spec.acting import shard_module
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 STEPS = 5
 # Sums over columns and ranks are formed in another order than in one process.

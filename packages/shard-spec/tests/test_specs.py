@@ -9,13 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed._shard.metadata import ShardMetadata as TorchShardMetadata
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec as TorchEnumerable
-from torch.distributed._shard.sharding_spec.api import ShardingSpec as TorchSpec
-from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec as TorchChunk
-from torch.distributed.remote_device import _remote_device
-
 from shard_spec.boxes import Box
 from shard_spec.problems import PlanError
 from shard_spec.specs import (
@@ -32,6 +25,12 @@ from shard_spec.specs import (
     from_torch,
     to_torch,
 )
+from torch.distributed._shard.metadata import ShardMetadata as TorchShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec as TorchEnumerable
+from torch.distributed._shard.sharding_spec.api import ShardingSpec as TorchSpec
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec as TorchChunk
+from torch.distributed.remote_device import _remote_device
 
 
 def cpu(*ranks: int) -> list[str]:

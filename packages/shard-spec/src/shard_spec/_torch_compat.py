@@ -5,12 +5,15 @@ Read against torch 2.13.0; the names below also stand in 2.11.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def strided_shard_factor(placement: object) -> int | None:
@@ -77,23 +80,24 @@ def torch_shard_metadata(offsets: list[int], sizes: list[int], placement: Any) -
 
 def torch_chunk_spec(dim: int, placements: list[Any]) -> Any:
     """Torch's chunk sharding spec."""
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
 
     return ChunkShardingSpec(dim, placements)
 
 
 def torch_enumerable_spec(shards: list[Any]) -> Any:
     """Torch's enumerable sharding spec."""
-    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 
     return EnumerableShardingSpec(shards)
 
 
 def group_of_name(name: str) -> Any:
     """The process group that torch knows under ``name``."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed import distributed_c10d
 
-    return _resolve_process_group(name)
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009  # torch does not export it
+    return resolve(name)
 
 
 def can_order_groups() -> bool:
@@ -115,7 +119,7 @@ def new_ordered_group(members: list[int], everybody: bool) -> Any:
     """
     import torch.distributed as dist
 
-    ordered = {} if members == sorted(members) else {"sort_ranks": False}
+    ordered: dict[str, Any] = {} if members == sorted(members) else {"sort_ranks": False}
     made = dist.new_group(members, use_local_synchronization=not everybody, **ordered)
     return made if isinstance(made, dist.ProcessGroup) else None
 
@@ -140,3 +144,24 @@ def all_gather_flat(output: Any, own: Any, group: Any) -> None:
 
     collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     collective(output, own, group=group)
+
+
+def eager_only(function: F) -> F:
+    """Keep ``torch.compile`` from tracing ``function``: it runs eagerly between two compiled pieces.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler; here it is asked only where it is loaded.
+    """
+    from torch._compile import _disable_dynamo
+
+    disabled: Any = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    wrapped: Any = call
+    return wrapped  # type: ignore[no-any-return]  # a function like the one it wraps

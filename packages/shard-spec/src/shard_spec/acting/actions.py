@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec import _torch_compat
-from shard_spec.acting.agreement import Outcome
+from shard_spec.acting.agreement import Outcome, attempt
 from shard_spec.acting.devices import device_of
 from shard_spec.acting.forwards.base import ShardedForward
 from shard_spec.acting.rank_checks import layout_problems, order_problems, rank_problems, ranks_of
 from shard_spec.acting.readers import forward_for, reader_problem
 from shard_spec.acting.tensors import TensorAction, read_tensors
+from shard_spec.acting.ties import tied_outside
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.resolve import Resolution, examine
@@ -114,6 +115,7 @@ def plan_module(
         if action.layout is not None:
             problems += layout_problems(action, ranks)
             problems += _reader_problems(module, action)
+    problems += tied_outside(module, [action.names[0] for action in tensors if action.layout is not None])
     outputs, more = _outputs(plan, ranks)
     problems += more
     problems += order_problems(tensors, outputs)
@@ -133,6 +135,17 @@ def plan_module(
     )
 
 
+def plan_together(work: Callable[[], ModuleActions]) -> tuple[ModuleActions | None, Outcome]:
+    """What ``work`` plans, and what to compare with the other ranks: also when it raises on this one."""
+
+    def both() -> tuple[ModuleActions, Outcome]:
+        actions = work()
+        return actions, actions.outcome
+
+    done, failed = attempt(both)
+    return (None, Outcome((), failed)) if done is None else done
+
+
 def own_plan(plan: Any, ranks: tuple[int, ...]) -> ShardingPlan:
     """The plan as one of ours; where neither it nor its rules name ranks, on the ranks of the group."""
     if _torch_compat.shard_kind(plan) == "plan":
@@ -140,8 +153,9 @@ def own_plan(plan: Any, ranks: tuple[int, ...]) -> ShardingPlan:
     if not isinstance(plan, ShardingPlan):
         found = f"{plan!r:.200} of type {type(plan).__qualname__}"
         raise PlanError(Problem("not-a-plan", "plan", found=found, hint="give a ShardingPlan"))
+    own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
     if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
-        return plan.with_mesh(MeshSpec({"rank": len(ranks)}, ranks))
+        return plan.with_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))
     return plan
 
 
@@ -201,20 +215,23 @@ def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: t
 
 
 def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str, Layout | None]:
-    """The modules that get a sharded forward."""
+    """The modules that get a sharded forward, each under one of its FQNs."""
     forwards: dict[str, Layout | None] = {}
+    path_of: dict[nn.Module, str] = {}
     for action in tensors:
         if action.layout is None:
             continue
         for fqn in action.names:
             path, _, name = fqn.rpartition(".")
-            forward = forward_for(module.get_submodule(path))
+            owner = module.get_submodule(path)
+            forward = forward_for(owner)
             if forward is None or name not in forward.tensors:
                 continue
+            path = path_of.setdefault(owner, path)
             if name == "weight":
                 forwards[path] = action.layout
             else:
-                forwards.setdefault(path, _earlier_layout(module.get_submodule(path)))
+                forwards.setdefault(path, _earlier_layout(owner))
     return forwards
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shard_spec.acting.actions import ModuleActions
-from shard_spec.acting.agreement import Outcome, agree, attempt, group_or_default
+from shard_spec.acting.actions import ModuleActions, plan_together
+from shard_spec.acting.agreement import agree, group_or_default
 from shard_spec.acting.changes import Changes
 from shard_spec.acting.express import Expression, express
 from shard_spec.acting.gradients import LayGradient
@@ -32,6 +32,7 @@ from shard_spec.acting.sources import (
     take_own,
 )
 from shard_spec.acting.tensors import TensorAction, replacing_problems, tensor_at
+from shard_spec.acting.ties import tied_outside
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.resolve import examine
@@ -83,9 +84,8 @@ def apply_plan(
     """
     group = _group_of(mesh, group)
     settings = (source, src_rank, init, seed)
-    actions, failed = attempt(lambda: _plan(plan, module, mesh, group, *settings))
-    outcome = actions.outcome if actions is not None else Outcome()
-    agree(group, Outcome(outcome.lines, (*outcome.problems, *failed)), "apply")
+    actions, outcome = plan_together(lambda: _plan(plan, module, mesh, group, *settings))
+    agree(group, outcome, "apply")
     assert actions is not None
     changes = Changes()
     try:
@@ -173,6 +173,7 @@ def _plan(
         )
         if source != "scatter":
             fingerprints.append(f"{facts.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
+    problems += tied_outside(module, [action.names[0] for action in tensors])
     if source == "meta" and init == "reset_parameters":
         problems += reset_problems(module, tuple(a.names[0] for a in tensors if tensor_at(module, a.names[0]).is_meta))
     return ModuleActions(

@@ -19,9 +19,9 @@ def gate(value: torch.Tensor, *, forward: bool, backward: bool) -> torch.Tensor:
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, forward: bool, backward: bool) -> torch.Tensor:
-        ctx.backward_counts = backward
+        ctx.forward_counts, ctx.backward_counts = forward, backward
         return value.view_as(value) if forward else torch.zeros_like(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (grads[0] if ctx.backward_counts else torch.zeros_like(grads[0])), None, None
+        return gate(grads[0], forward=ctx.backward_counts, backward=ctx.forward_counts), None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shard_spec.acting.actions import ModuleActions, plan_module
+from shard_spec.acting.actions import ModuleActions, plan_module, plan_together
 from shard_spec.acting.agreement import Outcome, agree, attempt, group_or_default
 from shard_spec.acting.changes import Changes, Snapshot
 from shard_spec.acting.express import Expression, express
@@ -27,6 +27,8 @@ from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.problems import PlanError, Problem
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def shard_module(
@@ -94,7 +96,7 @@ def shard_parameter(
     plan = ShardingPlan({param_name: sharding_spec})
 
     def check() -> list[Problem]:
-        return _parameter_problems(module, param_name, sharding_spec)
+        return _parameter_problems(param_name, sharding_spec)
 
     return _act(module, plan, src_rank, group, whole=False, what="shard_parameter", check=check)
 
@@ -129,16 +131,16 @@ def _act(
     what: str,
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
-    actions, failed = attempt(lambda: plan_module(module, plan, group, src_rank, whole=whole))
+    actions, outcome = plan_together(lambda: plan_module(module, plan, group, src_rank, whole=whole))
     extra, more = attempt(check)
-    outcome = actions.outcome if actions is not None else Outcome()
-    problems = (*outcome.problems, *failed, *(extra or ()), *more)
-    agree(group, Outcome(outcome.lines, problems), what)
+    agree(group, Outcome(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
     assert actions is not None
     ref = GroupRef(group)
     session, meshes = Session(ref), MeshBook(ref, actions.device.type)
     changes = Changes()
     meshes.prepare(_meshes_wanted(actions))
+    if whole and ref.size > 1:
+        _warn_of_batch_statistics(module)
     try:
         staged = _stage(module, actions, group, meshes)
         replaced = run_sharders(module, actions, group, changes)
@@ -187,6 +189,16 @@ def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+def _warn_of_batch_statistics(module: nn.Module) -> None:
+    names = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
+    if names:
+        warnings.warn(
+            f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(names)}, where the "
+            "unsharded module uses the whole batch; use nn.SyncBatchNorm, or a norm over features",
+            stacklevel=4,
+        )
+
+
 def _meshes_wanted(actions: ModuleActions) -> list[Layout]:
     """Layouts of everything that will lie on a mesh, as far as that is known before there is an output."""
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
@@ -223,29 +235,10 @@ def run_sharders(
     return made
 
 
-def _parameter_problems(module: nn.Module, name: object, spec: object) -> list[Problem]:
+def _parameter_problems(name: object, spec: object) -> list[Problem]:
     if not isinstance(name, str) or "." in name:
         hint = "the name of a parameter of this very module; for deeper ones use shard_module"
         return [Problem("not-a-parameter-name", "param_name", found=repr(name), hint=hint)]
     if not isinstance(spec, Layout) and as_spec(spec) is None:
         return [unknown_spec("sharding_spec", spec)]
-    return _tied_elsewhere(module, name)
-
-
-def _tied_elsewhere(module: nn.Module, name: str) -> list[Problem]:
-    """A problem when a module outside of ``module`` has the same parameter."""
-    tensor = module._parameters.get(name, module._buffers.get(name))
-    if tensor is None:
-        return []
-    tables = [each for each in gc.get_referrers(tensor) if isinstance(each, dict) and each is not module._parameters]
-    inside = {id(table) for each in module.modules() for table in (each._parameters, each._buffers)}
-    for table in tables:
-        if id(table) in inside:
-            continue
-        for holder in gc.get_referrers(table):
-            attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
-            if attributes.get("_parameters") is table or attributes.get("_buffers") is table:
-                found = "another module has the same tensor, which would keep the whole one"
-                hint = "call shard_module on the module that holds both"
-                return [Problem("tied-elsewhere", name, found=found, hint=hint)]
     return []

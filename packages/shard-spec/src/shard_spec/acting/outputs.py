@@ -6,16 +6,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shard_spec._torch_compat import eager_only
 from shard_spec.acting.batch import exchange_facts
 from shard_spec.acting.exchange import RowExchange, collect, spread
 from shard_spec.acting.express import express
-from shard_spec.acting.gates import gate
 from shard_spec.acting.meshes import MeshBook
 from shard_spec.acting.replicas import Replicas
 from shard_spec.acting.session import Session
+from shard_spec.acting.wrapping import unwrap, whole, wrap
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.problems import PlanError, Problem
@@ -29,6 +30,7 @@ class OpenFrame:
         self.session = session
         self.replicas = replicas
 
+    @eager_only
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Begin a frame; parameters that lack their gradient hook get it."""
         self.replicas.watch(module)
@@ -41,6 +43,7 @@ class CloseFrame:
     def __init__(self, session: Session) -> None:
         self.session = session
 
+    @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the frame."""
         self.session.close()
@@ -58,6 +61,7 @@ class ReshardOutput:
         self.session = session
         self.meshes = meshes
 
+    @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> DTensor:
         """Redistribute; a collective where the layout differs."""
         value = _one_tensor(output, self.name, "output_plan")
@@ -67,8 +71,7 @@ class ReshardOutput:
         placements = _placements(layout, tuple(value.shape), self.name)
         mesh = self.meshes.mesh_of(layout)
         if mesh != value.device_mesh:
-            whole = _whole(value, self.session)
-            value = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            value = wrap(whole(value, parts=False), mesh, [Replicate()] * mesh.ndim, value.shape)
         return value.redistribute(placements=placements)
 
     def _from_rows(self, rows: torch.Tensor) -> DTensor:
@@ -82,7 +85,8 @@ class ReshardOutput:
         flat = rows.unsqueeze(-1)
         exchange = RowExchange(group.group, facts.rows(), ((0, 1),) * group.size, 1, _only_first(group.size))
         mesh = self.meshes.line()
-        return DTensor.from_local(spread(flat, exchange).squeeze(-1), mesh, [Replicate()], run_check=False)
+        everything = spread(flat, exchange).squeeze(-1)
+        return wrap(everything, mesh, [Replicate()], everything.shape)
 
 
 class LocalRows:
@@ -97,6 +101,7 @@ class LocalRows:
         self.session = session
         self.laid_out = laid_out
 
+    @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
         """Give the rows back; a collective where another rank has parts of them."""
         value = _one_tensor(output, self.name, "return_local_tensor")
@@ -104,21 +109,21 @@ class LocalRows:
             return value
         cut = {term.dim % value.dim() for term in _layout_of(value).terms if term.dim is not None}
         if self.laid_out and cut and 0 not in cut:
-            return value.to_local()
+            return unwrap(value)
         group = self.session.group
         if not value.dim():
             hint = "name a module whose output has one row for each row of the batch"
             raise PlanError(Problem("unknown-split", self.name, found="a scalar output", hint=hint))
         rows = self.session.rows(value.shape[0], self.name)
         if self._lies_in_rows(value, rows):
-            return value.to_local()
+            return unwrap(value)
         columns = _columns(value, group.ranks)
         if columns is not None:
             intervals, primary = columns
             exchange = RowExchange(group.group, rows, intervals, value.shape[-1], primary)
-            return collect(value.to_local(), exchange)
+            return collect(unwrap(value), exchange)
         start = sum(rows[: group.rank])
-        return _whole(value, self.session, partial=True).narrow(0, start, rows[group.rank])
+        return whole(value, parts=True).narrow(0, start, rows[group.rank])
 
     def _lies_in_rows(self, value: DTensor, rows: tuple[int, ...]) -> bool:
         """Whether every rank has exactly the rows it passed; all ranks come to the same answer."""
@@ -165,14 +170,6 @@ def _columns(value: DTensor, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, i
     if any(len(pieces) > 1 for pieces in intervals):
         return None
     return tuple(pieces[0] for pieces in intervals), tuple(layout.is_primary(rank) for rank in ranks)
-
-
-def _whole(value: DTensor, session: Session, partial: bool = False) -> torch.Tensor:
-    """The whole tensor on every rank. Its gradient is the same on every rank; or parts of a sum with ``partial``."""
-    ndim = value.device_mesh.ndim
-    grads: list[Placement] = [Partial() if partial else Replicate()] * ndim
-    whole = value.redistribute(placements=[Replicate()] * ndim).to_local(grad_placements=grads)
-    return gate(whole, forward=True, backward=True)
 
 
 def _only_first(size: int) -> tuple[bool, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
 from shard_spec.acting.session import GroupRef
@@ -23,9 +24,23 @@ class SumGradient:
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum; every rank's backward calls it in the same order."""
-        summed = grad.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=self.group.group)
+        summed: torch.Tensor = _Sum.apply(grad, self.group.group)  # type: ignore[no-untyped-call]  # untyped in torch
         return summed
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group; its own backward, where ranks go on with it differently."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        summed = value.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Sum.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 class Replicas:
@@ -48,7 +63,9 @@ class Replicas:
         for name in self.names:
             path, _, attribute = name.rpartition(".")
             parameter = root.get_submodule(path)._parameters.get(attribute)
-            if parameter is not None and parameter.requires_grad and not sums_over(parameter, self.group.group):
+            if parameter is None or not parameter.requires_grad or isinstance(parameter, DTensor):
+                continue  # sharded by a later call, or frozen
+            if not sums_over(parameter, self.group.group):
                 hook = SumGradient(self.group)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # untyped in torch
 

@@ -14,6 +14,7 @@ from shard_spec.acting.cut import WeightCut
 from shard_spec.acting.exchange import RowExchange, spread
 from shard_spec.acting.gates import gate
 from shard_spec.acting.session import Session
+from shard_spec.acting.wrapping import unwrap, whole, wrap
 from shard_spec.layout import Layout
 from shard_spec.problems import PlanError, Problem
 
@@ -72,10 +73,8 @@ class ShardedForward:
             hint = "redistribute the input onto the ranks of the module's weight, or pass this rank's rows"
             found = f"a DTensor on ranks {ranks}; the module is sharded over {sorted(self.session.group.ranks)}"
             raise PlanError(Problem("other-ranks", self.name, found=found, hint=hint))
-        ndim = value.device_mesh.ndim
-        whole = value.redistribute(placements=[Replicate()] * ndim).to_local(grad_placements=[Partial()] * ndim)
         counts = self.cut is None or self.cut.primary[self.session.group.rank]
-        return gate(whole, forward=True, backward=counts)
+        return gate(whole(value, parts=True), forward=True, backward=counts)
 
     # ---- weight and output ------------------------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ class ShardedForward:
             hint = "undo the handle of shard_module before replacing parameters"
             found = f"a {type(weight).__qualname__} in place of the sharded weight"
             raise PlanError(Problem("not-sharded", f"{self.name}.weight", found=found, hint=hint))
-        return weight.to_local()
+        return unwrap(weight)
 
     def global_output(self, local: torch.Tensor, cut_dim: int, width: int) -> DTensor:
         """The outputs of the concatenated batch as a DTensor.
@@ -105,19 +104,12 @@ class ShardedForward:
         weight = self.module.weight
         assert isinstance(weight, DTensor)
         placements = self.cut.placements({cut_dim: Shard(local.dim() - 1), 1 - cut_dim: Partial()}, Replicate())
-        shape = torch.Size((*local.shape[:-1], width))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local.contiguous(), weight.device_mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        return wrap(local, weight.device_mesh, placements, (*local.shape[:-1], width))
 
 
 def whole_parameter(value: torch.Tensor) -> torch.Tensor:
     """A small parameter, sharded or not, whole on every rank; the ranks' gradients are parts of one sum."""
-    if not isinstance(value, DTensor):
-        return value
-    ndim = value.device_mesh.ndim
-    return value.redistribute(placements=[Replicate()] * ndim).to_local(grad_placements=[Partial()] * ndim)
+    return whole(value, parts=True) if isinstance(value, DTensor) else value
 
 
 def rows_problem(value: torch.Tensor, least_dims: int) -> str:

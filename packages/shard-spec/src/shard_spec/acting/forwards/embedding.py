@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shard_spec._torch_compat import eager_only
 from shard_spec.acting.exchange import collect
 from shard_spec.acting.forwards.base import ShardedForward, rows_problem
 from shard_spec.acting.forwards.lookup import check_ids, look_up, renormalize
@@ -20,6 +21,7 @@ class ShardedEmbedding(ShardedForward):
     original = nn.Embedding.forward
     tensors = ("weight",)
 
+    @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
         assert self.cut is not None
@@ -35,9 +37,10 @@ class ShardedEmbedding(ShardedForward):
         assert isinstance(module, nn.Embedding)
         assert cut is not None
         check_ids(ids, module.num_embeddings, self.name)
-        table = self.local_weight()
         if module.max_norm is not None:
-            renormalize(table, ids, cut, group.group, module.max_norm, module.norm_type)
+            with torch.no_grad():
+                renormalize(self.local_weight(), ids, cut, group.group, module.max_norm, module.norm_type)
+        table = self.local_weight()
         padding_idx = module.padding_idx
         return look_up(ids, table, cut.rows[group.rank], module.num_embeddings, padding_idx, module.scale_grad_by_freq)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shard_spec._torch_compat import eager_only
 from shard_spec.acting.exchange import collect, spread
 from shard_spec.acting.forwards.base import ShardedForward
 from shard_spec.acting.forwards.embedding import ids_problem
@@ -46,6 +47,7 @@ class ShardedEmbeddingBag(ShardedForward):
     original = nn.EmbeddingBag.forward
     tensors = ("weight",)
 
+    @eager_only
     def __call__(
         self,
         input: torch.Tensor,
@@ -79,11 +81,11 @@ class ShardedEmbeddingBag(ShardedForward):
         module = self.module
         assert isinstance(module, nn.EmbeddingBag)
         assert self.cut is not None
-        table = self.local_weight()
         if module.max_norm is not None:
             group = self.session.group.group
-            renormalize(table, all_ids, self.cut, group, module.max_norm, module.norm_type)
-        return table
+            with torch.no_grad():
+                renormalize(self.local_weight(), all_ids, self.cut, group, module.max_norm, module.norm_type)
+        return self.local_weight()
 
     def _look_up(self, all_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         module = self.module

@@ -7,9 +7,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
+from shard_spec._torch_compat import eager_only
 from shard_spec.acting.exchange import spread
 from shard_spec.acting.forwards.base import ShardedForward, rows_problem, whole_parameter
 from shard_spec.acting.gates import gate
+from shard_spec.acting.wrapping import unwrap
 
 
 class ShardedLinear(ShardedForward):
@@ -24,6 +26,7 @@ class ShardedLinear(ShardedForward):
     original = nn.Linear.forward
     tensors = ("weight", "bias")
 
+    @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """``[my_rows, ..., in_features]`` (or a DTensor ``[total_rows, ..., in_features]``) to the output."""
         module = self.module
@@ -58,7 +61,7 @@ class ShardedLinear(ShardedForward):
         if input.device_mesh == weight.device_mesh:
             wanted = self.cut.placements({0: Replicate(), 1: Shard(last)}, Replicate())
             grads = self.cut.placements({0: Partial(), 1: Shard(last)}, Replicate())
-            return input.redistribute(placements=wanted).to_local(grad_placements=grads)
+            return unwrap(input.redistribute(placements=wanted), grads)
         start, size = self.cut.columns[self.session.group.rank]
         return self.global_input(input).narrow(last, start, size)
 

@@ -78,7 +78,7 @@ def renormalize(
     Where the columns of a row lie on several ranks, their powers are summed in the group first.
 
     Args:
-        table: This rank's piece, ``[my_rows, my_columns]``; written without autograd.
+        table: This rank's piece, ``[my_rows, my_columns]``, taken under ``no_grad``, before the forward takes its own.
         ids: All ranks' ids.
     """
     me = dist.get_rank(group)

@@ -1,0 +1,101 @@
+"""Between local tensors and DTensors, with the placements of the gradient said on both ways.
+
+Torch's ``from_local`` and ``to_local`` do not tell what the gradient of a gradient is: a second derivative through a
+partial sum comes out wrong, without an error. Here each is the other's backward, so every derivative is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+Placements = tuple[Placement, ...]
+
+
+class _Meaning(NamedTuple):
+    """A DTensor's mesh, global shape, placements, and the placements of its gradient."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    placements: Placements
+    gradient: Placements
+
+    @property
+    def turned(self) -> _Meaning:
+        """The meaning of the gradient."""
+        return self._replace(placements=self.gradient, gradient=self.placements)
+
+
+def wrap(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """``local`` as a DTensor of global ``shape``. Its gradient lies alike; that of a partial sum is replicated."""
+    gradient = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    meaning = _Meaning(mesh, torch.Size(shape), tuple(placements), gradient)
+    made: DTensor = _Wrap.apply(local, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return made
+
+
+def unwrap(value: DTensor, gradient: Sequence[Placement] | None = None) -> torch.Tensor:
+    """The local tensor of ``value``.
+
+    Args:
+        value: Its placements say what the ranks hold.
+        gradient: What the ranks' gradients will be. Default: the same; each rank has the whole gradient of its part of
+            a partial sum.
+    """
+    default = tuple(Replicate() if placement.is_partial() else placement for placement in value.placements)
+    gradient = default if gradient is None else tuple(gradient)
+    meaning = _Meaning(value.device_mesh, value.shape, tuple(value.placements), gradient)
+    made: torch.Tensor = _Unwrap.apply(value, meaning)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return made
+
+
+def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
+    """All of ``value`` on every rank.
+
+    Args:
+        value: Any placements.
+        parts: Whether the ranks' gradients are parts of a sum; otherwise every rank has the same whole gradient.
+    """
+    ndim = value.device_mesh.ndim
+    gradient: list[Placement] = [Partial() if parts else Replicate()] * ndim
+    return unwrap(value.redistribute(placements=[Replicate()] * ndim), gradient)
+
+
+class _Wrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, meaning: _Meaning) -> DTensor:
+        ctx.meaning = meaning
+        stride = torch.empty(meaning.shape, device="meta").stride()
+        return DTensor.from_local(
+            local.detach().contiguous(),
+            meaning.mesh,
+            meaning.placements,
+            run_check=False,
+            shape=meaning.shape,
+            stride=stride,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor) -> tuple[torch.Tensor, None]:
+        meaning: _Meaning = ctx.meaning
+        grad = grads[0].redistribute(placements=meaning.gradient)
+        local: torch.Tensor = _Unwrap.apply(grad, meaning.turned)  # type: ignore[no-untyped-call]  # untyped in torch
+        return local, None
+
+
+class _Unwrap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: DTensor, meaning: _Meaning) -> torch.Tensor:
+        ctx.meaning = meaning
+        local = value.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
+        value: DTensor = _Wrap.apply(grads[0], ctx.meaning.turned)  # type: ignore[no-untyped-call]  # untyped in torch
+        return value, None

@@ -1,0 +1,181 @@
+"""Sharded nn.Embedding and nn.EmbeddingBag against the unsharded module on the concatenated batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranktest import Ranks
+from shard_spec.acting import shard_module, shard_parameter
+from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.problems import PlanError
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}  # other order of summation
+
+
+def specs(ranks: Ranks, rows: int, columns: int) -> list[ShardingSpec]:
+    """Rows, columns on turned ranks, and on 4 ranks a grid."""
+    order = list(range(ranks.world_size))
+    made: list[ShardingSpec] = [
+        ChunkShardingSpec(dim, [f"rank:{rank}/{ranks.device}" for rank in each])
+        for dim, each in ((0, order), (1, [*order[1:], 0]))
+    ]
+    if ranks.world_size == 4:
+        cut = (
+            [(0, -(-rows // 2)), (-(-rows // 2), rows // 2)],
+            [(0, -(-columns // 2)), (-(-columns // 2), columns // 2)],
+        )
+        boxes = [((r, c), (h, w)) for r, h in cut[0] for c, w in cut[1]]
+        shards = [ShardMetadata(*box, f"rank:{at}/{ranks.device}") for at, box in zip([1, 3, 2, 0], boxes, strict=True)]
+        made.append(EnumerableShardingSpec(shards))
+    return made
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(
+    ranks: Ranks, full: nn.Module, spec: ShardingSpec, batches: list[tuple[Any, ...]], joined: tuple[Any, ...]
+) -> int:
+    """Forward, backward and the weight after it, twice; ``batches`` by rank, ``joined`` for the unsharded module."""
+    full, sharded = copy.deepcopy(full), copy.deepcopy(full)
+    shard_parameter(sharded, "weight", spec)
+    for _ in range(2):
+        expected, got = full(*joined), sharded(*batches[ranks.rank])
+        rows = ranks.gather(got.shape[0])
+        start = sum(rows[: ranks.rank])
+        torch.testing.assert_close(got, expected[start : start + got.shape[0]].detach(), **CLOSE)
+        assert sum(rows) == expected.shape[0]
+        if expected.requires_grad:
+            expected.square().sum().backward()
+            got.square().sum().backward()
+            torch.testing.assert_close(whole(sharded.weight.grad), full.weight.grad, **CLOSE)
+        torch.testing.assert_close(whole(sharded.weight), full.weight, **CLOSE)
+    return 2
+
+
+@pytest.mark.ranks(2, 4)
+def test_embeddings(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    compared = 0
+    options: list[dict[str, Any]] = [
+        {},
+        {"padding_idx": 3},
+        {"padding_idx": -1, "max_norm": 0.9},
+        {"max_norm": 1.1, "norm_type": 1.0},
+        {"max_norm": 0.8, "norm_type": float("inf")},
+        {"scale_grad_by_freq": True, "padding_idx": 0},
+    ]
+    for rows, columns in ((9, 5), (2, 3)):
+        ids = [torch.randint(0, rows, (1 + at % 3, 4), generator=torch.Generator().manual_seed(at)) for at in range(4)]
+        ids = ids[: ranks.world_size]
+        for spec in specs(ranks, rows, columns):
+            for option in options:
+                full = nn.Embedding(
+                    rows, columns, dtype=torch.float64, **{"padding_idx": None, **option} if rows > 3 else {}
+                )
+                compared += check(ranks, full, spec, [(each,) for each in ids], (torch.cat(ids),))
+    # One dim, int32, and a rank without rows.
+    flat = [torch.arange(at, dtype=torch.int32) % 9 for at in range(ranks.world_size)]
+    for spec in specs(ranks, 9, 5):
+        compared += check(ranks, nn.Embedding(9, 5).double(), spec, [(each,) for each in flat], (torch.cat(flat),))
+    # Integer tables.
+    table = nn.Embedding(9, 5, _weight=torch.arange(45, dtype=torch.int8).view(9, 5), _freeze=True)
+    for spec in specs(ranks, 9, 5):
+        compared += check(ranks, table, spec, [(each,) for each in flat], (torch.cat(flat),))
+    assert compared == 2 * (12 + 2) * len(specs(ranks, 9, 5))
+
+
+@pytest.mark.ranks(2, 4)
+def test_embedding_bags(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    compared = 0
+    world = ranks.world_size
+    rows, columns = 9, 5
+    for spec in specs(ranks, rows, columns):
+        for mode in ("sum", "mean", "max"):
+            for option in ({}, {"padding_idx": 2}, {"max_norm": 0.9}):
+                full = nn.EmbeddingBag(rows, columns, mode=mode, dtype=torch.float64, **option)
+                generator = torch.Generator().manual_seed(compared)
+                ids = [torch.randint(0, rows, (1 + at, 3), generator=generator) for at in range(world)]
+                compared += check(ranks, full, spec, [(each,) for each in ids], (torch.cat(ids),))
+            # Flat ids with offsets, some bags empty; the last offset included or not.
+            for last in (False, True):
+                full = nn.EmbeddingBag(
+                    rows, columns, mode=mode, include_last_offset=last, padding_idx=0, dtype=torch.float64
+                )
+                flat, offsets, total = [], [], 0
+                for at in range(world):
+                    lengths = torch.tensor([2, 0, 3 + at])
+                    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+                    flat.append(torch.randint(0, rows, (int(lengths.sum()),), generator=generator))
+                    offsets.append(starts if last else starts[:-1])
+                joined = [torch.zeros(0, dtype=torch.int64)]
+                for each, part in zip(flat, offsets, strict=True):
+                    joined.append((part[:-1] if last else part) + total)
+                    total += each.numel()
+                ends = [torch.tensor([total])] if last else []
+                everything = (torch.cat(flat), torch.cat([*joined, *ends]))
+                compared += check(ranks, full, spec, list(zip(flat, offsets, strict=True)), everything)
+        full = nn.EmbeddingBag(rows, columns, mode="sum", dtype=torch.float64)
+        weights = [
+            torch.randn(each.shape, dtype=torch.float64, generator=generator, requires_grad=True) for each in ids
+        ]
+        batches = [(each, None, weight) for each, weight in zip(ids, weights, strict=True)]
+        joint = torch.cat([weight.detach() for weight in weights]).requires_grad_()
+        compared += check(ranks, full, spec, batches, (torch.cat(ids), None, joint))
+        mine, start = weights[ranks.rank], sum(each.shape[0] for each in ids[: ranks.rank])
+        assert joint.grad is not None
+        torch.testing.assert_close(mine.grad, joint.grad[start : start + mine.shape[0]], **CLOSE)
+    assert compared == 2 * 16 * len(specs(ranks, rows, columns))
+
+
+@pytest.mark.ranks(2)
+def test_what_a_lookup_moves(ranks: Ranks) -> None:
+    """Each rank sends its ids whole, and for each foreign row the columns it has: no more than the output's bytes."""
+    model = nn.Embedding(8, 6)
+    shard_parameter(model, "weight", specs(ranks, 8, 6)[1])
+    ids = torch.arange(4) + ranks.rank
+    with ranks.record() as log:
+        out = model(ids)
+    assert log.ops == ("all_gather", "all_gather", "all_to_all")
+    assert log.events[1].bytes_sent[1 - ranks.rank] == 4 * 8
+    assert log.events[2].bytes_sent[1 - ranks.rank] == 4 * 3 * 4
+    with ranks.record() as log:
+        out.sum().backward()
+    assert log.ops == ("all_to_all",)
+    assert log.bytes_sent() == 4 * 3 * 4
+
+
+@pytest.mark.ranks(2)
+def test_wrong_ids_raise_on_every_rank(ranks: Ranks) -> None:
+    """A masked lookup gives zeros for an id that no rank has; nn.Embedding raises."""
+    model = nn.Sequential(nn.Embedding(9, 4), nn.EmbeddingBag(9, 4))
+    spec = specs(ranks, 9, 4)[0]
+    shard_module(model, ShardingPlan({"0.weight": spec, "1.weight": spec}))
+    for wrong in (9, -1):
+        ids = torch.tensor([[1, wrong if ranks.rank == 1 else 2]])
+        for layer in model:
+            with pytest.raises(IndexError, match="9 rows"):
+                layer(ids)
+    cases: list[tuple[int, tuple[Any, ...], str]] = [
+        (0, (torch.tensor([[1, 2]]) if ranks.rank else torch.tensor([[1, 2, 3]]),), "bad-batch"),
+        (0, (torch.tensor([1, 2]) if ranks.rank else torch.tensor([1, 2], dtype=torch.int32),), "bad-batch"),
+        (0, (torch.tensor([1.0, 2.0]),), "int64 or int32"),
+        (0, (torch.tensor(1),), "rows in dim 0"),
+        (1, (torch.tensor([1, 2]),), "1-D ids without offsets"),
+        (1, (torch.tensor([[1]]), None, torch.ones(1, 1)), "defines them for 'sum'"),
+    ]
+    for at, arguments, text in cases:
+        with pytest.raises(PlanError, match=text) as error:
+            model[at](*arguments)
+        assert len(set(ranks.gather(str(error.value)))) == 1
+    with pytest.raises(PlanError, match="grad mode"), torch.set_grad_enabled(ranks.rank == 0):
+        model[0](torch.tensor([1]))
+    assert model[0](torch.tensor([1, 2])).shape == (2, 4)
