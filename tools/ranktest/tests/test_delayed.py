@@ -119,8 +119,10 @@ def test_in_place_gather_keeps_its_input(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_functional_collectives_deliver_at_wait(ranks: Ranks) -> None:
+    group = dist.group.WORLD
+    assert group is not None
     with ranks.delayed():
-        pending = compat.functional.all_reduce(torch.ones(4, device=ranks.device), "sum", dist.group.WORLD)
+        pending = compat.functional.all_reduce(torch.ones(4, device=ranks.device), "sum", group)
         inside = pending.elem if isinstance(pending, compat.functional.AsyncCollectiveTensor) else pending
         assert inside.isnan().all()
         assert (pending + 1).tolist() == [3.0] * 4

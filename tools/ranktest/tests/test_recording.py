@@ -111,6 +111,7 @@ def test_subgroups_are_named_by_their_ranks(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_functional_collectives(ranks: Ranks) -> None:
     group = dist.group.WORLD
+    assert group is not None
     with ranks.record() as log:
         mean = compat.functional.all_reduce(ones(ranks, 4) * ranks.rank, "avg", group)
         gathered = compat.functional_all_gather_single(ones(ranks, 2), 0, group)
