@@ -12,10 +12,11 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -53,6 +54,32 @@ def preload(names: tuple[str, ...]) -> None:
     gc.freeze()
 
 
+def learn(names: Iterable[str]) -> None:
+    """Import what bodies had to import themselves, so that ranks forked later find it there."""
+    new = [name for name in names if name not in sys.modules]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in new:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    if new:
+        gc.collect()
+        gc.freeze()
+
+
+def _imported_since(before: set[str]) -> tuple[str, ...]:
+    """Names of modules that came from files since, other than generated ones."""
+    generated = os.path.realpath(tempfile.gettempdir())
+
+    def lasting(name: str) -> bool:
+        spec = getattr(sys.modules[name], "__spec__", None)
+        if spec is None or spec.name != name or not spec.has_location:
+            return False
+        return not os.path.realpath(str(spec.origin)).startswith(generated)
+
+    return tuple(name for name in list(sys.modules) if name not in before and lasting(name))
+
+
 def load_module(path: str) -> ModuleType:
     """Import a test module by path, with pytest's assertion rewriting, once."""
     if path not in _modules:
@@ -84,6 +111,7 @@ def become_rank(job: Job, meeting: Meeting, channel: socket.socket) -> NoReturn:
 
 
 def _outcome(job: Job, meeting: Meeting) -> Outcome:
+    before = set(sys.modules)
     try:
         _run(job, meeting)
     except BaseException as problem:
@@ -91,7 +119,7 @@ def _outcome(job: Job, meeting: Meeting) -> Outcome:
             return compat.outcome_of(_config, meeting.rank, problem, job)
         except Exception:
             return Outcome(meeting.rank, "failed", traceback.format_exc(), repr(problem))
-    return Outcome(meeting.rank, "passed")
+    return Outcome(meeting.rank, "passed", imported=_imported_since(before))
 
 
 def _run(job: Job, meeting: Meeting) -> None:

@@ -72,3 +72,4 @@ class Outcome:
     status: str  # "passed", "failed", "skipped", "xfailed"
     text: str = ""  # traceback, or the reason
     summary: str = ""  # one line
+    imported: tuple[str, ...] = ()  # modules that the body was the first to import

@@ -27,6 +27,7 @@ class Pool:
         self.control: socket.socket | None = None
         self.starting = False
         self.num_jobs = 0
+        self.learnt: list[str] = []
         self.kept = False
 
     # ---- server
@@ -106,7 +107,7 @@ class Pool:
 
     def run(self, job: Job) -> Report:
         """Run a job on its ranks, to the end of every one of them."""
-        loaded = self.ask({"do": "load", "path": job.path})
+        loaded = self.ask({"do": "load", "path": job.path, "learnt": self.learnt})
         if not loaded["ok"]:
             raise RuntimeError(f"importing {job.path} for the ranks failed:\n{loaded['error']}")
         start = time.monotonic()
@@ -115,6 +116,7 @@ class Pool:
         supervise.watch(children, folder, job.timeout_s, self._reap)
         report = Report([child.member for child in children], time.monotonic() - start, supervise.clear(folder))
         self.kept |= bool(report.kept)
+        self.learnt = list(dict.fromkeys(name for o in report.outcomes for name in o.imported))
         return report
 
     def _fork(self, job: Job) -> list[Child]:
@@ -140,6 +142,7 @@ def _server_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # compile in the rank: no pool of helpers that would not survive the fork
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking whether there is a GPU must not initialise it before the fork
     }
     if sys.platform == "linux":

@@ -40,6 +40,7 @@ class Server:
         """Import a test module, so that ranks forked later have it."""
         try:
             self.body.load_module(request["path"])
+            self.body.learn(request["learnt"])
         except BaseException:
             return {"ok": False, "error": traceback.format_exc()}
         return {"ok": True}

@@ -54,6 +54,11 @@ class Report:
     seconds: float = 0.0
     kept: list[str] = field(default_factory=list)  # files left for the reader
 
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of the ranks that answered."""
+        return [member.outcome for member in self.members if member.outcome is not None]
+
 
 @dataclass
 class Child:

@@ -52,6 +52,7 @@ class World:
         self.num_messages = 0
         self.kept = False
         self._store: Any = None
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # keep CUDA uninitialised until the fork
         body.configure(config)
 
@@ -146,6 +147,8 @@ class World:
         elsewhere = _Others(self, prefix, job.world_size)
         supervise.watch([child], folder, job.timeout_s, supervise.reap_own, elsewhere)
         self.kept |= bool(supervise.clear(folder))
+        if child.member.outcome is not None:
+            body.learn(child.member.outcome.imported)
         return child.member
 
     def _fork(self, prefix: str, job: Job) -> Child:
