@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
-from shard_reshard import PlanError, ReshardPlan, plan_reshard, simulate
+from shard_reshard import BoundLayout, PlanError, ReshardPlan, plan_reshard, simulate
 from shard_reshard.bind import bind
 from shard_reshard.plan import make_plan
 
@@ -56,7 +56,7 @@ def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyP
     relayed = shared = reduced = 0
     for _ in range(1500):
         world_size, shape = rng.randint(2, 6), random_shape(rng)
-        src = random_layout(rng, shape, world_size)
+        src: BoundLayout | str = random_layout(rng, shape, world_size)
         dst = rng.choice(["{n}: R", "2x{h}: R, S(0)", "2x{h}: S(-1), R", "{n}: P"]).format(
             n=world_size, h=world_size // 2
         )

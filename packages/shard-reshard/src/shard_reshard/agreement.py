@@ -32,14 +32,17 @@ def agree(members: Members, facts: str, problems: Sequence[Problem], check: str 
         members: The group; every member calls this.
         facts: What has to be the same on every rank, as text.
         problems: What is wrong on this rank; then no rank goes on.
-        check: "first": facts that this group has agreed on before need no communication. "always": compare.
+        check: "first": facts that this group has agreed on before need no communication; problems are then raised
+            on this rank only. "always": compare.
 
     Raises:
         PlanError: The problems of all ranks; ``ranks-disagree`` with what each said where facts differ.
     """
     digest = hashlib.sha256(facts.encode())
     agreed = _agreed.setdefault(members.group, set())
-    if check == "first" and not problems and digest.hexdigest() in agreed:
+    if check == "first" and digest.hexdigest() in agreed:
+        if problems:
+            raise PlanError(problems)  # the others are past comparing
         return
     mine = torch.tensor([len(problems) > 0, *digest.digest()], dtype=torch.uint8, device=message_device(members.group))
     everyone = [torch.empty_like(mine) for _ in range(members.size)]

@@ -77,7 +77,11 @@ class Mover:
         self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
     ) -> list[Problem]:
         """What is wrong with the tensors of this rank."""
-        looks = [_look(tensors) for tensors in sources], [_look(tensors) for tensors in outs or ()]
+        looks = (
+            torch.is_grad_enabled(),
+            [_look(tensors) for tensors in sources],
+            None if outs is None else [_look(tensors) for tensors in outs],
+        )
         if looks == self._seen:
             return []
         found = self._problems(sources, outs)
@@ -106,7 +110,8 @@ class Mover:
 
     def agree(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
         """Compare with all ranks; see `shard_reshard.agreement.agree`. Fake tensors compare nothing."""
-        if (device.type, more) in self._agreed and not problems:
+        if (device.type, more) in self._agreed:
+            raise_alone(problems)
             return
         if is_fake(()):
             raise_alone(problems)
@@ -268,6 +273,8 @@ class ReshardWork:
 
 
 def raise_alone(problems: Sequence[Problem]) -> None:
-    """Raise where nothing can be compared: under fake tensors."""
+    """Raise on this rank only: fake tensors have no other ranks, and after a checked first call the others do not
+    listen. They are told by the collective, when this rank does not come.
+    """
     if problems:
         raise PlanError(problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -96,7 +97,7 @@ class StateDictPlan:
         """The fewest bytes that any algorithm needs."""
         return sum(move.plan.lower_bound for move in self.moves)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
         import hashlib
@@ -136,6 +137,7 @@ def plan_state_dict(
     key_map: KeyMap | None = None,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
+    strict: bool = True,
 ) -> StateDictPlan:
     """Plan the moves of all tensors from what all ranks know. Pure, the same answer on every rank.
 
@@ -146,6 +148,7 @@ def plan_state_dict(
         key_map: Destination of source names that change; None as a value leaves the tensor where it is.
         bucket_bytes: About how many buffer bytes a collective may need on a rank.
         to_group: See `bind`.
+        strict: A destination tensor that no source fills is a problem.
 
     Raises:
         PlanError: With the problems of all tensors.
@@ -162,6 +165,8 @@ def plan_state_dict(
             targets[name] = layout, outs[name].dtype if name in outs else dtype
         except PlanError as error:
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    if strict:
+        problems += _unfilled(outs, targets)
     if problems:
         raise PlanError(dict.fromkeys(problems))
     aliases = _aliases(sources, outs, parts, targets)
@@ -304,6 +309,17 @@ def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> 
     if isinstance(dst_layouts, Mapping):
         return dst_layouts.get(name)
     return dst_layouts(name, shape) if callable(dst_layouts) else dst_layouts
+
+
+def _unfilled(outs: Mapping[str, Known], targets: Mapping[str, object]) -> list[Problem]:
+    """Destination tensors that keep what they had; one that is tied to a filled one is filled with it."""
+    filled = {outs[name].tied_to for name in targets if name in outs}
+    hint = "pass its source, name it in key_map, or say strict=False"
+    return [
+        Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint)
+        for name, known in outs.items()
+        if name not in targets and known.tied_to not in filled
+    ]
 
 
 def _aliases(

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shard_reshard.agreement import agree
+from shard_reshard.agreement import agree, check_mode
 from shard_reshard.bind import LayoutLike, bind
 from shard_reshard.dtypes import dtype_name, torch_dtype
 from shard_reshard.members import Members, members_of, message_device
@@ -64,6 +64,7 @@ def reshard_state_dict(
     version: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     atomic: bool = True,
+    strict: bool = True,
     check: str = "first",
 ) -> MovedStateDict:
     """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
@@ -87,6 +88,7 @@ def reshard_state_dict(
         progress: Called on each rank after each tensor.
         atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
             dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive.
+        strict: A tensor of ``out`` that no source fills is a problem; False leaves it as it is.
         check: "first" or "always", see `reshard`.
 
     Returns:
@@ -106,6 +108,7 @@ def reshard_state_dict(
         bucket_bytes=bucket_bytes,
         group=group,
         version=version,
+        strict=strict,
         check=check,
         keep_workspace=False,
     )
@@ -134,6 +137,7 @@ class StateDictResharder:
         bucket_bytes: int = 64 * 2**20,
         group: dist.ProcessGroup | None = None,
         version: int | None = None,
+        strict: bool = True,
         check: str = "first",
         keep_workspace: bool = True,
     ) -> None:
@@ -142,8 +146,9 @@ class StateDictResharder:
         tensors, targets = _tensors_of(state_dict), _tensors_of(out)
         facts = _facts(tensors, targets, src_layouts or {}, shapes or {}, self._members)
         self.plan, self._first_version = _agreed_plan(
-            self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version
+            self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version, strict
         )
+        self._check = check_mode(check)
         self._movers = [_mover(self._members, self.plan, bucket, check, keep_workspace) for bucket in self.plan.buckets]
 
     def __call__(
@@ -175,7 +180,7 @@ class StateDictResharder:
         with torch.no_grad():
             sources = {name: _local(value) for name, value in tensors.items()}
             arriving = _Arriving(plan, members.rank, None if atomic else targets, device)
-            _move_buckets(plan, members, self._movers, sources, arriving, progress)
+            _move_buckets(plan, members, self._movers, sources, arriving, progress, self._check)
             result = _deliver(plan, arriving, targets, self._dst_layouts)
         result.plan, result.version = plan, stamp
         if out is not None and stamp is not None:
@@ -320,9 +325,10 @@ def _agreed_plan(
     key_map: KeyMap | None,
     bucket_bytes: int,
     version: int | None,
+    strict: bool,
 ) -> tuple[StateDictPlan, int | None]:
     """The plan for what all ranks know. Facts travel only when a rank's have changed; a digest of them always."""
-    asked = repr(sorted((key_map or {}).items())) + repr(bucket_bytes) + _layouts_text(dst_layouts)
+    asked = repr(sorted((key_map or {}).items())) + repr((bucket_bytes, strict)) + _layouts_text(dst_layouts)
     digest = hashlib.sha256(pickle.dumps((facts, asked), protocol=4)).digest()
     rows = _gather_rows(members, digest + _version_row(version))
     stamp = _agreed_version([row[32:] for row in rows])
@@ -334,7 +340,7 @@ def _agreed_plan(
         dist.all_gather_object(everyone, facts, group=members.group)
         problems = _plain_problems(members, facts, tensors)
         try:
-            plan = plan_state_dict(everyone, dst_layouts, key_map, bucket_bytes, members.to_group)
+            plan = plan_state_dict(everyone, dst_layouts, key_map, bucket_bytes, members.to_group, strict)
         except PlanError as error:
             problems += error.problems
         agree(members, plan.digest if plan is not None else "", problems, "always")
@@ -421,6 +427,7 @@ def _move_buckets(
     sources: Mapping[str, torch.Tensor],
     arriving: _Arriving,
     progress: Callable[[Progress], None] | None,
+    check: str,
 ) -> None:
     calls: list[tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]] = []
     problems: list[Problem] = []
@@ -435,7 +442,7 @@ def _move_buckets(
         named = _named_problems(mover, given, outs, [m.source for m in moves]) if wrong else ()
         for problem, name in named:
             problems.append(Problem(problem.code, f"{name}: {problem.name}", found=problem.found, hint=problem.hint))
-    agree(members, "tensors of the plan", problems, "first")
+    agree(members, f"tensors of state dict plan {plan.digest}", problems, check)
     done_bytes = done = 0
     total_bytes = 0 if progress is None else sum(_size(move.plan) for move in plan.moves)
     for mover, bucket, (given, outs) in zip(movers, plan.buckets, calls, strict=True):
