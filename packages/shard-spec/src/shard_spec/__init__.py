@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shard_spec.layout import Layout
     from shard_spec.mesh import MeshSpec
     from shard_spec.placements import BlockShard, InterleavedShard, PlacementLike, UnevenShard
+    from shard_spec.plan.activations import ActivationEstimate
     from shard_spec.plan.communication import Communication, Transfer
     from shard_spec.plan.diff import Change, PlanDiff
     from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
@@ -73,6 +74,7 @@ _HOME = {
     "facts_of": "shard_spec.plan.facts",
     "Memory": "shard_spec.plan.memory",
     "OptimizerState": "shard_spec.plan.optimizers",
+    "ActivationEstimate": "shard_spec.plan.activations",
     "Communication": "shard_spec.plan.communication",
     "Transfer": "shard_spec.plan.communication",
     "PlanDiff": "shard_spec.plan.diff",
@@ -132,6 +134,7 @@ __all__ = [
     "facts_of",
     "Memory",
     "OptimizerState",
+    "ActivationEstimate",
     "Communication",
     "Transfer",
     "PlanDiff",

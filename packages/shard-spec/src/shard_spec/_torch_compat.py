@@ -165,3 +165,22 @@ def eager_only(function: F) -> F:
 
     wrapped: Any = call
     return wrapped  # type: ignore[no-any-return]  # a function like the one it wraps
+
+
+# ---- following what a forward computes --------------------------------------------------------------------------
+
+
+def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
+    """A context in which each operator is run by ``handle(operator, args, kwargs)``, below autograd."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's metaclass hook is untyped
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handle(func, args, kwargs or {})
+
+    return Mode()  # type: ignore[no-untyped-call]  # torch's constructor is untyped
+
+
+def memory_of(tensor: Any) -> int:
+    """A number that two tensors share when they share memory, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shard_spec.cost.model import CostModel
     from shard_spec.cost.topology import Topology
     from shard_spec.layout import Layout
+    from shard_spec.plan.activations import ActivationEstimate
     from shard_spec.plan.communication import Communication
     from shard_spec.plan.diff import PlanDiff
     from shard_spec.plan.facts import ModelFacts
@@ -236,6 +237,28 @@ class ShardingPlan:
         from shard_spec.plan.memory import memory
 
         return memory(self, module, optimizer, grads=grads, dtype=dtype)
+
+    def activations(
+        self,
+        module: nn.Module,
+        *inputs: Any,
+        data_axes: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> ActivationEstimate:
+        """An estimate of what autograd keeps between forward and backward on one rank.
+
+        Args:
+            module: The model, on any device; its forward runs once on shapes only (the meta device).
+            *inputs: What one rank passes to forward: its own part of the batch along the data axes.
+            data_axes: As in :meth:`communication`.
+            **kwargs: Passed to forward.
+
+        Raises:
+            PlanError: When the plan does not fit the model.
+        """
+        from shard_spec.plan.activations import estimate_activations
+
+        return estimate_activations(self, module, inputs, kwargs, data_axes=data_axes)
 
     def communication(
         self,

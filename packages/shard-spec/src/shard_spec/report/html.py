@@ -173,7 +173,7 @@ def _memory(memory: Memory) -> str:
         groups.setdefault(kinds, []).append(rank)
     rows = [(_ranks_text(ranks), list(kinds)) for kinds, ranks in list(groups.items())[:32]]
     drawn = _bars("memory", rows, _PART_COLOURS)
-    text = "Exact for the tensors themselves; activations, buffers and the allocator's rounding come on top."
+    text = "Exact for the tensors themselves; activations and collectives' buffers come on top."
     if len(groups) > len(rows):
         text += f" The first {len(rows)} of {len(groups)} different fillings are shown."
     return f'{drawn}<p class="note">{text}</p>'

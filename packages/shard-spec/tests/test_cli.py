@@ -1,0 +1,280 @@
+"""The command line: models from three kinds of sources, exit statuses, JSON, and the page in a browser."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_spec import ShardingPlan
+from shard_spec.cli import main
+from torch import nn
+
+THIS = "shard_spec_cli_models:make"
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def factory(tmp_path: Any, monkeypatch: Any) -> Any:
+    """A module that can be imported, with a model factory in it."""
+    text = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 64), nn.Linear(64, 16)
+    def forward(self, x):
+        return x + self.fc2(torch.relu(self.fc1(x)))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 32, bias=False)
+
+def make():
+    model = Model()
+    assert all(p.device.type == "meta" for p in model.parameters()), "no memory for weights is needed"
+    return model
+
+def broken(size):
+    return Model()
+
+number = 3
+"""
+    (tmp_path / "shard_spec_cli_models.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return THIS
+
+
+def safetensors_file(path: Any) -> Any:
+    """A header as safetensors writes it; the weights themselves are missing, and nobody reads them."""
+    header = {
+        "__metadata__": {"format": "pt"},
+        "layers.0.w": {"dtype": "BF16", "shape": [64, 8], "data_offsets": [0, 1024]},
+        "layers.1.w": {"dtype": "BF16", "shape": [64, 8], "data_offsets": [1024, 2048]},
+        "codes": {"dtype": "I8", "shape": [10], "data_offsets": [2048, 2058]},
+    }
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return str(path)
+
+
+def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -> None:
+    plan, page = str(tmp_path / "plan.json"), tmp_path / "report.html"
+    status = main(["plan", factory, "--mesh", "dp=2,tp=2", "--out", plan, "--html", str(page), "--batch", "4x8"])
+    shown = capsys.readouterr().out
+    assert status == 0
+    assert "blocks.*.fc1.weight" in shown
+    assert "memory on each rank" in shown
+    assert "all_reduce" in shown
+    assert "blocks.*.fc1.weight" in dict(ShardingPlan.from_json(Path(plan).read_text()).plan)
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["check", factory, plan]) == 0
+    assert main(["check", factory, plan, "--world-size", "3"]) == 1
+    assert "mesh-too-large" in capsys.readouterr().out
+    assert main(["check", factory, plan, "--memory-limit", "1KiB"]) == 1
+    assert "over-memory" in capsys.readouterr().out
+    assert main(["explain", plan, "blocks.0.fc1.weight", "--model", factory]) == 0
+    assert "rank 0: local shape" in capsys.readouterr().out
+    assert main(["diff", plan, plan]) == 0
+    other = tmp_path / "other.json"
+    other.write_text(ShardingPlan({"head.weight": "tp:S(1)"}, mesh={"dp": 2, "tp": 2}).to_json())
+    assert main(["diff", plan, str(other), "--model", factory]) == 1
+    assert "head.weight" in capsys.readouterr().out
+
+
+def test_json_is_json(factory: Any, tmp_path: Any, capsys: Any) -> None:
+    assert main(["plan", factory, "--world-size", "4", "--json", "--optimizer", "sgd"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["problems"] == []
+    assert document["memory"]["ranks"] == [0, 1, 2, 3]
+    assert document["plan"]["mesh"]["axes"] == [["dp", 4]]
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(ShardingPlan({"embed.wieght": "tp:S(0)", "head.weight": "tp:S(7)"}, mesh={"tp": 2}).to_json())
+    assert main(["check", factory, str(wrong), "--json"]) == 1
+    codes = [problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]]
+    assert sorted(codes) == ["dim-out-of-range", "matches-nothing"]
+    wrong.write_text("{}")
+    assert main(["check", factory, str(wrong), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "bad-plan-file"
+
+
+def test_safetensors_headers(tmp_path: Any, capsys: Any) -> None:
+    file = safetensors_file(tmp_path / "model.safetensors")
+    assert main(["plan", file, "--mesh", "dp=4", "--planner", "fsdp", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["memory"]["parts"]["parameters"][0] == 2 * 16 * 8 * 2 + 3
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"layers.0.w": "model.safetensors"}}))
+    assert main(["plan", str(index), "--mesh", "dp=4", "--planner", "fsdp"]) == 0
+    index.write_text(json.dumps({"weight_map": {"layers.0.w": "../model.safetensors"}}))
+    assert main(["plan", str(index), "--mesh", "dp=4"]) == 2
+    (tmp_path / "bad.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+    assert main(["plan", str(tmp_path / "bad.safetensors"), "--mesh", "dp=4"]) == 2
+
+
+@pytest.mark.extra("transformers")
+def test_a_hugging_face_config(tmp_path: Any, capsys: Any) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--mesh", "dp=4,tp=8", "--dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr().out
+    assert "model.layers.*.self_attn.q_proj.weight" in shown
+    assert "dp:S(0), tp:S(1)" in shown
+    plan = tmp_path / "hf.json"
+    plan.write_text(ShardingPlan({"model.layers.*.mlp.down_proj.weight": "S(1)"}, mesh={"tp": 8}).to_json())
+    assert main(["convert", str(plan), "--to", "hf", "--model", str(tmp_path)]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"model.layers.*.mlp.down_proj": "rowwise"}
+    (tmp_path / "tp.json").write_text(json.dumps(said))
+    arguments = ["--from", "hf", "--to", "json", "--model", str(tmp_path), "--mesh", "tp=8"]
+    assert main(["convert", str(tmp_path / "tp.json"), *arguments]) == 0
+    back = ShardingPlan.from_json(capsys.readouterr().out)
+    assert dict(back.plan) == {"model.layers.*.mlp.down_proj.weight": "tp:S(-1)"}
+
+
+def test_convert(factory: Any, tmp_path: Any, capsys: Any) -> None:
+    plan = tmp_path / "plan.json"
+    made = ShardingPlan({"blocks.*.fc1.*": "tp:S(0)", "blocks.*.fc2.weight": "tp:S(1)"}, mesh={"tp": 2})
+    plan.write_text(made.to_json())
+
+    def converted(*arguments: Any) -> Any:
+        assert main(["convert", str(plan), *arguments]) == 0
+        return capsys.readouterr().out
+
+    assert ShardingPlan.from_json(converted("--to", "json")) == made
+    assert converted("--to", "yaml") == made.to_yaml()
+    assert json.loads(converted("--to", "dtensor"))["blocks.*.fc2.weight"] == ["S(1)"]
+    styles = json.loads(converted("--to", "parallelize", "--model", factory))
+    assert styles["blocks.2.fc1"].startswith("ColwiseParallel")
+    assert json.loads(converted("--to", "hf", "--model", factory))["blocks.*.fc2"] == "rowwise"
+    flat = ShardingPlan.from_json(converted("--to", "layouts", "--model", factory))
+    assert "blocks.1.fc1.bias" in flat.plan
+    compact = ShardingPlan.from_json(converted("--to", "compact", "--model", factory))
+    assert "blocks.*.fc1.bias" in compact.plan
+    plan.write_text(ShardingPlan({"embed.weight": "tp:U(0,[31,1])"}, mesh={"tp": 2}).to_json())
+    assert main(["convert", str(plan), "--to", "dtensor"]) == 1
+    assert "not-expressible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", THIS],
+        ["plan", "no_such_module:x", "--mesh", "dp=2"],
+        ["plan", "shard_spec_cli_models:none", "--mesh", "dp=2"],
+        ["plan", "shard_spec_cli_models:number", "--mesh", "dp=2"],
+        ["plan", "shard_spec_cli_models:broken", "--mesh", "dp=2"],
+        ["plan", "nothing", "--mesh", "dp=2"],
+        ["plan", THIS, "--mesh", "dp=2", "--planner", "magic"],
+        ["plan", THIS, "--mesh", "x=2"],
+        ["plan", THIS, "--mesh", "dp=2", "--batch", "many"],
+        ["plan", THIS, "--mesh", "dp=2", "--memory-limit", "a lot"],
+        ["plan", THIS, "--mesh", "dp=2", "--topology", "abacus"],
+        ["check", THIS, "no-such-file.json"],
+        ["convert", "no-such-file.json", "--to", "hf"],
+    ],
+)
+def test_wrong_usage_is_status_2_and_says_why(factory: Any, arguments: Any, capsys: Any) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("shard-spec: ")
+
+
+def test_argparse_errors_are_status_2_and_help_imports_no_torch() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["frobnicate"])
+    assert caught.value.code == 2
+    code = """
+import sys
+from shard_spec.cli import main
+for arguments in (["--help"], ["plan", "--help"], ["--version"]):
+    try:
+        main(arguments)
+    except SystemExit as error:
+        assert error.code == 0
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+class Page(HTMLParser):
+    """What a page refers to, and whether its tags pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[Any] = []
+        self.open: list[str] = []
+        self.ids: set[Any] = set()
+
+    def handle_starttag(self, tag: Any, attrs: Any) -> Any:
+        given = dict(attrs)
+        self.links += [value for key, value in attrs if key in ("src", "href")]
+        self.ids.add(given.get("id"))
+        if tag in ("svg", "g", "title", "table", "div", "ul"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: Any) -> Any:
+        if tag in ("svg", "g", "title", "table", "div", "ul"):
+            assert self.open.pop() == tag
+
+
+def page_of(tmp_path: Any) -> Any:
+    from shard_spec.report.html import html_report
+
+    net = nn.ModuleDict({"<b>odd</b> & name": nn.Linear(8, 8), "fused": nn.Linear(8, 8, bias=False)})
+    plan = ShardingPlan(
+        {"fused.weight": "dp:S(1), tp:I(0,[4,2,2])", "*.bias": "dp:R, tp:U(0,[8,0])"}, mesh={"dp": 2, "tp": 2}
+    )
+    from shard_spec import facts_of
+
+    facts = facts_of(net)
+    text = html_report(
+        plan, facts, plan.memory(facts), plan.communication(facts, 16), title="<script>alert(1)</script>"
+    )
+    path = tmp_path / "page.html"
+    path.write_text(text, encoding="utf-8")
+    return path, text
+
+
+def test_the_page_is_self_contained_and_escapes_names(tmp_path: Any) -> None:
+    _, text = page_of(tmp_path)
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert page.links == []
+    assert {"plan", "memory", "communication"} <= page.ids
+    assert "<script" not in text
+    assert "<b>odd" not in text
+    assert "http" not in text
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_the_page_is_drawn_by_a_real_browser(tmp_path: Any) -> None:
+    assert BROWSER is not None
+    path, _ = page_of(tmp_path)
+    picture = tmp_path / "page.png"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1200", f"--user-data-dir={tmp_path}/u"]
+    command = [BROWSER, *flags, f"--screenshot={picture}", path.as_uri()]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture.stat().st_size > 20_000, "a blank page is smaller"
+    dom = subprocess.run([BROWSER, *flags, "--dump-dom", path.as_uri()], check=True, timeout=120, capture_output=True)
+    assert dom.stdout.count(b"<rect") > 20
