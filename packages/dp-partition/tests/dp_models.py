@@ -6,13 +6,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import dp_partition as dp
 import torch
 import torch.nn.functional as F
 from ranktest import Ranks
 from torch import nn
 from torch.utils import _pytree as pytree
-
-import dp_partition as dp
 
 Data = Callable[[torch.Generator], tuple[Any, ...]]
 Optim = Callable[[Any], torch.optim.Optimizer]
@@ -38,11 +37,11 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, vocabulary: int = 61, length: int = 16, width: int = 32, heads: int = 4, tied: bool = False
+        self, vocabulary: int = 31, length: int = 8, width: int = 16, heads: int = 2, tied: bool = False
     ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(1))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -56,7 +55,7 @@ class GPT(nn.Module):
 
 
 def mlp(width: int = 8, out: int = 3) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 5), nn.ReLU(), nn.Linear(5, out))
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, out))
 
 
 class Conv(nn.Module):
@@ -73,32 +72,32 @@ class Conv(nn.Module):
         return logits
 
 
-def token_step(model: nn.Module, optim: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def token_step(model: nn.Module, optim: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
     ids, targets = batch
-    loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    loss: Any = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
     loss.backward()
     optim.step()
     optim.zero_grad()
     return loss
 
 
-def class_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    loss = F.cross_entropy(model(x), y)
+def class_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+    loss: Any = F.cross_entropy(model(x), y)
     loss.backward()
     optim.step()
     optim.zero_grad()
     return loss
 
 
-def mean_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+def mean_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
     optim.zero_grad()
-    loss = model(x).square().mean()
+    loss: Any = model(x).square().mean()
     loss.backward()
     optim.step()
     return loss
 
 
-def tokens(generator: torch.Generator, rows: int = 8, vocabulary: int = 61, length: int = 16) -> tuple[Any, ...]:
+def tokens(generator: torch.Generator, rows: int = 8, vocabulary: int = 31, length: int = 8) -> tuple[Any, ...]:
     shape = (rows, length)
     pair = [torch.randint(0, vocabulary, shape, generator=generator) for _ in range(2)]
     return (tuple(pair),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import dp_models as models
 import pytest
@@ -39,8 +40,8 @@ class Centred(nn.Module):
         return out
 
 
-def loss_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x)
+def loss_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    loss: Any = model(x)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optim.step()
@@ -48,8 +49,8 @@ def loss_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -
     return loss
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
 def test_gpt(ranks: Ranks, style: str) -> None:
     models.compare_with_one_device(
         ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style, semantics="global"
@@ -57,15 +58,14 @@ def test_gpt(ranks: Ranks, style: str) -> None:
 
 
 def narrow_gpt() -> nn.Module:
-    return models.GPT(length=8, width=8, heads=2)
+    return models.GPT(width=8)
 
 
 # Width, length and batch are all 8: the original matches sizes and takes a feature dim for the batch.
 @pytest.mark.ranks(2)
 def test_features_as_many_as_rows(ranks: Ranks) -> None:
-    data = partial(models.tokens, length=8)
     models.compare_with_one_device(
-        ranks, models.token_step, narrow_gpt, ADAMW, data, style="fully_shard", semantics="global"
+        ranks, models.token_step, narrow_gpt, ADAMW, models.tokens, style="fully_shard", semantics="global"
     )
 
 
@@ -79,10 +79,10 @@ def test_hand_written_mean(ranks: Ranks, style: str) -> None:
     )
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("make", [Contrast, Centred])
-def test_rows_that_see_each_other(ranks: Ranks, make: type[nn.Module], style: str) -> None:
+def test_rows_that_see_each_other(ranks: Ranks, make: type[nn.Module]) -> None:
+    style = "fully_shard"
     models.compare_with_one_device(ranks, loss_step, make, ADAMW, models.vectors, style=style, semantics="global")
 
 
@@ -91,4 +91,5 @@ def test_batch_statistics_are_those_of_the_whole_batch(ranks: Ranks) -> None:
     step = models.compare_with_one_device(
         ranks, models.class_step, models.Conv, ADAMW, models.images, style="fully_shard", semantics="global"
     )
-    assert not [node for node in step.graph.graph.nodes if node.meta.get("fallback")], "nothing is gathered for want of a rule"
+    fallbacks = [node for node in step.graph.graph.nodes if node.meta.get("fallback")]
+    assert not fallbacks, "nothing is gathered for want of a rule"

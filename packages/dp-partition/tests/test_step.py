@@ -6,35 +6,36 @@ from functools import partial
 from typing import Any
 
 import dp_models as models
+import dp_partition as dp
 import pytest
 import torch
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import dp_partition as dp
-
-STYLES = ["replicate", "fully_shard", "default"]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
 # The original fails here as shipped: AVG on gloo raises, and the second call of a fully sharded graph fails.
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "zero2"])
 def test_gpt_with_adamw(ranks: Ranks, style: str) -> None:
+    models.compare_with_one_device(ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("style", ["default", "fully_shard"])
+def test_gpt_with_adamw_on_four_ranks(ranks: Ranks, style: str) -> None:
     step = models.compare_with_one_device(ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style)
-    assert {describe_home(p) for p in step.plan.params} == {"R"} if style == "replicate" else {"S"} | {"R"}
-
-
-def describe_home(param: dp.ParamPlan) -> str:
-    return "S" if isinstance(param.param, Shard) else "R"
+    whole = [p.info.name for p in step.plan.params if p.param == Replicate()]
+    assert whole == (["tokens.weight", "head.weight"] if style == "default" else [])  # 31 rows over 4 ranks
 
 
 # In float32 the ranks' sums differ from one device's in the last bits; 20 steps of AdamW stay within 1e-5.
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["fully_shard"])
 def test_gpt_in_float32_for_20_steps(ranks: Ranks, style: str) -> None:
-    mesh = ranks.mesh((4,), ("dp",))
+    mesh = ranks.mesh((2,), ("dp",))
     model, reference = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT)
     own, theirs = ADAMW(model.parameters()), ADAMW(reference.parameters())
     step = dp.compile(models.token_step, mesh=mesh, style=style)
@@ -51,7 +52,9 @@ def optimizers() -> list[Any]:
     return [
         pytest.param(partial(torch.optim.SGD, lr=0.1), id="sgd"),
         pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), id="nesterov"),
-        pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True), id="momentum-foreach"),
+        pytest.param(
+            partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True), id="momentum-foreach"
+        ),
         pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), id="momentum-fused"),
         pytest.param(partial(torch.optim.Adam, lr=0.01, foreach=True), id="adam-foreach"),
         pytest.param(partial(torch.optim.Adam, lr=0.01, fused=True), id="adam-fused"),
@@ -64,10 +67,11 @@ def optimizers() -> list[Any]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("optim", optimizers())
-def test_optimizers(ranks: Ranks, optim: Any, style: str) -> None:
-    models.compare_with_one_device(ranks, models.mean_step, models.mlp, optim, models.vectors, style=style)
+def test_optimizers(ranks: Ranks, optim: Any, request: pytest.FixtureRequest) -> None:
+    styles = ["replicate", "fully_shard", "zero1"]
+    for style in styles[len(request.node.name) % 3 :][:1]:
+        models.compare_with_one_device(ranks, models.mean_step, models.mlp, optim, models.vectors, style=style)
 
 
 # The original burns the learning rate in, keeps the old parameters in param_groups and sees only group 0.
@@ -111,33 +115,173 @@ def test_a_hyperparameter_that_decides_a_branch_retraces_when_the_branch_changes
         assert step.num_traces == traces, decay
 
 
+TRAFFIC = {  # style -> collectives of one step with one bucket of each kind, in order
+    "replicate": ("all_reduce",),
+    "zero1": ("all_reduce", "all_gather"),
+    "zero2": ("reduce_scatter", "all_gather"),
+    "fully_shard": ("all_gather", "reduce_scatter"),
+    "default": ("all_gather", "all_reduce", "reduce_scatter"),  # the last layer's gradient comes first
+}
+
+
 @pytest.mark.ranks(2)
-def test_what_lies_on_a_rank_and_what_is_sent(ranks: Ranks) -> None:
-    """Bytes per rank and per step are those of each style: 3 x 4 parameters sharded, 2 x 7 uneven."""
+@pytest.mark.parametrize("style", TRAFFIC)
+def test_what_lies_on_a_rank_and_what_is_sent(ranks: Ranks, style: str) -> None:
+    """4 x 6 elements that divide evenly, 7 x 4 that do not: live bytes and collectives are those of the style."""
     mesh = ranks.mesh((2,), ("dp",))
-    expected = {  # parameter elements on rank 0 and 1; bytes sent for gradients and parameters by one rank in one step
-        "replicate": ((4 * 6 + 7 * 4, 4 * 6 + 7 * 4), {"all_reduce"}),
-        "fully_shard": ((2 * 6 + 4 * 4, 2 * 6 + 3 * 4), {"all_gather", "reduce_scatter"}),
-        "default": ((2 * 6 + 7 * 4, 2 * 6 + 7 * 4), {"all_gather", "reduce_scatter", "all_reduce"}),
-    }
-    for style, (elements, ops) in expected.items():
-        model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 7, bias=False)).to(ranks.device)
-        optim = torch.optim.Adam(model.parameters(), lr=0.01)
-        step = dp.compile(models.mean_step, mesh=mesh, style=style)
-        x = torch.ones(3, 6, device=ranks.device)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 7, bias=False)).to(ranks.device)
+    optim = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = dp.compile(models.mean_step, mesh=mesh, style=style)
+    x = torch.ones(3, 6, device=ranks.device)
+    step(model, optim, x)
+    with ranks.record() as log:
         step(model, optim, x)
+    even, uneven, rows = 4 * 6, 7 * 4, (4, 3)[ranks.rank]
+    whole, shard = even + uneven, even // 2 + rows * 4
+    held = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
+    states = [s for state in optim.state.values() for s in state.values() if s.ndim > 0]
+    mixed = even // 2 + uneven
+    expected = {"replicate": (whole, whole), "zero1": (whole, shard), "zero2": (whole, shard),
+                "fully_shard": (shard, shard), "default": (mixed, mixed)}[style]  # fmt: skip
+    assert len(states) == 4
+    assert (held, sum(s.to_local().numel() for s in states)) == (expected[0], 2 * expected[1])
+    assert step.plan.param_bytes(ranks.rank) == 4 * held
+    assert tuple(event.op for event in log.events) == TRAFFIC[style]
+    padded = 4 * (even + 8 * 4)  # uneven shards travel padded to 8 rows
+    sent = {
+        "replicate": [4 * whole],
+        "zero1": [4 * whole, padded // 2],
+        "zero2": [padded // 2, padded // 2],
+        "fully_shard": [padded // 2, padded // 2],
+        "default": [4 * even // 2, 4 * uneven, 4 * even // 2],
+    }[style]
+    assert [sum(event.bytes_sent) for event in log.events] == sent
+
+
+@pytest.mark.ranks(2)
+def test_buckets_change_messages_and_not_results(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    results, counts = [], []
+    for bucket_mb in (25, 2 / 1024, 0):
+        model = models.seeded(models.GPT).to(ranks.device)
+        optim = ADAMW(model.parameters())
+        step = dp.compile(models.token_step, mesh=mesh, style="fully_shard", bucket_mb=bucket_mb, prefetch=2)
+        batch = models.tokens(torch.Generator().manual_seed(ranks.rank))
+        step(model, optim, *models.rows_of(ranks, batch))
+        with ranks.record() as log:
+            loss = step(model, optim, *models.rows_of(ranks, batch))
+        results.append([loss, *(p.to_local() for p in model.parameters())])  # type: ignore[attr-defined]
+        counts.append(len(log.events))
+    assert counts[0] == 2 < counts[1] < counts[2] == 2 * 17
+    for other in results[1:]:
+        assert [torch.equal(a, b) for a, b in zip(results[0], other, strict=True)] == [True] * 18  # two ranks: bitwise
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_equal_to_ddp_bit_for_bit(ranks: Ranks, style: str) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model, plain = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT).to(ranks.device)
+    ddp = nn.parallel.DistributedDataParallel(plain, process_group=mesh.get_group())
+    own, theirs = ADAMW(model.parameters()), ADAMW(ddp.parameters())
+    step = dp.compile(models.token_step, mesh=mesh, style=style)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        batch = models.rows_of(ranks, models.tokens(generator))
+        assert torch.equal(step(model, own, *batch), models.token_step(ddp, theirs, *batch).detach())
+    with step.unsharded():
+        pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+        assert [torch.equal(a, b) for a, b in pairs] == [True] * 17
+
+
+@pytest.mark.ranks(2)
+def test_accumulation_reduces_once_and_equals_one_big_batch(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    for parts in (2, 4):
+        step = models.compare_with_one_device(
+            ranks, models.mean_step, models.mlp, ADAMW, models.vectors, style="fully_shard", accumulate=parts
+        )
+        model, optim = models.seeded(models.mlp).double(), None
+        optim = ADAMW(model.parameters())
+        step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard", accumulate=parts)
+        x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
+        step(model.to(ranks.device), optim, x)
         with ranks.record() as log:
             step(model, optim, x)
-        assert set(log.ops) == ops, style
-        held = sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
-        assert held == elements[ranks.rank] == step.plan.param_bytes(ranks.rank) // 4
-        states = [s for state in optim.state.values() for s in state.values() if s.ndim > 0]
-        assert sum(s.to_local().numel() for s in states) == 2 * held and len(states) == 4
-        padded = 4 * (4 * 6 + (8 if style == "fully_shard" else 7) * 4)  # uneven shards travel padded
-        if style == "replicate":
-            assert log.bytes_sent() == padded
-        elif style == "fully_shard":
-            assert log.bytes_sent() == 2 * padded // 2  # half of everything to the one peer, in both directions
+        assert [event.op for event in log.events] == ["all_gather", "reduce_scatter"]
+        with pytest.raises(dp.PlanError, match="uneven-batch"):
+            step(model, optim, x[:3])
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_shares_the_placed_parameters(ranks: Ranks) -> None:
+    def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(model(x))
+
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = ADAMW(model.parameters())
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
+    x = torch.ones(4, 8, device=ranks.device)
+    evaluation = dp.compile(evaluate, share=step)
+    with pytest.raises(dp.PlanError, match="not-started"):
+        evaluation(model, x)
+    for _ in range(3):
+        step(model, optim, x)
+        out = evaluation(model, x)
+        with step.unsharded():
+            assert torch.equal(out, model(x))
+    assert (step.num_traces, evaluation.num_traces) == (1, 1)
+
+
+def failing_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, i: torch.Tensor) -> Any:
+    loss: Any = model(x)[i].square().mean()  # an index out of range fails at run time only
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(ranks.device)
+    optim = ADAMW(model.parameters())
+    step = dp.compile(failing_step, mesh=mesh, style="replicate")
+    x = torch.ones(4, 8, device=ranks.device) * (1 + ranks.rank)
+    step(model, optim, x, torch.tensor([0, 1], device=ranks.device))
+    before = [t.clone() for t in (*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values()))]
+    if ranks.device.type == "cpu":  # on a GPU an assertion in a kernel ends the process
+        with pytest.raises(IndexError) as caught:
+            step(model, optim, x, torch.tensor([0, 99]))
+        assert "as they were before the step" in "".join(caught.value.__notes__)
+    after = [*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values())]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 19
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rng", ["same", "per_rank"])
+def test_random_streams(ranks: Ranks, rng: str) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(Noisy).to(ranks.device)
+    step = dp.compile(models.mean_step, mesh=mesh, style="replicate", rng=rng)
+    state = torch.get_rng_state()
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    losses = [step(model, optim, torch.ones(4, 8, device=ranks.device)).item() for _ in range(3)]
+    assert torch.equal(state, torch.get_rng_state()), "the caller's generator is left alone"
+    assert len(set(losses)) == 3
+    first, second = ranks.gather(losses)
+    assert (first == second) == (rng == "same")
 
 
 @pytest.mark.ranks(2)
@@ -165,7 +309,7 @@ def test_tied_frozen_and_scalar_parameters(ranks: Ranks) -> None:
         return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
 
     step = models.compare_with_one_device(ranks, models.token_step, make, optim, models.tokens, style="fully_shard")
-    model = step.bound().subject.modules[0][1]
+    model: Any = step.bound().subject.modules[0][1]
     assert model.head.weight is model.tokens.weight
     assert step.plan["head.weight"].info.name == "tokens.weight"
     assert "also registered as head.weight" in step.explain("head.weight")
@@ -174,8 +318,8 @@ def test_tied_frozen_and_scalar_parameters(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_clipping_uses_the_norm_over_all_shards(ranks: Ranks, style: str) -> None:
-    def function(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().mean()
+    def function(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+        loss: Any = model(x).square().mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optim.step()
@@ -190,10 +334,10 @@ def test_clipping_uses_the_norm_over_all_shards(ranks: Ranks, style: str) -> Non
 
 @pytest.mark.ranks(2)
 def test_two_backwards_are_reduced_once(ranks: Ranks) -> None:
-    def function(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        first = model(x[: x.shape[0] // 2]).square().mean()
+    def function(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+        first: Any = model(x[: x.shape[0] // 2]).square().mean()
         first.backward()
-        second = model(x[x.shape[0] // 2 :]).abs().mean()
+        second: Any = model(x[x.shape[0] // 2 :]).abs().mean()
         second.backward()
         optim.step()
         optim.zero_grad()
@@ -225,9 +369,9 @@ def test_release_gives_plain_tensors_back(ranks: Ranks) -> None:
         model(x)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     step.release()
-    assert [torch.equal(a, b) for a, b in zip(inside, model.parameters(), strict=True)] == [True] * 6
+    assert [torch.equal(a, b) for a, b in zip(inside, model.parameters(), strict=True)] == [True] * 4
     states = [s for state in optim.state.values() for s in state.values()]
-    assert len(states) == 18
+    assert len(states) == 12
     assert not any(isinstance(s, DTensor) for s in states)
     models.mean_step(model, optim, x)  # eager goes on
     with pytest.raises(dp.PlanError, match="not-started"):
@@ -242,7 +386,7 @@ def test_ranks_that_start_apart_can_be_refused(ranks: Ranks) -> None:
     step = dp.compile(models.mean_step, mesh=mesh, equal="check")
     with pytest.raises(dp.PlanError, match="ranks-differ") as caught:
         step(model, ADAMW(model.parameters()), torch.ones(4, 8, device=ranks.device))
-    assert len(caught.value.problems) == 6
+    assert len(caught.value.problems) == 4
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -253,4 +397,4 @@ def test_placements_by_name(ranks: Ranks) -> None:
         style="replicate", placements={"blocks.*.up.*": Shard(0), "norm.*": Replicate()},
     )  # fmt: skip
     sharded = [p.info.name for p in step.plan.params if isinstance(p.param, Shard)]
-    assert sharded == [f"blocks.{i}.up.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
+    assert sharded == ["blocks.0.up.weight", "blocks.0.up.bias"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dp_partition.data_parallel.marking import partitioner as partitioner
     from dp_partition.data_parallel.partition import partition_data_parallel as partition_data_parallel
     from dp_partition.data_parallel.strategies import build_data_parallel_strategies as build_data_parallel_strategies
+    from dp_partition.failure import StepInterrupted as StepInterrupted
     from dp_partition.placements import DataParallelStrategy as DataParallelStrategy
     from dp_partition.placements import PerRank as PerRank
     from dp_partition.placements import PlacementSpec as PlacementSpec
@@ -58,6 +59,7 @@ _WHERE = {
     "partitioner": "data_parallel.marking",
     "partition_data_parallel": "data_parallel.partition",
     "BatchDimAnalyzer": "data_parallel.batch_dim",
+    "StepInterrupted": "failure",
     "PlanError": "problems",
     "Problem": "problems",
 }
@@ -85,6 +87,7 @@ __all__ = [
     "partition_data_parallel",
     "BatchDimAnalyzer",
     "legacy",
+    "StepInterrupted",
     "PlanError",
     "Problem",
 ]

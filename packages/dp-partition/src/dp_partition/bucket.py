@@ -1,8 +1,8 @@
 """Bucket and schedule: few large collectives instead of many small ones, issued early and waited for late.
 
-Gradients are gathered into buckets in the order in which backward finishes them; a bucket is reduced as soon as its last
-gradient is there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of the compute
-that needs them. Order and content of buckets depend on the graph alone, so they are the same on every rank.
+Gradients are gathered into buckets in the order in which backward finishes them; a bucket is reduced as soon as its
+last gradient is there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
+the compute that needs them. Order and content of buckets depend on the graph alone, so they are the same on every rank.
 
 Layout of a flat buffer: members one after the other, each as ``[world, chunk]`` where a collective cuts along dim 0.
 """
@@ -19,6 +19,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
+from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, chunk_bounds
 from dp_partition.ops import aten, mutated_inputs, root_of
 from dp_partition.styles import NodeType
@@ -55,8 +56,9 @@ def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) 
     live = [move for move in moves if move.result.users and move.start in positions]
     gathers = [m for m in live if _is_gather(m)]
     reductions = [m for m in live if _is_reduction(m)]
-    gather_buckets = _group(gathers, positions, nodes, traffic.bucket_bytes, _first_use)
-    reduce_buckets = _group(reductions, positions, nodes, traffic.bucket_bytes, _ready)
+    timing = _Timing(nodes, positions)
+    gather_buckets = _group(gathers, timing, traffic.bucket_bytes, timing.first_use)
+    reduce_buckets = _group(reductions, timing, traffic.bucket_bytes, timing.ready)
     issues: list[tuple[fx.Node, _Bucket]] = []
     for index, bucket in enumerate(gather_buckets):
         ahead = gather_buckets[max(index - traffic.prefetch, 0)]
@@ -76,41 +78,45 @@ def _is_reduction(move: Move) -> bool:
     return sums and move.node_type is NodeType.GRAD and move.wanted in (Replicate(), Shard(0)) and len(move.shape) > 0
 
 
-def _first_use(move: Move, positions: dict[fx.Node, int], nodes: list[fx.Node]) -> int:
-    return min(positions[user] for user in move.result.users)
+class _Timing:
+    """When values are there and when they are needed, as positions in the graph before it is rearranged."""
+
+    def __init__(self, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> None:
+        self.nodes, self.positions = nodes, positions
+        self.last_placeholder = next((i - 1 for i, n in enumerate(nodes) if n.op != "placeholder"), len(nodes) - 1)
+        self.writes: dict[fx.Node, list[int]] = {}
+        for position, node in enumerate(nodes):
+            for written in mutated_inputs(node):
+                for known in {written, root_of(written)}:
+                    self.writes.setdefault(known, []).append(position)
+
+    def first_use(self, move: Move) -> int:
+        """Position of the first node that uses the result."""
+        return min(self.positions[user] for user in move.result.users)
+
+    def ready(self, move: Move) -> int:
+        """Position of the last node that makes or writes the value before it is moved."""
+        start, end = self.positions[move.start], self.positions[move.before]
+        roots = {root_of(move.start), move.start}
+        if move.start.target is TAG_GRAD:
+            tagged = move.start.args[0]
+            assert isinstance(tagged, fx.Node)
+            roots |= {tagged, root_of(tagged)}
+        writes = [p for root in roots for p in self.writes.get(root, ()) if start < p < end]
+        return max(start, self.last_placeholder, *writes) if writes else max(start, self.last_placeholder)
+
+    def segment(self, move: Move) -> str:
+        """The part of the step that needs the result."""
+        return str(self.nodes[self.first_use(move)].meta.get("phase"))
 
 
-def _ready(move: Move, positions: dict[fx.Node, int], nodes: list[fx.Node]) -> int:
-    """Position of the last node that makes or writes the value before it is moved."""
-    first = positions[move.start]
-    tagged = move.start.args[0] if move.start.args else None
-    roots = {root_of(move.start), move.start}
-    if isinstance(tagged, fx.Node) and "tag_grad" in str(move.start.target):
-        roots |= {tagged, root_of(tagged)}
-    last = first
-    for position in range(first + 1, positions[move.before]):
-        if any(root_of(written) in roots or written in roots for written in mutated_inputs(nodes[position])):
-            last = position
-    return max(last, _last_placeholder(nodes))
-
-
-def _last_placeholder(nodes: list[fx.Node]) -> int:
-    return next((i - 1 for i, node in enumerate(nodes) if node.op != "placeholder"), len(nodes) - 1)
-
-
-def _group(
-    moves: list[Move],
-    positions: dict[fx.Node, int],
-    nodes: list[fx.Node],
-    limit: int,
-    order: Callable[[Move, dict[fx.Node, int], list[fx.Node]], int],
-) -> list[_Bucket]:
+def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
     """Fill buckets in order; a bucket holds one dtype and one kind of move, and is ready before it is needed."""
     buckets: list[_Bucket] = []
     open_buckets: dict[Any, _Bucket] = {}
-    for move in sorted(moves, key=lambda m: (order(m, positions, nodes), positions[m.start])):
-        ready, needed = _ready(move, positions, nodes), _first_use(move, positions, nodes)
-        key = (_dtype(move.start), _device(move.start), str(move.origin), str(move.wanted), _segment(move, nodes, positions))
+    for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
+        ready, needed = timing.ready(move), timing.first_use(move)
+        key = (_dtype(move.start), _device(move.start), str(move.origin), str(move.wanted), timing.segment(move))
         bucket = open_buckets.get(key)
         fits = (
             bucket is not None
@@ -122,16 +128,8 @@ def _group(
             buckets.append(bucket)
         bucket.moves.append(move)
         bucket.ready, bucket.needed = max(bucket.ready, ready), min(bucket.needed, needed)
-    return sorted(buckets, key=lambda b: (_order_key(b, order), b.ready))
-
-
-def _order_key(bucket: _Bucket, order: Callable[..., int]) -> int:
-    """Gathers go by need, reductions by readiness."""
-    return bucket.needed if order is _first_use else bucket.ready
-
-
-def _segment(move: Move, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> str:
-    return str(nodes[_first_use(move, positions, nodes)].meta.get("phase"))
+    by_need = order == timing.first_use
+    return sorted(buckets, key=lambda b: b.needed if by_need else b.ready)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -14,12 +14,14 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.fx import GraphModule
 
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.bucket import Traffic, arrange
+from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, local_shape
 from dp_partition.ops import aten, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
+from dp_partition.styles import NodeType
+from dp_partition.zero import OWN_ROWS, SHARE_ROWS
 
 # Which argument of an operator names the output's shape.
 SHAPE_ARGUMENTS: dict[Any, int] = {
@@ -32,6 +34,8 @@ SHAPE_ARGUMENTS: dict[Any, int] = {
 
 # Which argument names the number of rows (dim 0) of the input.
 ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+
+LOWERED = (OWN_ROWS, SHARE_ROWS)
 
 
 class Inserter:
@@ -70,6 +74,9 @@ class Inserter:
                 self.keep_written(node, source, spec.placement)
         node.args = fx.map_arg(node.args, lambda n: moved.get(n, n))
         node.kwargs = fx.map_arg(node.kwargs, lambda n: moved.get(n, n))
+        if node.target in LOWERED:
+            self.lower_rows(node)
+            return
         if isinstance(strategy.output_spec, PlacementSpec):
             placement = strategy.output_spec.placement
             self.versions[node] = {placement: node}
@@ -78,6 +85,25 @@ class Inserter:
         elif node.target in ROW_ARGUMENTS and spec_values(strategy.output_spec)[0].placement == Shard(0):
             position = ROW_ARGUMENTS[node.target]
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
+
+    def lower_rows(self, node: fx.Node) -> None:
+        """ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
+        param = node.args[0]
+        assert isinstance(param, fx.Node)
+        shape = tuple(param.meta["val"].shape)
+        with self.module.graph.inserting_before(node):
+            if node.target is OWN_ROWS:
+                rows = self.mover.cut(param, 0, shape)
+                rows.meta.update(node.meta)
+                self.versions[node] = {Shard(0): rows}
+                return
+            rows = node.args[1]  # type: ignore[assignment]
+            whole = self.mover.all_gather(rows, 0, shape)
+            copy = self.mover.call(aten.copy_.default, param, whole)
+        self.describe(rows, whole, param, node)
+        copy.meta.update(node_type=node.meta.get("node_type"), phase="optimizer")
+        self.moves.append(Move(rows, whole, Shard(0), Replicate(), shape, NodeType.PARAM, copy))
+        self.module.graph.erase_node(node)
 
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
         """The node that holds ``source`` where it is wanted, moved there if need be."""
@@ -155,7 +181,7 @@ def spec_values(spec: Any) -> list[PlacementSpec]:
 def erase_tags(graph: fx.Graph) -> None:
     """Drop gradient tags: the tagged value takes their place."""
     for node in list(graph.nodes):
-        if node.target is TAG_GRAD:
+        if node.target is TAG_GRAD or node.target is OWN_ROWS:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

@@ -55,8 +55,8 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 def viewed_input(node: fx.Node) -> fx.Node | None:
     """The input whose memory the node's output shares without writing it, if the schema says so."""
-    if not is_op(node) or node.target._schema.name == "dp_partition::tag_grad":  # type: ignore[union-attr]
-        return None  # a gradient gets memory of its own when it is reduced
+    if not is_op(node) or node.target.namespace == "dp_partition":  # type: ignore[union-attr]
+        return None  # a gradient gets memory of its own when it is reduced; rows of a parameter are checked by name
     for argument, value in arguments(node):
         if argument.alias_info is not None and not argument.alias_info.is_write and isinstance(value, fx.Node):
             return value

@@ -11,6 +11,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from dp_partition.accumulate import repeat_for_microbatches
 from dp_partition.bucket import Traffic
 from dp_partition.canonicalise import canonicalise
 from dp_partition.capture.hypers import Hyper
@@ -23,8 +24,10 @@ from dp_partition.localise import record_local_values
 from dp_partition.mark import mark_graph
 from dp_partition.placements import PerRank
 from dp_partition.plan import PartitionPlan
+from dp_partition.problems import PlanError, Problem
 from dp_partition.propagate import Homes, NodePlan, propagate
 from dp_partition.styles import NodeType
+from dp_partition.zero import update_own_rows
 
 _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
 
@@ -82,14 +85,19 @@ def build_program(
     mesh: DeviceMesh,
     batch_dim: int = 0,
     traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
+    accumulate: int = 1,
 ) -> Program:
     """Trace a step and partition it for this rank. Communicates nothing and changes no object of the caller."""
     local = plan.semantics == "local"
-    capture = trace_step(function, args, kwargs, subject, None if local else whole_batch(plan.world, batch_dim))
+    scale = None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
+    capture = trace_step(function, args, kwargs, subject, scale)
     canonicalise(capture)
+    if accumulate > 1:
+        repeat_for_microbatches(capture, accumulate, batch_dim)
     if not local:
         remove_tags(capture.module.graph)
         decompose(capture.module, capture.mode)
+    update_own_rows(capture.module.graph, {p.info.name for p in plan.params if p.state != p.param})
     homes = home_placements(capture, plan, PerRank() if local else Shard(batch_dim))
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     place_new_states(capture, plan, plans)
@@ -103,13 +111,17 @@ def build_program(
     return Program(capture, capture.inputs, returned, fakes)
 
 
-def whole_batch(world: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
-    """Shape of all ranks' batches together, from one rank's."""
+def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
+    """Shape at which a batch tensor is traced: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
 
     def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-        if tensor.ndim == 0:
-            return ()
-        return (*tensor.shape[:dim], tensor.shape[dim] * world, *tensor.shape[dim + 1 :])
+        if tensor.ndim <= dim:
+            return tuple(tensor.shape)
+        size = tensor.shape[dim]
+        if size % parts:
+            hint = "pass as many rows as accumulate divides"
+            raise PlanError(Problem("uneven-batch", "batch", dim=dim, found=f"{size} rows in {parts} parts", hint=hint))
+        return (*tensor.shape[:dim], size * times // parts, *tensor.shape[dim + 1 :])
 
     return shape_of
 

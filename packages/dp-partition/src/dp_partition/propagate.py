@@ -109,6 +109,11 @@ class _Walk:
             self.visit_output(node)
         elif not is_op(node):
             self.visit_python(node)
+        elif str(node.target).startswith("dp_partition.own_rows"):
+            self.record(node, Shard(0), dict.fromkeys(self.tensor_inputs(node), R), NodeType.PARAM)
+        elif str(node.target).startswith("dp_partition.share_rows"):
+            param, rows = node.all_input_nodes
+            self.record(node, None, {param: R, rows: Shard(0)}, NodeType.PARAM)
         elif self.local and any(isinstance(self.at(n), PerRank) for n in self.tensor_inputs(node)):
             self.visit_per_rank(node)
         elif self.local and is_random(node) and not mutated_inputs(node):
@@ -152,6 +157,8 @@ class _Walk:
     def tag(self, node: fx.Node) -> None:
         """A gradient: under local semantics the average of the ranks' is meant."""
         self.wish[node] = self.homes.grad_home(gradient_name(node), _shape(node))
+        if self.wish[node] == R:
+            node.meta["reduce_whole"] = True
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
         if isinstance(self.states[node], PerRank):
             self.states[node] = self.plans[node].output = AVG
@@ -266,6 +273,8 @@ class _Walk:
             for source in sources:
                 if source in self.wish and _shape(source) == _shape(node):
                     self.wish[node] = self.wish[source]
+                    if "reduce_whole" in source.meta:
+                        node.meta["reduce_whole"] = True
 
     def visit_output(self, node: fx.Node) -> None:
         """Values for the user are whole; new optimizer state lies where its parameter does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from dp_partition.bucket import Traffic
 from dp_partition.capture.hypers import find_hypers, static_signature
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import fill_result
+from dp_partition.failure import guarded
 from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.problems import PlanError, Problem
 from dp_partition.program import Program, build_program
+from dp_partition.randomness import Stream
 from dp_partition.styles import DataParallelStyle, parse_style
 
 
@@ -49,8 +51,13 @@ class Step:
         equal: str,
         batch_dim: int = 0,
         traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
+        accumulate: int = 1,
+        rng: str | None = None,
+        share: Step | None = None,
         passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     ) -> None:
+        self.accumulate, self.rng, self.share = accumulate, rng, share
+        self.stream: Stream | None = None
         self.passes, self.traffic = passes, traffic
         self.batch_dim = batch_dim
         self.function, self.mesh, self.style, self.semantics = function, mesh, style, semantics
@@ -73,6 +80,8 @@ class Step:
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Binding, Program]:
         """The first call: plan, trace and partition; only when all that succeeded, place the tensors."""
         subject = find_subject(self.function, args, kwargs)
+        if self.share is not None:
+            return self.start_shared(self.share.bound(), subject, args, kwargs)
         plan = plan_placements(
             [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()],
             self.style,
@@ -85,6 +94,24 @@ class Step:
         program = self.build(subject, plan, args, kwargs)
         binding = Binding(subject, plan, self.mesh)
         binding.place(self.equal)
+        if self.rng is not None:
+            self.stream = Stream(self.mesh, self.rng)
+        self.binding = binding
+        self.remember(subject, args, kwargs, program)
+        return binding, program
+
+    def start_shared(
+        self, base: Binding, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Binding, Program]:
+        """The first call of a step that uses what another step placed."""
+        placed = {id(param) for param in base.params.values()}
+        foreign = [name for name, param in subject.params.items() if id(param) not in placed]
+        if foreign or subject.optimizers:
+            hint = "pass the model of the step it shares with, and no optimizer"
+            found = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
+            raise PlanError(Problem("not-shared", self.name, found=found, hint=hint))
+        binding = Binding(subject, base.plan, self.mesh)
+        program = self.build(subject, base.plan, args, kwargs)
         self.binding = binding
         self.remember(subject, args, kwargs, program)
         return binding, program
@@ -92,7 +119,8 @@ class Step:
     def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Trace and partition for the arguments at hand."""
         self.num_traces += 1
-        program = build_program(self.function, args, kwargs, subject, plan, self.mesh, self.batch_dim, self.traffic)
+        settings = (self.batch_dim, self.traffic, self.accumulate)
+        program = build_program(self.function, args, kwargs, subject, plan, self.mesh, *settings)
         if self.passes is not None:
             program.capture.module = self.passes(program.module)
         return program
@@ -141,8 +169,13 @@ class Step:
 
     def run(self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph and put new state in place."""
-        with torch.no_grad():
-            values = program.module(*self.gather_inputs(binding, program, args, kwargs))
+        inputs = self.gather_inputs(binding, program, args, kwargs)
+        entries = list(zip(program.inputs, inputs, strict=True))
+        kept = {e.label: tensor for e, tensor in entries if e.kind in ("param", "state")}
+        buffers = {e.label: tensor for e, tensor in entries if e.kind == "buffer"}
+        drawing = self.stream.drawing() if self.stream is not None else nullcontext()
+        with torch.no_grad(), guarded(kept, buffers), drawing:
+            values = program.module(*inputs)
         self.store(binding, program, values)
         return fill_result(program.capture, values)
 
@@ -248,14 +281,17 @@ def _leaf_key(leaf: Any) -> Any:
 def compile(
     train_step: Callable[..., Any],
     *,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None = None,
     style: str | DataParallelStyle = "default",
     semantics: str = "local",
+    batch: Batch | None = None,
     placements: Mapping[str, Placement] | None = None,
     equal: str = "broadcast",
-    batch: Batch | None = None,
     bucket_mb: float = 25,
     prefetch: int = 1,
+    accumulate: int = 1,
+    rng: str | None = None,
+    share: Step | None = None,
 ) -> Step:
     """Make a train step, written for one device, run data-parallel.
 
@@ -264,35 +300,49 @@ def compile(
     are DTensors.
 
     Args:
-        train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and
-            steps the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
+        train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
+            the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
         mesh: One-dimensional mesh of the data-parallel ranks.
-        style: How parameters lie: ``"default"``, ``"replicate"``, ``"fully_shard"`` or a `DataParallelStyle`.
+        style: How parameters lie: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"`` or a
+            `DataParallelStyle`.
         semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (what DDP
-            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does
-            with them.
+            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does.
+        batch: Which dim of tensor arguments is the batch, for global semantics and accumulation. Under global
+            semantics every rank passes as many rows.
         placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
-        batch: Which dim of tensor arguments is the batch; global semantics only. Every rank passes as many rows.
+        equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
         bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
         prefetch: How many buckets of parameters are on their way ahead of compute.
-        equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
+        accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
+        rng: Random numbers of the step: ``None`` draws from the rank's default generator, as DDP does; ``"same"`` and
+            ``"per_rank"`` draw from a stream of the step's own that starts from rank 0's seed.
+        share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
 
     Raises:
         PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
     """
     problems = []
+    if share is not None:
+        if mesh is not None or placements is not None:
+            hint = "leave mesh and placements out"
+            problems.append(Problem("no-effect", "share", found="mesh or placements beside share", hint=hint))
+        mesh, style = share.mesh, share.style
+    if mesh is None:
+        raise PlanError(Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh"))
     if mesh.ndim != 1:
         hint = 'pass one axis of it, as mesh["dp"]'
         problems.append(Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint))
-    if semantics not in ("local", "global"):
-        problems.append(
-            Problem("unknown-semantics", "semantics", found=repr(semantics), hint="use 'local' or 'global'")
-        )
-    if semantics == "local" and batch is not None:
+    problems += _choice("semantics", semantics, ("local", "global"))
+    problems += _choice("equal", equal, ("broadcast", "check"))
+    problems += _choice("rng", rng, (None, "same", "per_rank"))
+    if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
         problems.append(Problem("no-effect", "batch", found=repr(batch), hint=hint))
-    if equal not in ("broadcast", "check"):
-        problems.append(Problem("unknown-equal", "equal", found=repr(equal), hint="use 'broadcast' or 'check'"))
+    if semantics == "global" and (accumulate > 1 or rng == "same"):
+        hint = "use semantics='local'"
+        problems.append(Problem("needs-local", "accumulate" if accumulate > 1 else "rng", found="global", hint=hint))
+    if accumulate < 1 or prefetch < 0 or bucket_mb < 0:
+        problems.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
     try:
         parsed = parse_style(style)
     except PlanError as error:
@@ -300,4 +350,13 @@ def compile(
         parsed = DataParallelStyle.DEFAULT
     if problems:
         raise PlanError(problems, "dp_partition.compile")
-    return Step(train_step, mesh, parsed, semantics, placements or {}, equal, (batch or Batch()).dim, Traffic(int(bucket_mb * (1 << 20)), prefetch))
+    traffic = Traffic(int(bucket_mb * (1 << 20)), prefetch)
+    dim = (batch or Batch()).dim
+    return Step(train_step, mesh, parsed, semantics, placements or {}, equal, dim, traffic, accumulate, rng, share)
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:
+    if value in allowed:
+        return []
+    hint = f"use one of {', '.join(map(repr, allowed))}"
+    return [Problem(f"unknown-{name}", name, found=repr(value), hint=hint)]

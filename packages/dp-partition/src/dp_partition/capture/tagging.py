@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 _new_library: Any = torch.library.Library  # its methods are not typed
-_LIBRARY: Any = _new_library("dp_partition", "DEF")
-_LIBRARY.define("tag_grad(Tensor(a) self, str name='') -> Tensor(a)")
+library: Any = _new_library("dp_partition", "DEF")
+library.define("tag_grad(Tensor(a) self, str name='') -> Tensor(a)")
 
 
 def _same_tensor(grad: torch.Tensor, name: str = "") -> torch.Tensor:
     return grad
 
 
-_LIBRARY.impl("tag_grad", _same_tensor, "CompositeExplicitAutograd")
+library.impl("tag_grad", _same_tensor, "CompositeExplicitAutograd")
 
 TAG_GRAD = torch.ops.dp_partition.tag_grad.default
 

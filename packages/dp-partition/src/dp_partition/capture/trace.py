@@ -274,7 +274,7 @@ def _collect_outputs(result: Any, subject: Subject, fakes: _Fakes, phases: Phase
     """Flatten what the step returned, then every buffer and state entry that it put in place of an old one."""
     left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
     if left and not phases.cleared and phases.backward:
-        hint = "call optim.zero_grad() at the start or the end of the step"
+        hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
         raise PlanError(
             [Problem("grads-carried-over", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
         )

@@ -1,0 +1,18 @@
+"""The README's example runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_example() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:dp_partition", "-c", code], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert "0.weight: [32, 8]" in done.stdout.decode()
