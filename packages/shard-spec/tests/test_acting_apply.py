@@ -205,6 +205,26 @@ def test_a_fused_weight_becomes_a_local_parameter(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(4)
+def test_a_fused_weight_beside_a_data_axis(ranks: Ranks) -> None:
+    """Local parameters on a mesh of two axes, and the plan of the live module."""
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    qkv = nn.Linear(4, 12, bias=False)
+    full = copy.deepcopy(qkv)
+    plan = ShardingPlan({"weight": {"tp": InterleavedShard(0, (8, 2, 2))}}, mesh=mesh)
+    handle = plan.apply(qkv, mesh, src_rank=3)
+    layout = plan.resolve(full)["weight"]
+    parts = [full.weight[box.slices()] for box in layout.boxes(ranks.rank, (12, 4))]
+    assert len(parts) == 3
+    assert torch.equal(qkv.weight, torch.cat(parts))
+    assert vars(qkv.weight)["_sharding_info"][1] == (Replicate(), Shard(0))
+    found = ShardingPlan.from_module(qkv).resolve(full)["weight"]
+    assert found.equivalent_to(layout, (12, 4))
+    handle.undo()
+    assert torch.equal(qkv.weight, full.weight)
+
+
+@pytest.mark.ranks(4)
 def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     module = block()
@@ -237,7 +257,7 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     )
     # Fused weights on a mesh of several axes, uneven sizes, an order a DTensor does not have.
     for text, code in [
-        ("tp:I(0,[6,4])", "not-expressible"),
+        ("dp:S(1), tp:I(0,[6,4])", "not-expressible"),
         ("tp:U(0,[3,7])", "not-expressible"),
         ("dp:S(0), tp:S(0); order=tp>dp", "order-not-expressible"),
     ]:

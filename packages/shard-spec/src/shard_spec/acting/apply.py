@@ -56,9 +56,9 @@ def apply_plan(
     """Replace the parameters and buffers of ``module`` by their pieces, all or nothing; see ``ShardingPlan.apply``.
 
     Every tensor becomes a DTensor on ``mesh``, also those that the plan does not mention (replicated), and gradients
-    are laid out like their parameters. A fused weight (``InterleavedShard`` on a 1-D mesh) becomes a plain local
-    parameter that carries ``_sharding_info`` with its sections. Layouts that neither can say raise before anything
-    moves.
+    are laid out like their parameters. A fused weight (``InterleavedShard`` along one axis, whole along the others)
+    becomes a plain local parameter that carries ``_sharding_info`` with its sections; its gradient is the caller's
+    business. Layouts that neither can say raise before anything moves.
 
     Args:
         plan: Its mesh, where it has one, has the axes of ``mesh``.

@@ -63,15 +63,13 @@ class WeightCut:
         """One placement for each mesh axis: ``by_dim[d]`` where it cuts dim ``d``, else ``replicate``."""
         return tuple(replicate if dim is None else by_dim[dim] for dim in self._terms)
 
-    def exchange(self, group: dist.ProcessGroup, rows: tuple[int, ...], dim: int | None) -> RowExchange:
+    def exchange(self, group: dist.ProcessGroup, rows: tuple[int, ...], dim: int) -> RowExchange:
         """The exchange between ``rows`` of the batch and the columns that ``dim`` of the weight meets.
 
         Args:
             group: The group.
             rows: Rows of the batch by rank.
-            dim: Dim of the weight along which a row of the batch is cut; None: every rank gets whole rows.
+            dim: Dim of the weight along which a row of the batch is cut.
         """
-        if dim is None:
-            raise AssertionError("whole rows need no cut")
         intervals = self.rows if dim == 0 else self.columns
         return RowExchange(group, rows, intervals, self.shape[dim], self.primary)

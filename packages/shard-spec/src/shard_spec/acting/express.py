@@ -30,7 +30,7 @@ def express(layout: Layout, shape: tuple[int, ...], name: str, *, local: bool = 
         layout: It fits ``shape``.
         shape: Global shape.
         name: FQN, for the problem.
-        local: Whether a fused weight on one axis may become a local parameter with sections.
+        local: Whether a weight that one axis interleaves may become a local parameter with sections.
     """
     plain = layout.canonical(shape)
     dims = tuple(None if term.dim is None else term.dim for term in plain.terms)
@@ -47,7 +47,11 @@ def express(layout: Layout, shape: tuple[int, ...], name: str, *, local: bool = 
     special = [at for at, term in enumerate(plain.terms) if term.kind not in "RS"]
     term = plain.terms[special[0]]
     axis = layout.mesh.axis_names[special[0]]
-    if local and len(special) == 1 and term.kind == "I" and dims.count(term.dim) == 1 and layout.mesh.ndim == 1:
+    if (
+        local
+        and term.kind == "I"
+        and all(other.kind == "R" for at, other in enumerate(plain.terms) if at != special[0])
+    ):
         assert term.dim is not None
         return Expression("local", dims, _section_sizes(term.arg, shape[term.dim]))
     return Problem("not-expressible", name, term.dim, axis, f"{layout}: {_why(term.kind)}", _hint(term.kind, local))
@@ -70,8 +74,8 @@ def _why(kind: str) -> str:
 def _hint(kind: str, local: bool) -> str:
     if kind == "I":
         return (
-            "on a 1-D mesh a fused weight becomes a local parameter; or use tp-styles' fused styles"
+            "a fused weight becomes a local parameter where all other axes replicate; or use tp-styles' fused styles"
             if local
-            else "use plan.apply on a 1-D mesh, or tp-styles' fused styles"
+            else "use plan.apply, or tp-styles' fused styles"
         )
     return "use Shard(dim) here; shard-reshard moves tensors in any layout"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +10,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shard_spec.acting.express import Expression
+
+
+class Section(NamedTuple):
+    """One section of a fused dim. Counts as its size where a number is asked for.
+
+    Attributes:
+        size: Global length.
+        unit: It is cut at multiples of this.
+        copies: How many ranks hold each part.
+    """
+
+    size: int
+    unit: int = 1
+    copies: int = 1
+
+    def __int__(self) -> int:
+        return self.size
 
 
 class LocalParameter(nn.Parameter):
@@ -43,5 +60,5 @@ def sharding_info(mesh: DeviceMesh, expression: Expression, shape: tuple[int, ..
     """The house's description of a piece of a tensor of global ``shape``."""
     placements = tuple(Replicate() if dim is None else Shard(dim) for dim in expression.dims)
     stride = torch.empty(shape, device="meta").stride()
-    sections = tuple((size, 1, 1) for size in expression.sections)
+    sections = tuple(Section(size) for size in expression.sections)
     return (mesh, placements, torch.Size(shape), stride, sections)

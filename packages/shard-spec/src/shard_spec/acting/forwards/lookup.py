@@ -62,7 +62,7 @@ def look_up(
     found = F.embedding(
         torch.where(inside, ids - start, elsewhere), table, local_padding, scale_grad_by_freq=scale_grad_by_freq
     )
-    return found.masked_fill(~inside.unsqueeze(-1), 0)
+    return torch.where(inside.unsqueeze(-1), found, 0)
 
 
 def renormalize(
