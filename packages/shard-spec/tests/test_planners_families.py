@@ -151,6 +151,20 @@ FAMILIES = {
         rest=("model.layers.*.feed_forward.router.weight",),
         num_units=6,
     ),
+    "cohere": Family(
+        "CohereForCausalLM",
+        "CohereConfig",
+        {**LLAMA_SMALL, "use_qk_norm": True, "bos_token_id": 0, "eos_token_id": 0},
+        default={"use_qk_norm": True},
+    ),
+    "albert": Family(
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        {**BERT_SMALL, "embedding_size": 16},
+        default={"num_attention_heads": 64},
+        rest=("albert.encoder.embedding_hidden_mapping_in.weight", "predictions.dense.weight"),
+        num_units=2,  # one layer, used again and again
+    ),
     "bert": Family("BertForMaskedLM", "BertConfig", BERT_SMALL, rest=("cls.predictions.transform.dense.weight",)),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", BERT_SMALL, rest=("lm_head.dense.weight",)),
     "distilbert": Family(

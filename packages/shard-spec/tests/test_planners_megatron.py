@@ -326,6 +326,26 @@ def test_norms_of_q_and_k(probe: bool) -> None:
     assert_right(model, per_head, 2, torch.randn(2, 3, 24, dtype=torch.float64))
 
 
+class GatedHeads(Attention):
+    """One more projection beside q, k and v, with as many outputs as there are heads."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        self.gate = nn.Linear(width // num_heads, num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        out: Tensor = self.proj((y * self.gate(y.mean(2)).unsqueeze(-1)).flatten(2))
+        return out
+
+
+def test_another_projection_beside_q_k_and_v() -> None:
+    assert codes(analysed(GatedHeads(32, 4))) >= {"slices-mix"}
+    assert codes(analysed(GatedHeads(32, 4), probe=False)) >= {"parameter-inside-region"}
+    assert analysed(GatedHeads(32, 4), probe=False).units == ()
+
+
 class Rotary(Attention):
     """Asks for rotary embeddings, complex as in Meta's Llama or as a pair of cosine and sine."""
 

@@ -16,6 +16,8 @@ from shard_spec.problems import Problem
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
 
 _ONE_PER_HEAD = ("sinks",)  # of library classes
+# Library classes that keep the norm after their output projection beside q, k and v.
+_AFTER_THE_OUTPUT = {"AlbertAttention": ("LayerNorm.weight", "LayerNorm.bias")}
 
 
 class HeadCounts(Protocol):
@@ -56,7 +58,9 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         head_dims = [dim for dim, size in enumerate(shape) if size == heads.num_heads]
         others = [size for dim, size in enumerate(shape) if dim not in head_dims[:1] and size != 1]
         owner = context.modules[join(holder, name.rpartition(".")[0])]
-        if heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
+        if isinstance(owner, nn.Linear):
+            doubts.append(_doubt(fqn, shape))  # a projection that is none of q, k, v and output
+        elif heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
             if _NORM_OF_A_PROJECTION.search(name):
                 replicated.append(fqn)
             elif name in _ONE_PER_HEAD and from_library(context.modules[holder]):
@@ -67,6 +71,10 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
             cuts.append(Cut(fqn, "S(1)"))  # a bias per bucket and head
         elif head_dims and (not others or (others == [heads.head_dim] and len(shape) > 1)):
             cuts.append(Cut(fqn, f"S({head_dims[0]})"))  # a number, or a vector, per head
+        elif shape == (heads.num_kv_heads, heads.head_dim):
+            cuts.append(Cut(fqn, "S(0)"))  # a vector per key-value head
+        elif from_library(context.modules[holder]) and name in _after_the_output(context.modules[holder]):
+            continue
         elif others == [heads.head_dim] and len(shape) == 1:
             replicated.append(fqn)  # one vector for all heads
         elif _is_input_norm(name, shape, heads):
@@ -74,6 +82,10 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         else:
             doubts.append(_doubt(fqn, shape))
     return Inner(tuple(cuts), tuple(replicated), tuple(doubts))
+
+
+def _after_the_output(holder: nn.Module) -> tuple[str, ...]:
+    return _AFTER_THE_OUTPUT.get(type(holder).__name__, ())
 
 
 def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool:

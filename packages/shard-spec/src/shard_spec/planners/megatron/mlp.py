@@ -130,7 +130,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:
         return _whole(block, Problem("too-narrow", block.scope, found=f"{width} channels with tp={tp_size}"))
-    doubt = _parameters_between(context, block)
+    doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
     for pattern, slices in _arrangements(context, block, known):
         evidence = _evidence(context, block, slices, known, doubt)
@@ -213,15 +213,17 @@ def _evidence(
     )
 
 
-def _parameters_between(context: Context, block: FeedForward) -> Problem | None:
+def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
     """A parameter with as many entries as hidden channels, beside the linears: a norm between them cannot be cut."""
-    known = {id(p) for view in (*block.columns, block.row) for p in view.module.parameters()}
+    own = {id(p) for view in (*block.columns, block.row) for p in view.module.parameters()}
     width, outer = block.row.in_features, block.row.out_features
     for name, parameter in context.modules[block.scope].named_parameters():
         owner = context.modules.get(join(block.scope, name.rpartition(".")[0]))
-        if id(parameter) in known or id(owner) in context.claimed:
+        if id(parameter) in own or id(owner) in context.claimed:
             continue
-        if parameter.dim() == 1 and parameter.shape[0] == width and width != outer:
+        # Of a library's class only a norm is to be feared, of others anything that meets the hidden channels.
+        meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
+        if meets and width != outer:
             return Problem(
                 "parameter-inside-region",
                 join(block.scope, name),

@@ -36,14 +36,28 @@ OUTPUT_BLOCK = frozenset({"output", "out", "attention_output"})
 UP = frozenset(
     {
         *("fc1", "c_fc", "up_proj", "w1", "w3", "dense_h_to_4h", "fc_in", "lin1", "linear1", "wi", "wi_0", "wi_1"),
-        *("gate_proj", "gate", "up", "fc", "w_in", "ff1", "linear_1", "w_gate", "w_up", "fc_1", "dense_in", "expand"),
+        *(
+            "gate_proj",
+            "gate",
+            "up",
+            "fc",
+            "w_in",
+            "ff1",
+            "linear_1",
+            "w_gate",
+            "w_up",
+            "fc_1",
+            "dense_in",
+            "expand",
+            "ffn",
+        ),
     }
 )
 FUSED_GATE_UP = frozenset({"gate_up_proj", "w12", "w13", "gate_up", "up_gate_proj", "wi", "fc1_fused", "dense_h_to_4h"})
 DOWN = frozenset(
     {
         *("fc2", "c_proj", "down_proj", "w2", "w3", "dense_4h_to_h", "fc_out", "lin2", "linear2", "wo", "down", "proj"),
-        *("w_out", "ff2", "linear_2", "w_down", "fc_2", "dense_out", "contract"),
+        *("w_out", "ff2", "linear_2", "w_down", "fc_2", "dense_out", "contract", "ffn_output"),
     }
 )
 # BERT: `intermediate.dense`, then `output.dense`.

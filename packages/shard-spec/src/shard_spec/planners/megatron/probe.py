@@ -1,7 +1,8 @@
 """Runs a module's forward without its weights, to see which slices depend on which.
 
 The module's linear layers are replaced by stand-ins in a shallow copy (the module itself is not touched): column
-linears return prepared random values, the row linear hands back what it is given and stops the run. Two runs differ
+linears return prepared random values, other linears mix all they are given, the row linear hands back what it is given
+and stops the run. Two runs differ
 only in the columns' slices of *other* ranks; if the row linear's slice differs, the region mixes slices and must not
 be cut that way. Weights are not needed, so this works on meta modules of any size and takes milliseconds.
 """
@@ -58,6 +59,21 @@ class _Source(nn.Module):
         if num_tokens > self.values.shape[0]:
             raise ValueError(f"{num_tokens} tokens where at most {self.values.shape[0]} were expected")
         return self.values[:num_tokens].reshape(*x.shape[:-1], self.out_features).clone()
+
+
+class _Other(nn.Module):
+    """Stands in for any other linear: a weight of rank one, so that every output depends on every input."""
+
+    def __init__(self, view: LinearView, seed: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = view.in_features, view.out_features
+        self.nf, self.nx = view.out_features, view.in_features
+        self.reads = _random((view.in_features,), seed) / view.in_features**0.5
+        self.writes, self.adds = _random((view.out_features,), seed + 1), _random((view.out_features,), seed + 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = torch.matmul(x.double(), self.reads)
+        return read.unsqueeze(-1) * self.writes + self.adds
 
 
 class _Sink(nn.Module):
@@ -124,7 +140,7 @@ def _copied(module: nn.Module, replace: dict[nn.Module, nn.Module]) -> nn.Module
         return replace[module]
     view = as_linear("", module)
     if view is not None:
-        replace[module] = _Source(view, 1000 + len(replace))
+        replace[module] = _Other(view, 1000 + 3 * len(replace))
         return replace[module]
     twin = copy.copy(module)
     replace[module] = twin
@@ -186,7 +202,7 @@ def _first_call_that_reaches_the_row(
 def _width(clone: nn.Module, row: LinearView) -> int:
     """Channels of the stream: what the first stand-in reads."""
     for module in clone.modules():
-        if isinstance(module, _Source):
+        if isinstance(module, _Source | _Other):
             return module.in_features
     return row.out_features
 
