@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shard_spec.acting.actions import ModuleActions, plan_together
-from shard_spec.acting.agreement import agree, group_or_default
+from shard_spec.acting.agreement import agree
+from shard_spec.acting.apply_checks import (
+    argument_problems,
+    device_of_mesh,
+    group_of,
+    mesh_order_problems,
+    on_mesh,
+    source_text,
+    value_problems,
+)
 from shard_spec.acting.changes import Changes
 from shard_spec.acting.express import Expression, express
 from shard_spec.acting.gradients import LayGradient
@@ -21,7 +30,6 @@ from shard_spec.acting.install import install_module
 from shard_spec.acting.local_parameter import LocalParameter, sharding_info
 from shard_spec.acting.module import run_sharders
 from shard_spec.acting.sources import (
-    SOURCES,
     Initializer,
     Source,
     fingerprint,
@@ -38,7 +46,7 @@ from shard_spec.mesh import MeshSpec
 from shard_spec.plan.resolve import examine
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.validate import validate
-from shard_spec.problems import PlanError, Problem
+from shard_spec.problems import Problem
 from shard_spec.specs import as_sharder
 
 
@@ -82,7 +90,7 @@ def apply_plan(
     Raises:
         PlanError: With every problem of every rank, before anything moved.
     """
-    group = _group_of(mesh, group)
+    group = group_of(mesh, group)
     settings = (source, src_rank, init, seed)
     actions, outcome = plan_together(lambda: _plan(plan, module, mesh, group, *settings))
     agree(group, outcome, "apply")
@@ -103,35 +111,6 @@ def apply_plan(
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-def _group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group of all ranks of the mesh.
-
-    Raises:
-        PlanError: ``not-a-mesh``, ``rank-outside-mesh``, ``group-needed`` or ``group-mismatch``; no rank was told.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        found = f"{mesh!r:.200} of type {type(mesh).__qualname__}"
-        hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
-        raise PlanError(Problem("not-a-mesh", "mesh", found=found, hint=hint))
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if mesh.get_coordinate() is None:
-        found, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
-        raise PlanError(Problem("rank-outside-mesh", "mesh", found=found, hint=hint))
-    if group is None and mesh.ndim == 1:
-        return mesh.get_group()
-    if group is None and len(ranks) == dist.get_world_size():
-        return group_or_default(None)
-    if group is None:
-        found = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
-        hint = "pass group=, a process group of all ranks of the mesh"
-        raise PlanError(Problem("group-needed", "group", found=found, hint=hint))
-    members = sorted(dist.get_process_group_ranks(group_or_default(group)))
-    if members != ranks:
-        found, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
-        raise PlanError(Problem("group-mismatch", "group", found=found, hint=hint))
-    return group
-
-
 def _plan(
     plan: ShardingPlan,
     module: nn.Module,
@@ -144,8 +123,8 @@ def _plan(
 ) -> ModuleActions:
     """What is done to each tensor; changes and sends nothing."""
     spec = MeshSpec.from_device_mesh(mesh)
-    problems = _argument_problems(source, src_rank, dist.get_world_size(group), init)
-    problems += _mesh_order_problems(mesh)
+    problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
+    problems += mesh_order_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.with_mesh(spec)
     found = examine(plan, module)
@@ -162,8 +141,8 @@ def _plan(
             continue
         tensor = tensor_at(module, facts.name)
         problems += replacing_problems(tensor, facts.name)
-        problems += _value_problems(tensor, facts.name, source, me == src_rank)
-        rebound = _on_mesh(layout, spec, facts.name)
+        problems += value_problems(tensor, facts.name, source, me == src_rank)
+        rebound = on_mesh(layout, spec, facts.name)
         expression = rebound if isinstance(rebound, Problem) else express(rebound, facts.shape, facts.name, local=True)
         if isinstance(rebound, Problem) or isinstance(expression, Problem):
             problems += [each for each in (rebound, expression) if isinstance(each, Problem)]
@@ -180,79 +159,11 @@ def _plan(
         tensors=tuple(tensors),
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         src_rank=src_rank,
-        source=_source_text(source, src_rank, init, seed),
+        source=source_text(source, src_rank, init, seed),
         values=tuple(fingerprints),
-        device=_device(mesh),
+        device=device_of_mesh(mesh),
         problems=tuple(dict.fromkeys(problems)),
     )
-
-
-def _argument_problems(source: object, src_rank: object, size: int, init: object) -> list[Problem]:
-    problems = []
-    if source not in SOURCES:
-        hint = f"one of {', '.join(map(repr, SOURCES))}"
-        problems.append(Problem("unknown-source", "source", found=repr(source), hint=hint))
-    if not isinstance(src_rank, int) or isinstance(src_rank, bool) or not 0 <= src_rank < size:
-        hint = f"a rank in the group, 0 to {size - 1}"
-        problems.append(Problem("src-rank-out-of-range", "src_rank", found=repr(src_rank), hint=hint))
-    if init is not None and source != "meta":
-        found, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
-        problems.append(Problem("no-effect", "init", found=found, hint=hint))
-    if not (init is None or init == "reset_parameters" or callable(init)):
-        hint = "a function init(fqn, tensor), 'reset_parameters', or None"
-        problems.append(Problem("unknown-init", "init", found=repr(init), hint=hint))
-    return problems
-
-
-def _mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
-    """Axes whose process group has another order than the mesh: gathers over it would be silently permuted."""
-    problems = []
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for axis in range(mesh.ndim):
-        index = tuple(slice(None) if at == axis else here for at, here in enumerate(coordinate))
-        along = mesh.mesh[index].tolist()
-        members = dist.get_process_group_ranks(mesh.get_group(axis))
-        if along != members:
-            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
-            found = f"ranks {along} along the axis, {members} in its process group"
-            hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
-            problems.append(Problem("mesh-order", "mesh", axis=name, found=found, hint=hint))
-    return problems
-
-
-def _value_problems(tensor: torch.Tensor, name: str, source: object, is_source: bool) -> list[Problem]:
-    if tensor.is_meta and (source == "local" or (source == "scatter" and is_source)):
-        hint = "load values first, or use source='meta'"
-        return [Problem("meta-on-source", name, found="a meta tensor where values are needed", hint=hint)]
-    return []
-
-
-def _on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
-    """The same layout on the ranks of the live mesh: a plan is made for axes, whichever ranks they turn out to be."""
-    same_axes = layout.mesh.axis_names == mesh.axis_names and layout.mesh.shape == mesh.shape
-    from_spec = layout.mesh.ndim == mesh.ndim == 1 and tuple(layout.mesh.ranks) == tuple(mesh.ranks)
-    if same_axes or from_spec:
-        order = [mesh.axis_names[layout.mesh.axis_names.index(axis)] for axis in layout.order]
-        return Layout(mesh, layout.terms, order)
-    found = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
-    hint = "give the plan the axes of the mesh, in its order"
-    return Problem("mesh-mismatch", name, found=found, hint=hint)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
-def _source_text(source: object, src_rank: int, init: object, seed: int) -> str:
-    if source == "scatter":
-        return f"rank {src_rank} of the group"
-    if source == "meta":
-        how = getattr(init, "__qualname__", repr(init))
-        return f"meta tensors filled by {how} with seed {seed}"
-    return "every rank's own values"
 
 
 # ---- moving and installing ------------------------------------------------------------------------------------------
