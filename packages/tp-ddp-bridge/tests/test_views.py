@@ -533,3 +533,21 @@ def test_two_losses_of_one_forward_and_second_derivatives(ranks: Ranks) -> None:
     (gradient,) = torch.autograd.grad(model()[0] * 1.0, leaf, create_graph=True)
     (twice,) = torch.autograd.grad(gradient.sum(), leaf)
     assert torch.equal(twice, torch.full_like(leaf, 2.0))
+
+
+@pytest.mark.ranks(2)
+def test_hooks_registered_through_an_attribute(ranks: Ranks) -> None:
+    # On the view itself they would vanish with it, silently.
+    model = bridged_mlp(ranks)
+    seen: list[Any] = []
+    first = model.up.weight.register_hook(lambda grad: seen.append(type(grad)))
+    second = model.up.weight.register_hook(lambda grad: grad * 0)
+    later = model.up.weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.full_tensor().sum())))
+    for _ in range(2):
+        model(torch.ones(2, 16)).sum().backward()
+    assert seen == [DTensor, 0.0] * 2
+    for handle in (first, second, later):
+        handle.remove()
+    model(torch.ones(2, 16)).sum().backward()
+    assert len(seen) == 4 and float(model.up.weight.grad.full_tensor().abs().sum()) > 0
+    undo_dp_transform(model)

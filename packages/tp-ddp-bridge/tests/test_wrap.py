@@ -107,8 +107,13 @@ def test_ranks_that_hold_different_shards_are_found_before_the_broadcast(ranks: 
     crossed, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]  # torch's stub
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(model.parameters())
     with pytest.raises(PlanError, match="ranks-disagree"):
         wrap_ddp(model, group=crossed)
+    assert not is_bridged(model) and all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    with pytest.raises(TypeError, match="no_such"):
+        wrap_ddp(model, mesh=mesh, no_such=1)
+    assert not is_bridged(model) and isinstance(next(model.parameters()), DTensor)
     models.assert_same_state(model.state_dict(), {n: models.whole(v) for n, v in before.items()}, count=6, atol=0)
     odd = models.parallelize_mlp(models.seeded(lambda: models.MLP(16 if ranks.rank < 2 else 32)), mesh["tp"])
     with pytest.raises(PlanError, match="ranks-disagree"):

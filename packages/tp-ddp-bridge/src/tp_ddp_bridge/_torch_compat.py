@@ -5,7 +5,6 @@ Read against torch 2.13.0; the same names exist in 2.11.0.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,9 +21,11 @@ __all__ = [
     "flatten_axes",
     "foreach_norms",
     "foreach_scale",
+    "holders",
     "local_of",
     "make_spec",
     "post_accumulate_hooks",
+    "same_memory",
     "saved_tensors_hooks_in_force",
     "set_post_accumulate_hooks",
     "set_tensor_hooks",
@@ -48,8 +49,8 @@ def make_spec(
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    """A DTensor around ``local``; the spec is copied because in-place operators write to it."""
-    return DTensor(local, copy.copy(spec), requires_grad=requires_grad)  # type: ignore[no-untyped-call]  # torch's stub
+    """A DTensor around ``local``; operators that change a DTensor's layout give it another spec and leave this one."""
+    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]  # torch's stub
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,6 +64,18 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor of ``tensor``, waited for; no autograd."""
     return waited(tensor._local_tensor)
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """How many references there are to ``tensor`` from C++, its Python object counting as one."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]  # private, and so not in the stub
+    return count
+
+
+def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are views of one storage; for fake tensors too."""
+    alias: bool = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]  # private, and so not in the stub
+    return alias
 
 
 def default_axis_order(tensor: DTensor) -> bool:

@@ -9,8 +9,6 @@ let go.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,51 +25,53 @@ class _Forward(threading.local):
     """The forward that this thread is in; a recomputation in backward starts one of its own."""
 
     depth = 0
-    views: dict[Any, tuple[torch.Tensor, DTensor]] | None = None
+    views: dict[Any, tuple[DTensor, torch.Tensor, View]] | None = None
 
 
 _forward = _Forward()
 
 
-@contextmanager
-def forward_scope() -> Iterator[None]:
-    """Keep views until the outermost of nested scopes ends."""
-    if _forward.depth == 0:
-        _forward.views = {}
-    _forward.depth += 1
-    try:
-        yield
-    finally:
+class ForwardScope:
+    """Keeps views until the outermost of nested scopes ends."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        if _forward.depth == 0:
+            _forward.views = {}
+        _forward.depth += 1
+
+    def __exit__(self, *_: object) -> None:
         _forward.depth -= 1
         if _forward.depth == 0:
-            _forward.views = None
+            views, _forward.views = _forward.views, None
+            for made, leaf, view in (views or {}).values():
+                view.lay_by(made, leaf)
 
 
 def cached_view(view: View, leaf: torch.Tensor) -> DTensor:
     """The view of ``leaf`` that this forward already has, or a new one."""
     views = _forward.views
     if views is None or leaf.is_inference():
-        made = view.make(leaf)
-        grad = leaf.grad
-        if views is None and grad is not None and grad.dtype == leaf.dtype and grad.layout == torch.strided:
-            made.grad = view.layout.wrap(grad)  # `module.weight.grad` outside a forward shows the gradient
-        return made
+        return view.make(leaf)
+    region = saved_tensors_hooks_in_force()
+    grad_mode, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     key = (
         id(leaf),
         id(view.layout),
         leaf._version,
         leaf.dtype,
         leaf.requires_grad,
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        saved_tensors_hooks_in_force(),
+        grad_mode,
+        inference,
+        region,
     )
     found = views.get(key)
-    if found is not None:
-        return found[1]
-    made = view.make(leaf)
-    views[key] = (leaf, made)  # holds the leaf, so that its id stays its own
-    return made
+    if found is None:
+        made = view.spare(leaf) if region is None and grad_mode else None
+        # with its leaf, whose id stays its own for so long
+        found = views[key] = (view.make(leaf) if made is None else made, leaf, view)
+    return found[0]
 
 
 def in_forward() -> bool:

@@ -6,11 +6,13 @@ before the bridge, under it and after it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from tp_ddp_bridge._torch_compat import (
     post_accumulate_hooks,
@@ -77,6 +79,27 @@ def carry_hooks(parameter: torch.Tensor, leaf: torch.Tensor, layout: Layout) -> 
     if later:
         stand_in = CarriedPostHooks(later, layout)
         leaf.register_post_accumulate_grad_hook(stand_in)  # type: ignore[no-untyped-call]  # torch's stub
+
+
+def register_carried(leaf: torch.Tensor, layout: Layout, hook: Callable[..., Any], after: bool) -> RemovableHandle:
+    """Register a hook that sees DTensors on ``leaf``, beside those that it carries already.
+
+    Args:
+        leaf: A leaf.
+        layout: Its layout.
+        hook: What the user registered on the DTensor that the attribute gave.
+        after: Whether it runs after the gradient has been accumulated.
+    """
+    kind: Any = CarriedPostHooks if after else CarriedHooks
+    present = (post_accumulate_hooks(leaf) if after else tensor_hooks(leaf)) or {}
+    carried: Any = next((one.hooks for one in present.values() if isinstance(one, kind)), None)
+    if carried is None:
+        carried = OrderedDict()
+        register: Any = leaf.register_post_accumulate_grad_hook if after else leaf.register_hook
+        register(kind(carried, layout))
+    handle = RemovableHandle(carried)
+    carried[handle.id] = hook
+    return handle
 
 
 def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:

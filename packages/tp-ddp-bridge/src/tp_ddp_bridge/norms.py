@@ -29,11 +29,15 @@ class GradPart:
         local: The local gradient, the very memory that clipping scales; ``None`` if the parameter has no gradient. It
             is a part all the same, so that the ranks agree on the collectives whatever each of them used.
         counted: What the norm counts: ``local``, except for gradients that lie otherwise than their parameter.
-        groups: Groups over which this gradient is sharded, by their ranks.
+        device: Where the parameter lies.
+        dtype: Of the parameter.
+        groups: Groups over which the parameter is sharded, by their ranks.
     """
 
     local: torch.Tensor | None
     counted: torch.Tensor | None
+    device: torch.device
+    dtype: torch.dtype
     groups: dict[tuple[int, ...], dist.ProcessGroup]
 
 
@@ -119,10 +123,11 @@ def _parts(parameters: list[torch.Tensor]) -> list[GradPart]:
         ]
         if unknown:
             raise PlanError(unknown, "the norm of gradients of unknown layout")
-    return [_part(parameter.grad, layout) for parameter, layout in zip(parameters, layouts, strict=True)]
+    return [_part(parameter, layout) for parameter, layout in zip(parameters, layouts, strict=True)]
 
 
-def _part(grad: torch.Tensor | None, layout: Layout | None) -> GradPart:
+def _part(parameter: torch.Tensor, layout: Layout | None) -> GradPart:
+    grad = parameter.grad
     local = local_of(grad) if isinstance(grad, DTensor) else grad
     counted = local
     if isinstance(grad, DTensor) and layout is not None and grad.placements != layout.placements:
@@ -131,15 +136,14 @@ def _part(grad: torch.Tensor | None, layout: Layout | None) -> GradPart:
     for axis in () if layout is None else layout.sharded_axes():
         group = layout.mesh.get_group(axis)  # type: ignore[union-attr]  # no axes without a layout
         groups[tuple(dist.get_process_group_ranks(group))] = group
-    return GradPart(local, counted, groups)
+    return GradPart(local, counted, parameter.device, parameter.dtype, groups)
 
 
 def _norm(parts: list[GradPart], norm_type: float, error_if_nonfinite: bool, foreach: bool | None) -> torch.Tensor:
     norm_type = float(norm_type)
     if norm_type == 0.0 or math.isnan(norm_type):
         raise ValueError(f"norm_type must be a number other than 0, found {norm_type}")
-    grads = [part.counted for part in parts if part.counted is not None]
-    if not grads and not any(part.groups for part in parts):
+    if not parts:
         return torch.tensor(0.0)
     totals = _reduced(_sums(parts, norm_type, foreach), parts, norm_type)
     total = totals[0] if len(totals) == 1 else _fold(torch.stack(totals), norm_type)
@@ -159,9 +163,8 @@ def _sums(
     """Sum of ``|g|**p`` (largest ``|g|`` for infinity), one number for each set of groups that gradients are sharded
     over.
     """
-    present = [part.counted for part in parts if part.counted is not None]
-    device = present[0].device if present else torch.device("cpu")
-    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in present) else torch.float32
+    device = parts[0].device
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
     nothing = math.inf if norm_type == -math.inf else 0.0
     by_groups: dict[tuple[tuple[int, ...], ...], list[torch.Tensor]] = {}
     for part in parts:

@@ -19,7 +19,7 @@ from tp_ddp_bridge.marks import WholeOn, mark_leaves, mark_plain, mark_plain_aft
 from tp_ddp_bridge.optimizers import as_list, is_sharded, problems_of_all, repoint
 from tp_ddp_bridge.problems import PlanError, Problem
 from tp_ddp_bridge.stale import hand_back, hand_over, is_stale
-from tp_ddp_bridge.survey import Found, Survey, survey
+from tp_ddp_bridge.survey import Found, Place, Survey, survey
 from tp_ddp_bridge.view import View
 from tp_ddp_bridge.view_class import BridgedModule, view_class
 
@@ -52,18 +52,8 @@ def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Opti
     """
     listed = as_list(optimizers)
     seen = survey(module, buffers=buffers)
+    raise_what_is_in_the_way(seen, listed)
     new = [found for found in seen.found if not found.bridged]
-    targets = {id(found.tensor): found for found in new}
-    problems = [*seen.problems]
-    problems += problems_of_all(
-        listed,
-        lambda parameter: id(parameter) in targets or is_stale(parameter),
-        lambda parameter: (
-            (id(parameter) in targets and bool(targets[id(parameter)].layout.sharded_axes())) or is_sharded(parameter)
-        ),
-    )
-    if problems:
-        raise PlanError(problems, "the module cannot be bridged")
     for found in new:
         _bridge(found)
     _open_root(module)
@@ -71,6 +61,22 @@ def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Opti
     for optimizer in listed:
         repoint(optimizer)
     return module
+
+
+def raise_what_is_in_the_way(seen: Survey, optimizers: list[Optimizer]) -> None:
+    """All problems of a module and of the optimizers that are to be re-pointed, in one error; communicates nothing."""
+    targets = {id(found.tensor): found for found in seen.found if not found.bridged}
+
+    def replaced(parameter: torch.Tensor) -> bool:
+        return id(parameter) in targets or is_stale(parameter)
+
+    def sharded(parameter: torch.Tensor) -> bool:
+        target = targets.get(id(parameter))
+        return is_sharded(parameter) if target is None else bool(target.layout.sharded_axes())
+
+    problems = [*seen.problems, *problems_of_all(optimizers, replaced, sharded)]
+    if problems:
+        raise PlanError(problems, "the module cannot be bridged")
 
 
 def _bridge(found: Found) -> None:
@@ -88,9 +94,17 @@ def _bridge(found: Found) -> None:
         if type(tensor) is DTensor:
             hand_over(tensor, leaf, found.name)
     for place in found.places:
-        held = place.owner._parameters if found.kind == "parameter" else place.owner._buffers
-        held[place.name] = leaf  # type: ignore[assignment]  # a leaf of the right kind
+        _put(place, found.kind, leaf)
         _add_view(place.owner, place.name, View(layout, found.kind, place.fqns[0], leaf.shape))
+
+
+def _put(place: Place, kind: str, tensor: torch.Tensor) -> None:
+    """Register ``tensor`` without what ``nn.Module.__setattr__`` does besides."""
+    if kind == "parameter":
+        assert isinstance(tensor, nn.Parameter)
+        place.owner._parameters[place.name] = tensor
+    else:
+        place.owner._buffers[place.name] = tensor
 
 
 def _add_view(owner: nn.Module, name: str, view: View) -> None:
@@ -178,8 +192,7 @@ def _unbridge(found: Found) -> None:
         hand_back(leaf, dtensor, found.name)
     dtensor.__dict__.update(attributes)
     for place in found.places:
-        held = place.owner._parameters if found.kind == "parameter" else place.owner._buffers
-        held[place.name] = dtensor  # type: ignore[assignment]  # a parameter where parameters go
+        _put(place, found.kind, dtensor)
 
 
 def _restore_class(module: nn.Module) -> None:

@@ -22,11 +22,13 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from tp_ddp_bridge.cache import forward_scope, in_forward
+from tp_ddp_bridge.cache import ForwardScope, in_forward
 from tp_ddp_bridge.loading import Loading, pre_hooks_run
 from tp_ddp_bridge.marks import mark_leaves, mark_plain
+from tp_ddp_bridge.shown import shown
 from tp_ddp_bridge.view import View
 
+_scope = ForwardScope()
 _classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weakref.WeakValueDictionary()
 
 
@@ -44,7 +46,7 @@ class BridgedModule:
         """Run the module; within the outermost call a leaf is viewed once."""
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
-        with forward_scope():
+        with _scope:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -56,6 +58,8 @@ class BridgedModule:
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``.to()`` and its kin act on the leaves; whatever replaces a leaf gets its marks."""
+        for view in self._dp_views.values():
+            view.forget()
         super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module._apply
         mark_leaves(as_module(self))
         mark_plain(as_module(self))
@@ -176,10 +180,11 @@ def _read(name: str, self: nn.Module) -> Any:
     view: View = own["_dp_views"][name]
     if torch.compiler.is_compiling():
         return view.read(value)
-    if not in_forward():
-        _refuse_takers(name, self)
     try:
-        return view.read(value)
+        if in_forward():
+            return view.read(value)
+        _refuse_takers(name, self)
+        return shown(view.read(value), value, view.layout)
     except AttributeError as error:
         # nn.Module.__getattr__ would answer an AttributeError with the plain local leaf.
         raise RuntimeError(f"{view.kind} {view.name!r} could not be read as a DTensor: {error}") from error

@@ -14,10 +14,16 @@ from torch.optim import Optimizer
 from tp_ddp_bridge._torch_compat import flatten_axes
 from tp_ddp_bridge.axes import AxisRanks, data_axes, mixing_problems
 from tp_ddp_bridge.ddp import BridgedDDP
+from tp_ddp_bridge.optimizers import as_list
 from tp_ddp_bridge.problems import PlanError, Problem
 from tp_ddp_bridge.replicas import check_replicas, check_same_shards
 from tp_ddp_bridge.survey import Survey, survey
-from tp_ddp_bridge.transform import pre_dp_module_transform
+from tp_ddp_bridge.transform import (
+    is_bridged,
+    pre_dp_module_transform,
+    raise_what_is_in_the_way,
+    undo_dp_transform,
+)
 
 
 def wrap_ddp(
@@ -45,20 +51,24 @@ def wrap_ddp(
         The DDP. Its state dict has DTensors of global shape.
 
     Raises:
-        PlanError: Everything that is in the way. Nothing was changed if the plan itself is wrong; if the ranks
-            disagree, the module is bridged, and no parameter was broadcast.
+        PlanError: Everything that is in the way, on all ranks alike. Nothing was changed and nothing was broadcast.
         TypeError: A DDP argument that names the group another way.
     """
     _check_arguments(mesh, group, ddp_kwargs)
-    seen = survey(module)
-    if seen.problems:
-        raise PlanError(seen.problems, "the module cannot be bridged")
+    seen, listed = survey(module), as_list(optimizers)
+    raise_what_is_in_the_way(seen, listed)
     data_group = _data_group(seen, mesh, group)
-    pre_dp_module_transform(module, optimizers=optimizers)
     check_same_shards(module, data_group)
     for tensor_group in _tensor_groups(seen):
         check_replicas(module, tensor_group)
-    return BridgedDDP(module, process_group=data_group, **ddp_kwargs)
+    bridged_before = is_bridged(module)
+    pre_dp_module_transform(module, optimizers=listed)
+    try:
+        return BridgedDDP(module, process_group=data_group, **ddp_kwargs)
+    except Exception:
+        if not bridged_before:
+            undo_dp_transform(module, optimizers=listed)
+        raise
 
 
 def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, ddp_kwargs: dict[str, Any]) -> None:
