@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -204,10 +205,10 @@ def test_meta_models(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_report(ranks: Ranks, tmp_path: Any) -> None:
+def test_report(ranks: Ranks, tmp_path: Path) -> None:
     model = models.MLP()
     handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel()})
-    path = str(tmp_path / f"{ranks.rank}.txt")
-    assert handle.report(path) + "\n" == open(path).read()  # noqa: SIM115
+    path = tmp_path / f"{ranks.rank}.txt"
+    assert handle.report(str(path)) + "\n" == path.read_text(encoding="utf-8")
     assert "ColwiseParallel" in handle.report()
     assert handle.plan.tp_size == 2

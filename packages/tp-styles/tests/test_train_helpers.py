@@ -233,25 +233,24 @@ def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
 @pytest.mark.ranks(2)
-def test_compile_without_graph_breaks(ranks: Ranks) -> None:
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_compile_without_graph_breaks(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
     """Llama-like block, attention block and vocabulary-parallel loss under fullgraph (aot_eager: no C++ compiler)."""
     mesh = ranks.mesh((2,), ("tp",))
-    modes: tuple[Literal["dtensor", "local"], ...] = ("dtensor", "local")
-    for params in modes:
-        model = models.seeded(lambda: models.GPT(layers=1)).double()
-        plan = {**models.gpt_plan(), "head": tp.ColwiseParallel()}
-        tp.apply_plan(model, mesh, plan, params=params)
-        ids = torch.randint(0, 17, (2, 6))
+    model = models.seeded(lambda: models.GPT(layers=1)).double()
+    plan = {**models.gpt_plan(), "head": tp.ColwiseParallel()}
+    tp.apply_plan(model, mesh, plan, params=params)
+    ids = torch.randint(0, 17, (2, 6))
 
-        def loss(ids: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
-            return tp.vocab_parallel_cross_entropy(model(ids), ids, mesh=mesh, num_classes=17)
+    def loss(ids: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+        return tp.vocab_parallel_cross_entropy(model(ids), ids, mesh=mesh, num_classes=17)
 
-        eager = loss(ids)
-        torch.autograd.backward(eager)
-        wanted = models.full_gradients(model, mesh)
-        model.zero_grad()
-        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-        found = compiled(ids)
-        torch.autograd.backward(found)
-        torch.testing.assert_close(found, eager, atol=EXACT, rtol=0)
-        assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=EXACT) > 4000
+    eager = loss(ids)
+    torch.autograd.backward(eager)
+    wanted = models.full_gradients(model, mesh)
+    model.zero_grad()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = compiled(ids)
+    torch.autograd.backward(found)
+    torch.testing.assert_close(found, eager, atol=EXACT, rtol=0)
+    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=EXACT) > 4000

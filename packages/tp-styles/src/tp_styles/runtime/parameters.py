@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from tp_styles._torch_compat import all_gather_into
+from tp_styles._torch_compat import all_gather_into, is_compiling, local_of, wrapped_like
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import summed_gradient
 from tp_styles.spec import ParameterSpec
@@ -137,8 +137,32 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         if parameter is None:
             return None
     if isinstance(parameter, DTensor):
-        return parameter.to_local()
+        if is_compiling():
+            return parameter.to_local()
+        if not (parameter.requires_grad and torch.is_grad_enabled()):
+            return local_of(parameter)
+        local: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch's Function
+        return local
     return parameter
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` for a parameter: the gradient has the parameter's layout, which need not be worked out."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        local = local_of(parameter)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative goes through the wrapper
+            spec = ctx.spec
+            return DTensor.from_local(
+                gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+            )
+        return wrapped_like(gradient.contiguous(), ctx.spec)  # as the specification says
 
 
 def computing_parameter(module: nn.Module, name: str, axis: Axis, spec: ParameterSpec) -> torch.Tensor | None:
