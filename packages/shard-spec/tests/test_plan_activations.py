@@ -6,6 +6,7 @@ from ranktest import Ranks
 from shard_spec import ShardingPlan
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 
 class Block(nn.Module):
@@ -34,14 +35,18 @@ class Block(nn.Module):
 RULES = {"*.{wq,wk,wv,gate,up}.weight": "tp:S(0)", "*.{wo,down}.weight": "tp:S(1)"}
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def saved_bytes(module: nn.Module, *inputs: torch.Tensor) -> int:
     """Bytes that autograd keeps after a real forward, each memory once, parameters left out."""
-    owned = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    owned = {local_of(p).untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
     alive = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = local_of(tensor)
         alive.append(local)
         memory = local.untyped_storage()
         if memory.data_ptr() not in owned:
