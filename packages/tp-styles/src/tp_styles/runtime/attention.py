@@ -18,7 +18,6 @@ from tp_styles.runtime.forwards import RowLinear
 from tp_styles.runtime.moves import Move
 from tp_styles.runtime.parameters import local_parameter
 from tp_styles.spec import Flow, StyleSpec
-from tp_styles.split import Split
 
 
 class AttentionForward(RowLinear):
@@ -186,6 +185,3 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
-
-
-__all__ = ["AttentionForward", "Split"]

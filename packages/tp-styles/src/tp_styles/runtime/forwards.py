@@ -430,5 +430,3 @@ FORWARDS: dict[str, type[Forward]] = {
     "divided-input": DividedInput,
     "latent-kv": LatentKV,
 }
-
-__all__ = ["FORWARDS", "Forward", "OwnForward", "Output", "Replicate", "move_inputs", "move_outputs"]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forwards import Output, move_inputs, move_outputs
-from tp_styles.runtime.moves import Move, as_dtensor
+from tp_styles.runtime.moves import Move
 from tp_styles.spec import Flow, StyleSpec, describe
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.transfer import normalized
@@ -108,6 +108,3 @@ class PrepareOutput:
 
 def _numbered(spec: StyleSpec) -> tuple[str, ...]:
     return tuple(name for name, _ in spec.inputs)
-
-
-__all__ = ["InputMove", "KeepOffFastPath", "MoveInputs", "MoveOutputs", "PrepareInput", "PrepareOutput", "as_dtensor"]

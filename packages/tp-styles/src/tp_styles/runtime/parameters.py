@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -215,6 +214,3 @@ def _global_shape(local: torch.Tensor, split: Split) -> list[int]:
     shape = list(local.shape)
     shape[split.dim] = split.global_size
     return shape
-
-
-ParameterMaker = Callable[[nn.Parameter, ParameterSpec], nn.Parameter]

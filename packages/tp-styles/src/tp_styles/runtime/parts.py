@@ -8,7 +8,7 @@ import torch
 
 from tp_styles._torch_compat import tree_map
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.parameters import ShardingInfo, full_tensor, sharding_info, split_of
+from tp_styles.runtime.parameters import ShardingInfo, full_tensor, split_of
 from tp_styles.split import Split
 
 if TYPE_CHECKING:
@@ -117,6 +117,3 @@ class PartTensor(torch.Tensor):
                 found.append((offsets, local.narrow(split.dim, at, stop - start)))
             at += stop - start
         return found
-
-
-__all__ = ["PartTensor", "sharding_info"]
