@@ -39,7 +39,7 @@ def test_layouts_for_another_number_of_ranks(ranks: Ranks) -> None:
     tensor = torch.arange(16.0)
     mesh = shard_spec.MeshSpec({"x": 8})
     source, target = (shard_spec.Layout(mesh, text) for text in ([shard_spec.Shard(0)], [shard_spec.Replicate()]))
-    with ranks.record(allow_empty=True) as log, pytest.raises(ValueError, match="8"):
+    with ranks.record(allow_empty=True) as log, pytest.raises(shard_spec.PlanError, match="rank 7"):
         shard_reshard.reshard(tensor, source, target, shape=(128,))
     assert log.count("all_to_all") == 0
 
@@ -53,6 +53,7 @@ def test_a_mesh_without_a_data_parallel_axis(ranks: Ranks) -> None:
         tp_ddp_bridge.wrap_ddp(model)
 
 
-def test_an_unknown_style_name() -> None:
-    with pytest.raises(ValueError, match="fully_shard"):
+def test_an_unknown_style_name_and_a_missing_mesh_come_in_one_error() -> None:
+    with pytest.raises(dp_partition.PlanError, match="fully_shard") as error:
         dp_partition.compile(lambda model, optimizer, batch: None, mesh=None, style="fully_sharded")
+    assert [problem.code for problem in error.value.problems] == ["unknown-style", "no-mesh"]

@@ -45,11 +45,11 @@ def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks, params: st
 
     found = {name: full(tensor) for name, tensor in model.state_dict().items()}
     assert found.keys() == wanted.keys()
-    assert len(found) == 27
+    assert len(found) == 28
     for name, tensor in wanted.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
     sharded = [name for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)]
-    assert len(sharded) == 17, sharded
+    assert len(sharded) == 16, sharded
 
 
 @pytest.mark.ranks(2, 4)
@@ -71,7 +71,7 @@ def test_live_bytes_are_those_of_the_plan(ranks: Ranks) -> None:
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         return sum(t.numel() * t.element_size() for t in local)
 
-    assert len(gradients) == 27
+    assert len(gradients) == 28
     assert num_bytes(list(model.parameters())) == foretold["parameters"]
     assert num_bytes(gradients) == foretold["gradients"]
     assert num_bytes(state) == foretold["optimizer"]

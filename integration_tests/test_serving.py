@@ -39,7 +39,7 @@ def test_weights_of_a_2d_trainer_serve_on_all_ranks_and_on_one(ranks: Ranks) -> 
         found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(found, whole[name]), name
         compared += 1
-    assert compared == 27
+    assert compared == 28
 
     single = new_model(seed=2)
     single.load_state_dict(whole)

@@ -327,11 +327,6 @@ def compile(
             hint = "leave mesh and placements out"
             problems.append(Problem("no-effect", "share", found="mesh or placements beside share", hint=hint))
         mesh, style = share.mesh, share.style
-    if mesh is None:
-        raise PlanError(Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh"))
-    if mesh.ndim != 1:
-        hint = 'pass one axis of it, as mesh["dp"]'
-        problems.append(Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint))
     problems += _choice("semantics", semantics, ("local", "global"))
     problems += _choice("equal", equal, ("broadcast", "check"))
     problems += _choice("rng", rng, (None, "same", "per_rank"))
@@ -343,12 +338,17 @@ def compile(
         problems.append(Problem("needs-local", "accumulate" if accumulate > 1 else "rng", found="global", hint=hint))
     if accumulate < 1 or prefetch < 0 or bucket_mb < 0:
         problems.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
+    parsed = DataParallelStyle.DEFAULT
     try:
         parsed = parse_style(style)
     except PlanError as error:
         problems += error.problems
-        parsed = DataParallelStyle.DEFAULT
-    if problems:
+    if mesh is None:
+        problems.append(Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh"))
+    elif mesh.ndim != 1:
+        hint = 'pass one axis of it, as mesh["dp"]'
+        problems.append(Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint))
+    if problems or mesh is None:
         raise PlanError(problems, "dp_partition.compile")
     traffic = Traffic(int(bucket_mb * (1 << 20)), prefetch)
     dim = (batch or Batch()).dim
