@@ -179,9 +179,11 @@ def spec_values(spec: Any) -> list[PlacementSpec]:
 
 
 def erase_tags(graph: fx.Graph) -> None:
-    """Drop gradient tags: the tagged value takes their place."""
+    """Drop gradient tags: the tagged value takes their place, and remembers whose gradient it is."""
     for node in list(graph.nodes):
         if node.target is TAG_GRAD or node.target is OWN_ROWS:
+            if node.target is TAG_GRAD and len(node.args) > 1:
+                node.args[0].meta.setdefault("gradient", node.args[1])  # type: ignore[union-attr]
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
