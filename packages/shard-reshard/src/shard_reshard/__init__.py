@@ -36,13 +36,8 @@ if TYPE_CHECKING:
     from shard_reshard.sharded_tensors import reshard_sharded_tensor
     from shard_reshard.simulation import simulate
     from shard_reshard.state_dict_plan import Part, StateDictPlan
-    from shard_reshard.state_dicts import (
-        MovedStateDict,
-        Progress,
-        StateDictResharder,
-        reshard_state_dict,
-        state_version,
-    )
+    from shard_reshard.state_dict_moves import MovedStateDict, Progress
+    from shard_reshard.state_dicts import StateDictResharder, reshard_state_dict, state_version
 
 # Public name -> module that has it. One line for each name that `__all__` lists.
 _HOME = {
@@ -63,8 +58,8 @@ _HOME = {
     "reshard_state_dict": "shard_reshard.state_dicts",
     "StateDictResharder": "shard_reshard.state_dicts",
     "state_version": "shard_reshard.state_dicts",
-    "MovedStateDict": "shard_reshard.state_dicts",
-    "Progress": "shard_reshard.state_dicts",
+    "MovedStateDict": "shard_reshard.state_dict_moves",
+    "Progress": "shard_reshard.state_dict_moves",
     "Part": "shard_reshard.state_dict_plan",
     "StateDictPlan": "shard_reshard.state_dict_plan",
     "get_idx_from_placements": "shard_reshard.local_shards",

@@ -1,0 +1,105 @@
+"""What all ranks agree on before a state dict moves: one plan, and which version it is."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard.agreement import agree
+from shard_reshard.members import Members, message_device
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, StateDictPlan, plan_state_dict
+
+_MAX_PLANS = 16
+_plans: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bytes, ...], StateDictPlan]] = WeakKeyDictionary()
+
+
+def agreed_plan(
+    members: Members,
+    facts: Facts,
+    tensors: Mapping[str, Any],
+    dst_layouts: DstLayouts,
+    key_map: KeyMap | None,
+    bucket_bytes: int,
+    version: int | None,
+    strict: bool,
+) -> tuple[StateDictPlan, int | None]:
+    """The plan for what all ranks know. Facts travel only when a rank's have changed; a digest of them always."""
+    asked = repr(sorted((key_map or {}).items())) + repr((bucket_bytes, strict)) + _layouts_text(dst_layouts)
+    digest = hashlib.sha256(pickle.dumps((facts, asked), protocol=4)).digest()
+    rows = gather_rows(members, digest + version_row(version))
+    stamp = agreed_version([row[32:] for row in rows])
+    key = tuple(row[:32] for row in rows)
+    plans = _plans.setdefault(members.group, {})
+    plan = plans.get(key)
+    if plan is None:
+        everyone: list[Any] = [None] * members.size
+        dist.all_gather_object(everyone, facts, group=members.group)
+        problems = _plain_problems(members, facts, tensors)
+        try:
+            plan = plan_state_dict(everyone, dst_layouts, key_map, bucket_bytes, members.to_group, strict)
+        except PlanError as error:
+            problems += error.problems
+        agree(members, plan.digest if plan is not None else "", problems, "always")
+        assert plan is not None
+        plans[key] = plan
+        while len(plans) > _MAX_PLANS:
+            plans.pop(next(iter(plans)))
+    return plan, stamp
+
+
+def version_row(version: int | None) -> bytes:
+    return struct.pack("<?q", version is not None, version or 0)
+
+
+def agreed_version(rows: list[bytes]) -> int | None:
+    """The version that those who give one give; on all ranks the same."""
+    stamps = sorted({number for given, number in (struct.unpack("<?q", row) for row in rows) if given})
+    if len(stamps) > 1:
+        hint = "every rank that sends gives the same version"
+        raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
+    return stamps[0] if stamps else None
+
+
+def _plain_problems(members: Members, facts: Facts, tensors: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
+    plain = [name for name, known in facts.sources.items() if known.layout == ""]
+    sums = {name: _checksum(tensors[name]) for name in plain}
+    everyone: list[Any] = [None] * members.size
+    dist.all_gather_object(everyone, sums, group=members.group)
+    problems = []
+    for name in sorted({name for found in everyone for name in found}):
+        values = [found[name] for found in everyone if name in found]
+        if len(set(values)) > 1:
+            found = "plain tensors that differ between ranks"
+            hint = "if they are shards, say so in src_layouts (and shapes)"
+            problems.append(Problem("layout-needed", name, found=found, hint=hint))
+    return tuple(problems)
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two sums over a tensor's bytes, one of them weighted by position: equal tensors have equal ones."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    weights = torch.arange(1, data.numel() + 1, device=data.device).remainder_(65521)
+    return int(data.sum()), int((data * weights).sum())
+
+
+def _layouts_text(dst_layouts: DstLayouts) -> str:
+    if isinstance(dst_layouts, Mapping):
+        return repr(sorted((name, repr(layout)) for name, layout in dst_layouts.items()))
+    # A function is asked again when it is another object; one that changes its mind has to be another object.
+    return f"function {id(dst_layouts)}" if callable(dst_layouts) else repr(dst_layouts)
+
+
+def gather_rows(members: Members, row: bytes) -> list[bytes]:
+    mine = torch.tensor(list(row), dtype=torch.uint8, device=message_device(members.group))
+    everyone = [torch.empty_like(mine) for _ in range(members.size)]
+    dist.all_gather(everyone, mine, group=members.group)
+    return [bytes(row.tolist()) for row in everyone]

@@ -1,0 +1,123 @@
+"""What a rank knows of the tensors of a state dict: shape, dtype, layout, and which are one memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shard_reshard.bind import LayoutLike, bind
+from shard_reshard.dtypes import dtype_name
+from shard_reshard.members import Members, data_device
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.state_dict_plan import Facts, Known
+
+VERSION_KEY = "_shard_reshard_version"
+
+
+def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
+    if given is None:
+        return {}
+    if isinstance(given, torch.nn.Module):
+        everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
+        everything.update(given.named_parameters(remove_duplicate=False))
+        kept = given.state_dict(keep_vars=True)
+        return {name: value for name, value in everything.items() if name in kept}
+    return {name: value for name, value in given.items() if name != VERSION_KEY}
+
+
+def facts_of(
+    state_dict: Mapping[str, Any],
+    outs: Mapping[str, Any],
+    src_layouts: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Any],
+    members: Members,
+) -> Facts:
+    problems: list[Problem] = []
+    for name in src_layouts:
+        if name not in state_dict and state_dict:
+            hint = "src_layouts names tensors of state_dict"
+            problems.append(Problem("unknown-key", "src_layouts", found=repr(name), hint=hint))
+    sources: dict[str, Known] = {}
+    for name, value in state_dict.items():
+        try:
+            sources[name] = known_of(name, value, src_layouts.get(name), shapes.get(name), members)
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    known_outs: dict[str, Known] = {}
+    for name, value in outs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        try:
+            known_outs[name] = known_of(name, value, None, None, members)
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    return Facts(_with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems))
+
+
+def known_of(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: Members) -> Known:
+    if not isinstance(value, torch.Tensor):
+        found = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
+    if layout is None:
+        layout, shape = own_layout(name, value)
+    if layout is None:
+        return Known(tuple(value.shape), dtype_name(value.dtype), "", name)
+    bound = bind(layout, shape, members.to_group)
+    return Known(bound.shape, dtype_name(value.dtype), json.dumps(bound.to_json()), name)
+
+
+def own_layout(name: str, value: Any) -> tuple[LayoutLike | None, tuple[int, ...]]:
+    """Layout and global shape that a tensor tells of itself: a DTensor, or a shard with ``_sharding_info``."""
+    if hasattr(value, "device_mesh") and hasattr(value, "placements"):
+        return (value.device_mesh, tuple(value.placements)), tuple(value.shape)
+    info = getattr(value, "_sharding_info", None)
+    if info is None:
+        return None, tuple(value.shape)
+    mesh, placements, shape = info[0], tuple(info[1]), tuple(info[2])
+    if len(info) > 4 and info[4]:
+        placements = _with_sections(name, placements, tuple(info[4]))
+    return (mesh, placements), shape
+
+
+def _with_sections(name: str, placements: tuple[Any, ...], sections: tuple[int, ...]) -> tuple[Any, ...]:
+    from shard_spec import InterleavedShard, Shard
+
+    sharded = [at for at, placement in enumerate(placements) if isinstance(placement, Shard)]
+    if len(sharded) != 1:
+        found = f"sections {sections} with placements {placements}"
+        hint = "give its layout in src_layouts: sections are cut by one axis"
+        raise PlanError(Problem("ambiguous-sections", name, found=found, hint=hint))
+    return tuple(
+        InterleavedShard(placement.dim, sections) if at in sharded else placement
+        for at, placement in enumerate(placements)
+    )
+
+
+def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str, Known]:
+    """Marks tensors that are one memory."""
+    first: dict[tuple[object, ...], str] = {}
+    tied: dict[str, Known] = {}
+    for name in sorted(known):
+        local = local_tensor(tensors[name])
+        if local.numel():
+            key = (local.data_ptr(), local.device, local.stride(), *known[name][:3])
+            tied[name] = known[name]._replace(tied_to=first.setdefault(key, name))
+        else:
+            tied[name] = known[name]._replace(tied_to="")  # says nothing either way, resolved below
+    return {name: entry if entry.tied_to else entry._replace(tied_to=name) for name, entry in tied.items()}
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    local = value.to_local() if hasattr(value, "to_local") else value
+    assert isinstance(local, torch.Tensor)
+    return local.detach() if local.requires_grad else local
+
+
+def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: Members) -> torch.device:
+    for value in (*state_dict.values(), *outs.values()):
+        return local_tensor(value).device
+    return data_device(members.group)
