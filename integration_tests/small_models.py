@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class Block(nn.Module):
@@ -79,3 +80,8 @@ def reference(num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = [train_step(model, optimizer, batch).item() for batch in new_batches(num_steps)]
     return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor of which each rank holds a part; a replicated DTensor is not."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import shard_spec
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 import tp_ddp_bridge
 import tp_styles
 from ranktest import Ranks
-from small_models import new_batches, new_model
+from small_models import is_sharded, new_batches, new_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +30,9 @@ def one_process() -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tenso
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("bridged", [False, True], ids=["plain", "bridged"])
 @pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_norm_and_state_dict_are_those_of_one_process(ranks: Ranks, params: str, bridged: bool) -> None:
+def test_norm_and_state_dict_are_those_of_one_process(
+    ranks: Ranks, params: Literal["dtensor", "local"], bridged: bool
+) -> None:
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
     model = new_model()
     plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": ranks.world_size})).build_plan(model)
@@ -56,6 +60,6 @@ def test_norm_and_state_dict_are_those_of_one_process(ranks: Ranks, params: str,
         assert torch.equal(whole, wanted), name
         compared += 1
     assert compared == 28
-    sharded = sum(isinstance(tensor, DTensor) for tensor in state.values())
+    sharded = sum(map(is_sharded, state.values()))
     assert sharded == 16, sharded
     assert len(gradients) == 28

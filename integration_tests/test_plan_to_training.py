@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import shard_spec
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 import tp_ddp_bridge
 import tp_styles
 from ranktest import Ranks
-from small_models import new_batches, new_model, reference, rows_of, train_step
+from small_models import is_sharded, new_batches, new_model, reference, rows_of, train_step
 from torch.distributed.tensor import DTensor
 
 NUM_STEPS = 6
@@ -25,7 +27,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks, params: str) -> None:
+def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
     dp, tp = mesh_sizes(ranks)
     mesh = ranks.mesh((dp, tp), ("dp", "tp"))
     model = new_model()
@@ -47,8 +49,8 @@ def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks, params: st
     assert found.keys() == wanted.keys()
     assert len(found) == 28
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-    sharded = [name for name, tensor in model.state_dict().items() if isinstance(tensor, DTensor)]
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} differs")
+    sharded = [name for name, tensor in model.state_dict().items() if is_sharded(tensor)]
     assert len(sharded) == 16, sharded
 
 

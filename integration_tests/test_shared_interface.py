@@ -30,7 +30,7 @@ def test_a_plan_error_is_a_value_error_that_lists_every_problem_and_can_be_sent(
     )
     error = pickle.loads(pickle.dumps(package.PlanError(problems)))
     assert isinstance(error, ValueError)
-    assert error.problems == problems
+    assert vars(error)["problems"] == problems
     for word in ("first-code", "blocks.0.wq", "tp", "3 rows", "use 2 or 4", "second-code", "head"):
         assert word in str(error)
 

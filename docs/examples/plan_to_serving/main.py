@@ -17,6 +17,7 @@ import corpus
 import steps
 import world as worlds
 from model import GPTConfig
+from setting import Setting
 
 GRAPH_STYLES = ("fully_shard", "replicate")
 
@@ -36,7 +37,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def job(args: argparse.Namespace) -> None:
     world = worlds.start(args.dp, args.tp)
     world.say(f"{world.size} ranks on {world.device.type}: dp={args.dp} x tp={args.tp}")
-    setting = steps.Setting(
+    setting = Setting(
         world=world,
         config=GPTConfig(),
         text=corpus.standard_library(),

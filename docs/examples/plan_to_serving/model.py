@@ -34,7 +34,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # x: [batch, time, dim]
         def split(t: Tensor) -> Tensor:  # -> [batch, heads, time, head_dim]
-            return t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            heads: Tensor = t.unflatten(-1, (-1, self.head_dim))
+            return heads.transpose(1, 2)
 
         out = F.scaled_dot_product_attention(split(self.wq(x)), split(self.wk(x)), split(self.wv(x)), is_causal=True)
         return self.wo(out.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]  # nn.Module.__call__ is Any

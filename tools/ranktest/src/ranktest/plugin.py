@@ -128,10 +128,14 @@ def _why_not(config: pytest.Config, item: pytest.Item) -> str:
     extras = [name for marker in item.iter_markers("extra") for name in marker.args]
     if extras and config.getoption("without_extras"):
         return f"needs {', '.join(extras)} (--without-extras)"
-    if item.get_closest_marker("ranks") is not None:
+    marker = item.get_closest_marker("ranks")
+    if marker is not None:
         wanted, room = world_size_of(item), _room(config)
         if room is not None and wanted > room:
             return f"needs {wanted} ranks, there are {room}"
+        most = max((n for n in marker.args if room is None or n <= room), default=wanted)
+        if _WORLD in config.stash and wanted < most:  # torchrun with fewer ranks is the way to run these
+            return f"{wanted} of {room} ranks: runs on {most} of them"
     return ""
 
 
