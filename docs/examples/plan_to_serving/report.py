@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ td.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f8fa; padding: 1rem; overflow-x: auto; font-size: 13px; line-height: 1.35 }
 svg { max-width: 100%; height: auto } p.note { color: #57606a }
 """
+PIECES = ("#9cc7f7", "#f7c59c", "#b4dfb5", "#dcb8ec")
 
 
 @dataclass
@@ -122,3 +124,46 @@ def step_times(seconds: dict[str, Sequence[float]]) -> Any:
     axes.set_xlabel("ms per step on this machine")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def plan_picture(layouts: dict[str, tuple[Any, tuple[int, ...]]], num_ranks: int) -> Any:
+    """Parameters x ranks: each cell says which rows and columns lie there; equal cells of a row have one colour.
+
+    Repeated blocks are one row. `layouts`: FQN -> (shard_spec.Layout, global shape).
+    """
+    from matplotlib.figure import Figure
+
+    rows: dict[str, list[str]] = {}
+    for name, (layout, shape) in layouts.items():
+        cells = [_box(layout.boxes(rank, shape), shape) for rank in range(num_ranks)]
+        rows[re.sub(r"\.\d+\.", ".*.", name)] = cells
+    figure = Figure(figsize=(9, 0.28 * len(rows) + 0.6))
+    axes = figure.subplots()
+    for row, cells in enumerate(rows.values()):
+        kinds = list(dict.fromkeys(cells))
+        for rank, cell in enumerate(cells):
+            colour = (
+                "#eaeef2" if len(kinds) == 1 else ("#9cc7f7", "#f7c59c", "#b4dfb5", "#dcb8ec")[kinds.index(cell) % 4]
+            )
+            axes.barh(row, 0.98, 0.9, rank - 0.49, color=colour)
+            axes.text(rank, row, cell, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(rows)), list(rows), fontsize=8)
+    axes.set_xticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.xaxis.tick_top()
+    axes.set_xlim(-0.5, num_ranks - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    return figure
+
+
+def _box(boxes: Sequence[Any], shape: tuple[int, ...]) -> str:
+    """`[0:64, :]` for each box that a rank holds."""
+    texts = []
+    for box in boxes:
+        parts = [
+            ":" if (s.start, s.stop) == (0, size) else f"{s.start}:{s.stop}"
+            for s, size in zip(box.slices(), shape, strict=True)
+        ]
+        texts.append("whole" if set(parts) == {":"} else f"[{', '.join(parts)}]")
+    return " + ".join(texts) or "nothing"

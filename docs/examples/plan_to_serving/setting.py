@@ -11,6 +11,7 @@ from compare import Comparisons
 from corpus import batches, rows_of
 from model import GPT, GPTConfig, new_model
 from torch import Tensor
+from traffic import Line
 from training import Batch, Run
 from world import World
 
@@ -33,7 +34,7 @@ class Setting:
     styles: tuple[str, ...]
     comparisons: Comparisons = field(default_factory=Comparisons)
     runs: dict[str, Run] = field(default_factory=dict)
-    collectives: list[tuple[str, str, int]] = field(default_factory=list)  # (step, what, bytes a rank sends)
+    traffic: list[Line] = field(default_factory=list)
     pages: dict[str, Any] = field(default_factory=dict)  # what the packages drew and said, for the report
 
     def new_model(self, dtype: torch.dtype = torch.float32) -> GPT:

@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 import tp_ddp_bridge
 import tp_styles
+import traffic
 from model import GPT
-from report import Report, loss_curves, memory_bars, step_times
+from report import Report, loss_curves, memory_bars, plan_picture, step_times
 from serving import greedy, logits_of
 from setting import NAMES, Progress, Setting
 from torch import Tensor, nn
-from training import Run, axis_group, new_optimizer, repeat, static_memory, train_step
+from torch.distributed.tensor import DTensor
+from training import LiveBytes, Run, axis_group, new_optimizer, repeat, train_step
 
 PROMPT = b"def __init__(self, "
 NUM_NEW = 120
@@ -45,6 +47,10 @@ def plan(setting: Setting) -> shard_spec.ShardingPlan:
         raise shard_spec.PlanError(problems)
     memory = planned.memory(model, optimizer="adamw")
     setting.pages["plan"] = planned.explain(module=model)
+    setting.pages["layouts"] = {
+        name: (layout, model.get_parameter(name).shape) for name, layout in planned.resolve(model).layouts.items()
+    }
+    setting.traffic += traffic.of_plan("TP x DDP", planned, model, (setting.batch, setting.config.context))
     setting.pages["predicted"] = {f"rank {rank}": memory.on(rank) for rank in range(setting.world.size)}
     setting.world.say(f"\n{planned.explain(module=model)}\n\n{memory}")
     return planned
@@ -91,6 +97,7 @@ def _train_2d(
     tp_styles.apply_plan(model, mesh["tp"], styles)
     ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
     optimizer = new_optimizer(ddp)
+    live = LiveBytes(optimizer)
 
     rows = setting.batches_of(mesh.get_local_rank("dp"), setting.dp)
     title = f"TP x DDP, {NAMES[dtype]}"
@@ -106,14 +113,14 @@ def _train_2d(
     setting.compare_losses(run, reference, dtype)
     if dtype == torch.float32:
         setting.runs["TP x DDP"] = run
-        _compare_memory(setting, model, optimizer)
+        _compare_memory(setting, live)
     return Trained(model, dict(model.state_dict()))
 
 
-def _compare_memory(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _compare_memory(setting: Setting, live: LiveBytes) -> None:
     """Live bytes of parameters, gradients and optimizer state on every rank against the plan's."""
     measured: list[dict[str, int] | None] = [None] * setting.world.size
-    dist.all_gather_object(measured, static_memory(model, optimizer))
+    dist.all_gather_object(measured, live.parts)
     kinds = ("parameters", "gradients", "optimizer")
     setting.pages["measured"] = {f"rank {rank}": entry for rank, entry in enumerate(measured)}
     wanted = [setting.pages["predicted"][f"rank {r}"][kind] for r in range(setting.world.size) for kind in kinds]
@@ -146,6 +153,7 @@ def train_as_graph(setting: Setting, references: dict[torch.dtype, Run]) -> None
             if dtype == torch.float32:
                 setting.runs[f"graph, {style}"] = run
                 setting.pages[f"graph, {style}"] = step.explain()
+                setting.traffic += traffic.of_graph(f"graph, {style}", step.graph, setting.world.size)
 
 
 # 4 ------------------------------------------------------------------------------------------------------------------
@@ -160,6 +168,8 @@ def serve(setting: Setting, planned: shard_spec.ShardingPlan, trained: Trained) 
     tp_styles.apply_plan(serving, mesh, tp_styles.from_sharding_plan(serving_plan, serving))
     moved = shard_reshard.reshard_state_dict(trained.state, out=serving)
     setting.pages["reshard"] = moved.explain()
+    sent = moved.plan.wire_bytes // world.size
+    setting.traffic.append(traffic.Line("to the serving layout", "all_to_all", "weights, mean rank", 1, sent))
 
     whole = shard_reshard.reshard_state_dict(trained.state, dict.fromkeys(trained.state, "rank 0"))
     single = setting.new_model()
@@ -170,7 +180,8 @@ def serve(setting: Setting, planned: shard_spec.ShardingPlan, trained: Trained) 
 
 
 def _compare_weights(setting: Setting, serving: nn.Module, single: nn.Module) -> None:
-    full = {name: tensor.full_tensor() for name, tensor in serving.state_dict().items()}
+    state = serving.state_dict()
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}  # on every rank
     if setting.world.rank == 0:
         setting.comparisons.bitwise("weights, serving layout and one rank", full, dict(single.state_dict()))
 
@@ -201,7 +212,13 @@ def write_report(setting: Setting, folder: Path) -> Path:
         ]
         report.table("What was compared", ("what", "values", "greatest difference", "limit", "kind"), claims)
         report.picture("Loss", loss_curves({name: run.losses for name, run in setting.runs.items()}))
-        report.text("The plan", setting.pages["plan"])
+        report.picture("The plan: which rank holds what", plan_picture(setting.pages["layouts"], setting.world.size))
+        report.text("The plan in words", setting.pages["plan"])
+        columns = ("run", "collective", "of what", "times", "each rank sends")
+        note = (
+            "TP x DDP as the plan foretells it, tensor by tensor (DDP sends gradients in buckets); graphs as they are."
+        )
+        report.table("Bytes per collective, in a step", columns, [line.row() for line in setting.traffic], note)
         report.picture("Memory per rank", memory_bars(setting.pages["measured"], setting.pages["predicted"]))
         report.text("Moving the weights to the serving layout", setting.pages["reshard"])
         for style in setting.styles:

@@ -24,7 +24,6 @@ class Run:
     name: str
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)  # bytes on this rank: parameters, gradients, optimizer
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
@@ -74,17 +73,23 @@ def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
     return mesh.get_group(axis)
 
 
-def static_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Live bytes on this rank; gradients are counted as they were just before the optimizer cleared them."""
-    local = [_local(p) for p in dict.fromkeys(model.parameters())]
-    state = [_local(t) for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
-    trained = [t for t, p in zip(local, dict.fromkeys(model.parameters()), strict=True) if p.requires_grad]
-    return {"parameters": _bytes(local), "gradients": _bytes(trained), "optimizer": _bytes(state)}
+class LiveBytes:
+    """Bytes on this rank at the moment of an optimizer step, when gradients and (from the second step) state live."""
 
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.parts: dict[str, int] = {}
+        optimizer.register_step_pre_hook(self._measure)
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    def _measure(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor)]
+        self.parts = {
+            "parameters": _bytes(held),
+            "gradients": _bytes([p.grad for p in held if p.grad is not None]),
+            "optimizer": _bytes(state),
+        }
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in local)
