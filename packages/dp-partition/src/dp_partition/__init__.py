@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from dp_partition.data_parallel.marking import partitioner as partitioner
     from dp_partition.data_parallel.partition import partition_data_parallel as partition_data_parallel
     from dp_partition.data_parallel.strategies import build_data_parallel_strategies as build_data_parallel_strategies
+    from dp_partition.estimated import Estimate as Estimate
+    from dp_partition.estimated import estimate as estimate
     from dp_partition.failure import StepInterrupted as StepInterrupted
+    from dp_partition.link import Link as Link
+    from dp_partition.link import Machine as Machine
     from dp_partition.placements import DataParallelStrategy as DataParallelStrategy
     from dp_partition.placements import PerRank as PerRank
     from dp_partition.placements import PlacementSpec as PlacementSpec
@@ -37,9 +41,13 @@ if TYPE_CHECKING:
     from dp_partition.step import compile as compile
     from dp_partition.styles import DataParallelStyle as DataParallelStyle
     from dp_partition.styles import NodeType as NodeType
+    from dp_partition.verification import Verified as Verified
+    from dp_partition.verification import verify as verify
 
 _WHERE = {
     "compile": "step",
+    "verify": "verification",
+    "Verified": "verification",
     "Step": "step",
     "Batch": "step",
     "plan_placements": "plan",
@@ -59,6 +67,10 @@ _WHERE = {
     "partitioner": "data_parallel.marking",
     "partition_data_parallel": "data_parallel.partition",
     "BatchDimAnalyzer": "data_parallel.batch_dim",
+    "estimate": "estimated",
+    "Estimate": "estimated",
+    "Link": "link",
+    "Machine": "link",
     "StepInterrupted": "failure",
     "PlanError": "problems",
     "Problem": "problems",
@@ -67,6 +79,8 @@ _WHERE = {
 __all__ = [
     "__version__",
     "compile",
+    "verify",
+    "Verified",
     "Step",
     "Batch",
     "plan_placements",
@@ -87,6 +101,10 @@ __all__ = [
     "partition_data_parallel",
     "BatchDimAnalyzer",
     "legacy",
+    "estimate",
+    "Estimate",
+    "Link",
+    "Machine",
     "StepInterrupted",
     "PlanError",
     "Problem",

@@ -13,12 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "ShapeEnv",
+    "TorchDispatchMode",
     "c10d",
     "collectives",
     "current_trace_nodes",
@@ -26,6 +28,7 @@ __all__ = [
     "make_fx",
     "new_fake_mode",
     "pytree",
+    "storage_key",
     "symbolic_scalar",
     "tensor_metadata",
 ]
@@ -56,6 +59,12 @@ def current_trace_nodes() -> list[str]:
     """Names of the nodes that make_fx has recorded so far."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     return [node.name for node in tracer.graph.nodes] if tracer is not None else []
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What two tensors have in common if they share memory, fake ones too; valid while one of them lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def tensor_metadata(tensor: torch.Tensor) -> Any:

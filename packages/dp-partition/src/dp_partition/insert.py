@@ -27,9 +27,9 @@ from dp_partition.zero import OWN_ROWS, SHARE_ROWS
 SHAPE_ARGUMENTS: dict[Any, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten._reshape_alias.default: 1,
     aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
 }
 
 # Which argument names the number of rows (dim 0) of the input.
@@ -183,7 +183,7 @@ def erase_tags(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is TAG_GRAD or node.target is OWN_ROWS:
             if node.target is TAG_GRAD and len(node.args) > 1:
-                node.args[0].meta.setdefault("gradient", node.args[1])  # type: ignore[union-attr]
+                node.all_input_nodes[0].meta.setdefault("gradient", node.args[1])
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from dp_partition.problems import PlanError, Problem
 
 
 class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, tell: Callable[[int, int], None] | None) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.tell, self.done, self.total = tell, 0, len(module.graph.nodes)
+
     def run_node(self, n: fx.Node) -> Any:
+        self.done += 1
+        if self.tell is not None:
+            self.tell(self.done, self.total)
         try:
             value = super().run_node(n)
         except Exception as error:
@@ -26,11 +34,22 @@ class _Recorder(fx.Interpreter):
         return value
 
 
-def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
+def record_local_values(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    mode: FakeTensorMode,
+    tell: Callable[[int, int], None] | None = None,
+) -> None:
     """Fill ``meta["val"]`` of every node from fake local inputs.
+
+    Args:
+        module: A rank's graph.
+        inputs: Fake local values of its placeholders.
+        mode: The mode that they belong to.
+        tell: Is told how many of how many nodes are done.
 
     Raises:
         PlanError: When an operator does not accept its local inputs (code ``does-not-fit``).
     """
     with mode, torch.no_grad():
-        _Recorder(module, garbage_collect_values=True).run(*inputs)
+        _Recorder(module, tell).run(*inputs)

@@ -54,10 +54,14 @@ class Program:
         """The partitioned graph."""
         return self.capture.module
 
-    def with_local_values(self) -> fx.GraphModule:
-        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for."""
+    def with_local_values(self, tell: Callable[[int, int], None] | None = None) -> fx.GraphModule:
+        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for.
+
+        Args:
+            tell: Is told how many of how many nodes are done.
+        """
         if self.local_fakes is not None:
-            record_local_values(self.module, self.local_fakes, self.capture.mode)
+            record_local_values(self.module, self.local_fakes, self.capture.mode, tell)
             self.local_fakes = None
         return self.module
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ from dp_partition.capture.hypers import find_hypers, static_signature
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import fill_result
 from dp_partition.failure import guarded
+from dp_partition.link import Link, Machine
+from dp_partition.messages import explain_messages, messages_of
 from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.problems import PlanError, Problem
 from dp_partition.program import Program, build_program
 from dp_partition.randomness import Stream
+from dp_partition.shown import show_listing
 from dp_partition.styles import DataParallelStyle, parse_style
+from dp_partition.survey import survey
 
 
 @dataclass(frozen=True)
@@ -226,10 +231,10 @@ class Step:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The partitioned graph of the last call."""
+        """The partitioned graph of the last call; ``print`` shows it with local shapes and node types."""
         if self.latest is None:
             raise self.not_started()
-        return self.latest.with_local_values()
+        return show_listing(self.latest.with_local_values())
 
     def bound(self) -> Binding:
         if self.binding is None:
@@ -241,7 +246,24 @@ class Step:
 
     def explain(self, name: str | None = None) -> str:
         """Text about one parameter, by its full name, or about all."""
-        return self.plan.explain(name)
+        text = self.plan.explain(name)
+        if name is None:
+            return text
+        messages = messages_of(self.graph.graph, self.plan.world)
+        return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
+
+    def report(self, path: str | os.PathLike[str], link: Link | None = None, machine: Machine | None = None) -> None:
+        """Write a page that loads nothing: messages over time, memory over nodes, placement of every parameter.
+
+        Args:
+            path: The file to write.
+            link: The network that times are modelled for; default ``Link()``.
+            machine: The device that times are modelled for; default ``Machine()``.
+        """
+        from dp_partition.report.page import write_page
+
+        plan, rank, chosen = self.plan, self.mesh.get_local_rank(), (link or Link(), machine or Machine())
+        write_page(path, self.name, plan, rank, survey(self.graph.graph, plan, rank, *chosen), *chosen)
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
         """Within the block the model holds whole plain parameters, for eager code on every rank alike.

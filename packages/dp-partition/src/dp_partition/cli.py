@@ -1,0 +1,166 @@
+"""The command line: ``dp-partition estimate``. ``--help`` imports neither torch nor a step."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+GOOD, PROBLEMS, USAGE = 0, 1, 2
+
+_EPILOG = """the step:
+  MODULE:TRAIN_STEP    a function of a model, its optimizer and a batch, as dp_partition.compile takes it
+  --args FACTORY       a function without arguments in the same module (or MODULE:FACTORY) that returns the step's
+                       arguments as a tuple, for example (model, optim, batch); it is called on the meta device, so that
+                       weights take no memory. Default: step_arguments
+
+No GPU, no process group and no memory for weights is needed.
+
+exit status: 0 good, 1 the step cannot be partitioned, 2 wrong usage"""
+
+
+class UsageError(Exception):
+    """What the user typed makes no sense; the message says what would."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        found = _estimate(options)
+    except UsageError as error:
+        print(f"dp-partition: {error}", file=sys.stderr)
+        return USAGE
+    if isinstance(found, Exception):
+        problems: Any = getattr(found, "problems", ())
+        if options.json:
+            print(json.dumps({"problems": [vars(problem) for problem in problems]}, indent=1))
+        print(found, file=sys.stderr)
+        return PROBLEMS
+    return _show(found, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    from dp_partition.__about__ import __version__
+
+    parser = argparse.ArgumentParser(prog="dp-partition", description="Look at data-parallel train steps.")
+    parser.add_argument("--version", action="version", version=f"dp-partition {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    estimate = commands.add_parser(
+        "estimate",
+        help="bytes, collectives, live memory and time of a step on ranks that do not exist",
+        description="Say what a train step would hold, send and wait for on one of many ranks.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    estimate.add_argument("step", metavar="MODULE:TRAIN_STEP", help="see below")
+    estimate.add_argument("--args", metavar="FACTORY", default="step_arguments", help="see below")
+    estimate.add_argument("--world", "--world-size", type=int, required=True, help="number of data-parallel ranks")
+    estimate.add_argument("--style", default="default", help="replicate, zero1, zero2, fully_shard or default")
+    estimate.add_argument("--semantics", default="local", choices=["local", "global"])
+    estimate.add_argument("--rank", type=int, default=0, help="the rank that numbers are of (default 0)")
+    estimate.add_argument("--bucket-mb", type=float, default=25, help="size of buckets, 0 for none (default 25)")
+    estimate.add_argument("--prefetch", type=int, default=1, help="buckets gathered ahead of compute (default 1)")
+    estimate.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default 1)")
+    estimate.add_argument("--device", help="where tensors seem to be, for example cuda (default cpu)")
+    estimate.add_argument("--gbps", type=float, help="bandwidth of a rank's link, in gigabits per second")
+    estimate.add_argument("--us", type=float, help="latency of a round of messages, in microseconds")
+    estimate.add_argument("--tflops", type=float, help="speed of matrix products, in 10^12 operations per second")
+    estimate.add_argument("--memory-gbs", type=float, help="bandwidth of the device's memory, in gigabytes per second")
+    estimate.add_argument("--name", help="say what happens to one parameter, by its full name")
+    estimate.add_argument("--json", action="store_true", help="machine-readable output")
+    estimate.add_argument("--html", metavar="FILE", help="also write a page with pictures")
+    estimate.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    return parser
+
+
+def _estimate(options: argparse.Namespace) -> Any:
+    """The estimate, or the error that says why there is none."""
+    step = _load(options.step, "the step")
+    where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
+    factory = _load(where, "--args")
+    from dp_partition.problems import PlanError
+
+    try:
+        return _run(step, _made(factory, where), options)
+    except PlanError as error:
+        return error
+
+
+def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
+    from dp_partition.estimated import estimate
+    from dp_partition.link import Link, Machine
+
+    link = {key: value for key in ("gbps", "us") if (value := getattr(options, key)) is not None}
+    machine = {key: value for key in ("tflops", "memory_gbs") if (value := getattr(options, key)) is not None}
+    return estimate(
+        step,
+        *arguments,
+        world=options.world,
+        style=options.style,
+        rank=options.rank,
+        link=Link(**link),
+        machine=Machine(**machine),
+        device=options.device,
+        progress=None if options.quiet else sys.stderr,
+        semantics=options.semantics,
+        bucket_mb=options.bucket_mb,
+        prefetch=options.prefetch,
+        accumulate=options.accumulate,
+    )
+
+
+def _made(factory: Any, where: str) -> tuple[Any, ...]:
+    """The step's arguments, made on the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        arguments = factory()
+    if not isinstance(arguments, tuple):
+        raise UsageError(f"{where} returns a {type(arguments).__name__}; it returns the step's arguments as a tuple")
+    return arguments
+
+
+def _load(where: str, what: str) -> Any:
+    module, colon, name = where.partition(":")
+    if not colon or not module or not name:
+        raise UsageError(f"{what}: {where!r} is not MODULE:NAME")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{what}: {error}") from None
+    if not callable(found):
+        raise UsageError(f"{what}: {where} is no function")
+    return found
+
+
+def _show(found: Any, options: argparse.Namespace) -> int:
+    if options.html:
+        try:
+            found.report(options.html)
+        except OSError as error:
+            print(f"dp-partition: cannot write {options.html}: {error}", file=sys.stderr)
+            return USAGE
+        print(f"wrote {options.html}", file=sys.stderr)
+    try:
+        print(found.to_json() if options.json else found.explain(options.name))
+    except KeyError:
+        known = ", ".join(param.info.name for param in found.plan.params[:5])
+        print(f"dp-partition: no parameter {options.name!r}; there are {known}, ...", file=sys.stderr)
+        return USAGE
+    return GOOD
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,278 @@
+"""What a step will cost on ranks that do not exist: bytes, messages, live memory and time, from shapes alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+import torch
+
+from dp_partition.capture.subject import find_subject
+from dp_partition.imagined import Stand, imagined_mesh, stand_in_arguments, standing_in
+from dp_partition.link import Link, Machine
+from dp_partition.memory import Memory
+from dp_partition.messages import Message, explain_messages
+from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.problems import PlanError, Problem
+from dp_partition.progress import Progress, counted
+from dp_partition.step import compile as compile_step
+from dp_partition.styles import DataParallelStyle
+from dp_partition.survey import Held, Survey, survey
+from dp_partition.text import human_bytes, human_seconds, table
+from dp_partition.timeline import Timeline
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank holds, sends and waits for in a step.
+
+    Attributes:
+        name: Name of the train step.
+        plan: Where parameters, gradients and state lie.
+        rank: The rank that the numbers are of; under uneven shards the first ranks hold most.
+        found: Bytes, messages, live memory and times.
+        link: The network that times are of.
+        machine: The device that times are of.
+    """
+
+    name: str
+    plan: PartitionPlan
+    rank: int
+    found: Survey
+    link: Link
+    machine: Machine
+
+    @property
+    def world(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.plan.world
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Problems of the plan."""
+        return self.plan.problems
+
+    @property
+    def held(self) -> Held:
+        """Bytes of parameters, gradients, state, buffers and batch on the rank."""
+        return self.found.held
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Every collective of a step, in the order of issue."""
+        return self.found.messages
+
+    @property
+    def memory(self) -> Memory:
+        """Live memory at every node of the graph."""
+        return self.found.memory
+
+    @property
+    def timeline(self) -> Timeline:
+        """Compute and messages over time."""
+        return self.found.timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        """Greatest number of bytes that live on the rank during a step."""
+        return self.memory.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Time of a step."""
+        return self.timeline.seconds
+
+    def count(self, kind: str | None = None) -> int:
+        """Number of collectives of a step, of one kind or of all."""
+        return sum(kind is None or message.kind == kind for message in self.messages)
+
+    def sent_bytes(self, kind: str | None = None) -> int:
+        """Bytes that the rank sends in a step by the meaning of its collectives (see `Message`)."""
+        return sum(message.sent_bytes for message in self.messages if kind is None or message.kind == kind)
+
+    def explain(self, name: str | None = None) -> str:
+        """Text about the step, or about one parameter by its full name."""
+        if name is not None:
+            return "\n".join([self.plan.explain(name), *explain_messages(self.messages, self.plan[name].info.name)])
+        return "\n".join([*_head(self), "", _holdings(self), "", _traffic(self), "", *_times(self)])
+
+    def to_json(self) -> str:
+        """Everything but the memory of single nodes, as JSON."""
+        times = self.timeline
+        data: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.name,
+            "rank": self.rank,
+            "world": self.world,
+            "held": asdict(self.held),
+            "peak": {"bytes": self.peak_bytes, "node": self.memory.nodes[self.memory.peak], **self.memory.peak_kinds},
+            "messages": [asdict(message) for message in self.messages],
+            "num_messages": dict(Counter(message.kind for message in self.messages)),
+            "sent_bytes": {kind: self.sent_bytes(kind) for kind in dict.fromkeys(m.kind for m in self.messages)},
+            "seconds": {
+                "step": times.seconds,
+                "compute": times.compute_seconds,
+                "messages": times.message_seconds,
+                "exposed": times.exposed_seconds,
+                "overlap": times.overlap,
+            },
+            "link": asdict(self.link),
+            "machine": asdict(self.machine),
+            "plan": json.loads(self.plan.to_json()),
+        }
+        return json.dumps(data, sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """Stands for the estimate."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the estimate as a page that loads nothing: timeline, memory, placement of every parameter."""
+        from dp_partition.report.page import write_page
+
+        write_page(path, f"{self.name}: estimate", self.plan, self.rank, self.found, self.link, self.machine)
+
+
+def estimate(
+    train_step: Callable[..., Any],
+    *args: Any,
+    world: int,
+    style: str | DataParallelStyle = "default",
+    rank: int = 0,
+    link: Link | None = None,
+    machine: Machine | None = None,
+    device: str | None = None,
+    progress: TextIO | None = None,
+    **settings: Any,
+) -> Estimate:
+    """Say what a step would cost on ``world`` ranks. Needs no process group, no device and no memory for weights.
+
+    Tensors may be real or on the meta device; nothing is computed and no object of the caller is changed. Bytes of
+    collectives are exact; live memory is that of the graph, without what allocators round up and kernels take and give
+    back; times are a model (see `Link` and `Machine`).
+
+    Args:
+        train_step: The train step, as for `compile`.
+        args: Its arguments: the model, its optimizer, one rank's batch.
+        world: Number of data-parallel ranks.
+        style: As for `compile`.
+        rank: The rank to estimate for.
+        link: The network; default ``Link()``.
+        machine: The device; default ``Machine()``.
+        device: Where tensors seem to be, for example ``"cuda"``; default: where they are, the CPU for meta tensors.
+        progress: Where to show how far it is, for example ``sys.stderr``.
+        settings: What else `compile` takes: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
+            ``accumulate``, ...
+
+    Raises:
+        PlanError: Where `compile` or its first call would.
+    """
+    _check_request(world, rank, device, settings)
+    shown = Progress(progress)
+    stand = Stand(device)
+    shown.begin("tracing")
+    arguments = stand_in_arguments(stand, args)
+    kind = stand.device_type(args)
+    step = compile_step(counted(train_step, shown), mesh=imagined_mesh(world, rank, kind), style=style, **settings)
+    with standing_in(stand, find_subject(train_step, arguments, {})):
+        subject = find_subject(train_step, arguments, {})
+        infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
+        tied = {a: n for a, n in subject.aliases.items() if n in subject.params}
+        plan = plan_placements(
+            infos, step.style, world, semantics=step.semantics, overrides=step.placements, aliases=tied
+        )
+        check_plan(plan)
+        program = step.build(subject, plan, arguments, {})
+        shown.begin("local shapes")
+        module = program.with_local_values(lambda done, total: shown.tell(done, total, "nodes"))
+    chosen = (link or Link(), machine or Machine())
+    found = survey(module.graph, plan, rank, *chosen)
+    shown.end()
+    return Estimate(getattr(train_step, "__name__", "train_step"), plan, rank, found, *chosen)
+
+
+def _check_request(world: int, rank: int, device: str | None, settings: dict[str, Any]) -> None:
+    problems = []
+    if device is not None and not _is_built(device):
+        hint = "this build of torch cannot trace for it; leave device out, or estimate where torch is built for it"
+        problems.append(Problem("device-not-built", "device", found=repr(device), hint=hint))
+    if world < 1 or not 0 <= rank < world:
+        hint = "world is at least 1, rank from 0 to world - 1"
+        problems.append(Problem("out-of-range", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
+    for name in ("mesh", "share", "equal"):
+        if name in settings:
+            hint = "an estimate places nothing; leave it out"
+            problems.append(Problem("no-effect", name, found="passed to estimate", hint=hint))
+    if problems:
+        raise PlanError(problems, "dp_partition.estimate")
+
+
+def _is_built(device: str) -> bool:
+    """Whether tensors on a device can be traced here; autograd ends the process where they cannot."""
+    kind = device.split(":")[0]
+    if kind == "cuda":
+        return torch.version.cuda is not None or torch.version.hip is not None
+    accelerator = torch.accelerator.current_accelerator()
+    return kind == "cpu" or (accelerator is not None and accelerator.type == kind)
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def _head(found: Estimate) -> list[str]:
+    numel = sum(param.info.num_bytes // param.info.dtype.itemsize for param in found.plan.params)
+    return [
+        f"{found.name}: {found.plan.style.name.lower()} over {found.world} ranks, {found.plan.semantics} semantics; "
+        f"{len(found.plan.params)} parameters, {numel:,} elements",
+        f"numbers are of rank {found.rank}",
+    ]
+
+
+def _holdings(found: Estimate) -> str:
+    held, memory = found.held, found.memory
+    rows = [
+        ("parameters", held.param_bytes),
+        ("optimizer state", held.state_bytes),
+        ("buffers", held.buffer_bytes),
+        ("batch", held.batch_bytes),
+        ("gradients, once reduced", held.grad_bytes),
+        (f"peak, at node {memory.nodes[memory.peak]}", memory.peak_bytes),
+    ]
+    text = table(["held", "bytes", ""], [[what, f"{size:,}", human_bytes(size)] for what, size in rows], (1, 2))
+    parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in memory.peak_kinds.items())
+    return f"{text}\nthe peak is {parts}"
+
+
+def _traffic(found: Estimate) -> str:
+    rows = []
+    for kind in dict.fromkeys(message.kind for message in found.messages):
+        sizes = [message.whole_bytes for message in found.messages if message.kind == kind]
+        sent = found.sent_bytes(kind)
+        each = (
+            human_bytes(sizes[0]) if len(set(sizes)) == 1 else f"{human_bytes(min(sizes))} to {human_bytes(max(sizes))}"
+        )
+        rows.append([kind, str(len(sizes)), each, f"{sent:,}", human_bytes(sent)])
+    if not rows:
+        return "nothing is sent"
+    return table(["collective", "count", "whole tensor", "sent bytes", ""], rows, (1, 2, 3, 4))
+
+
+def _times(found: Estimate) -> list[str]:
+    times, link, machine = found.timeline, found.link, found.machine
+    return [
+        f"a step takes {human_seconds(times.seconds)}: compute {human_seconds(times.compute_seconds)}, messages "
+        f"{human_seconds(times.message_seconds)}, of which {times.overlap:.0%} behind compute",
+        f"assumed: {link.gbps:g} Gbit/s and {link.us:g} us a round of messages; {machine.tflops:g} TFLOP/s, "
+        f"{machine.memory_gbs:g} GB/s of memory, {machine.launch_us:g} us an operator",
+    ]
+
+
+__all__ = ["Estimate", "estimate"]

@@ -1,0 +1,1 @@
+"""Reports: a step as one page with pictures."""
