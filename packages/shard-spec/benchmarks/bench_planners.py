@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
-
 from shard_spec.planners import MegatronPlanner, OptimalPlanner, Workload
 from shard_spec.planners.solver import (
     PairwiseBuilder,
@@ -25,6 +23,7 @@ from shard_spec.planners.solver import (
     solve_exact,
     solve_highs,
 )
+from torch import nn
 
 T = TypeVar("T")
 Row = dict[str, str]

@@ -255,11 +255,11 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
         "partial-parameter",
         "not-expressible",
     )
-    # Fused weights on a mesh of several axes, uneven sizes, an order a DTensor does not have.
+    # Fused weights on a mesh of several axes, uneven sizes, an order in which a strided shard puts other rows.
     for text, code in [
         ("dp:S(1), tp:I(0,[6,4])", "not-expressible"),
         ("tp:U(0,[3,7])", "not-expressible"),
-        ("dp:S(0), tp:S(0); order=tp>dp", "order-not-expressible"),
+        ("dp:S(0), tp:U(0,[3,7]); order=tp>dp", "not-expressible"),
     ]:
         refused({"up.weight": text}, code)
     refused({"up.weight": "tp:S(0)"}, "no-effect", plan=({"up": "tp:S(0)"},))
@@ -294,6 +294,83 @@ def test_a_permuted_device_mesh_is_refused(ranks: Ranks) -> None:
     module = block()
     apply_plan(ShardingPlan({"up.weight": "S(0)"}), module, ordered, src_rank=1)
     assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
+
+
+@pytest.mark.ranks(4)
+def test_axes_in_an_order_of_their_own_train_as_one_process_does(ranks: Ranks) -> None:
+    """FSDP over tensor parallelism: the later axis cuts first. DTensor holds that as a strided shard."""
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    order = "dp:S({0}), tp:S({0}); order=tp>dp"
+    rules = {"up.*": order.format(0), "down.weight": order.format(1), "down.bias": "dp:S(0)", "ids": order.format(0)}
+    plan = ShardingPlan(rules, mesh=MeshSpec({"dp": 2, "tp": 2}))
+    full, module = block(), block()
+    resolved = plan.resolve(full)
+    handle = apply_plan(plan, module, mesh, src_rank=1)
+    compared = 0
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        whole = {**dict(full.named_parameters()), **dict(full.named_buffers())}[name]
+        (box,) = resolved[name].boxes(ranks.rank, tuple(whole.shape)) or (None,)
+        mine = whole[box.slices()] if box is not None else whole[:0]
+        assert torch.equal(dtensor(value).to_local(), mine), name
+        assert torch.equal(dtensor(value).full_tensor(), whole), name
+        compared += 1
+    assert compared == 9
+    assert resolved["ids"].local_shape(3, (5,)) == (1,)  # 5 over tp: 3 + 2; then over dp: 2 + 1 and 1 + 1
+    lives = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (module, full)]
+    for step in range(5):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        lost = module(distribute_tensor(x, mesh, [Shard(0), Replicate()])).square().mean()
+        loss = full(x).square().mean()
+        lost.backward()
+        loss.backward()
+        torch.testing.assert_close(dtensor(lost).full_tensor(), loss, rtol=1e-5, atol=1e-6)  # float32, other order
+        grad = dtensor(module.up.weight.grad)
+        assert grad.placements == dtensor(module.up.weight).placements
+        for optimizer in lives:
+            optimizer.step()
+            optimizer.zero_grad()
+    handle.undo()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter, dict(full.named_parameters())[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(4)
+def test_device_meshes_of_permuted_ranks_gather_in_mesh_order(ranks: Ranks) -> None:
+    """torch makes the groups of [[3, 1], [0, 2]] in ascending order: what is gathered is permuted, without an error."""
+    rows = torch.arange(14.0).view(7, 2)
+    compared = 0
+    for axes, order in (
+        ({"tp": 4}, [2, 0, 3, 1]),
+        ({"dp": 2, "tp": 2}, [3, 1, 0, 2]),
+        ({"dp": 2, "tp": 2}, [0, 2, 1, 3]),  # ascends along each axis: torch's own groups
+        ({"pp": 1, "dp": 2, "tp": 2}, [1, 0, 3, 2]),
+        ({"tp": 3}, [3, 0, 2]),  # rank 1 takes part in the call, and is not on the mesh
+    ):
+        spec = MeshSpec(axes, order)
+        mesh = spec.to_device_mesh(ranks.device.type)
+        assert MeshSpec.from_device_mesh(mesh) == spec
+        coordinate = spec.coordinate(ranks.rank)
+        found = mesh.get_coordinate()
+        assert coordinate == (None if found is None else tuple(found))
+        if coordinate is None:
+            continue
+        last = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        for placements in ([Shard(0)] * mesh.ndim, last, [Shard(1)] * mesh.ndim):
+            layout = Layout(spec, placements)
+            mine = rows
+            for dim, intervals in enumerate(layout.pieces(ranks.rank, (7, 2))):
+                mine = torch.cat([mine.narrow(dim, *interval) for interval in intervals], dim)
+            value = DTensor.from_local(
+                mine.contiguous(), mesh, placements, run_check=False, shape=rows.shape, stride=rows.stride()
+            )
+            assert torch.equal(value.full_tensor(), rows)
+            compared += 1
+        if len(order) == 4:
+            source = order[1] if mesh.ndim == 1 else 1  # a rank in the mesh's own group, or in the default one
+            module = block(seed=0 if ranks.rank == source else 7)
+            ShardingPlan({"up.weight": [Shard(0)] * mesh.ndim}, mesh=spec).apply(module, mesh, src_rank=1)
+            assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
+    assert compared == (12 if ranks.rank == 1 else 15)
 
 
 @pytest.mark.ranks(4)

@@ -165,6 +165,14 @@ def test_groups_in_reversed_order_and_grids(ranks: Ranks) -> None:
     plan = ShardingPlan({"fc1.weight": EnumerableShardingSpec(shards)}, None, ["fc1"])
     torch.manual_seed(4)
     train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: at))
+    # Two axes on one dim, the later one first: the mesh is turned, so that a DTensor can say it.
+    rule = "dp:S(0), tp:S(0); order=tp>dp"
+    plan = ShardingPlan({"fc1.*": rule}, {"fc1": rule}, ["fc1"], mesh={"dp": 2, "tp": 2})
+    sharded = train_and_compare(ranks, MLP().double(), plan, rows_of(6, lambda at: 1 + at))
+    weight = dict(sharded.named_parameters())["fc1.weight"]
+    assert isinstance(weight, DTensor)
+    assert weight.device_mesh.mesh.tolist() == [[0, 2], [1, 3]]
+    assert weight.to_local().shape[0] == (3, 2, 2, 2)[ranks.rank]  # 9 rows over tp: 5 + 4; over dp: 3 + 2, 2 + 2
 
 
 class Tied(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 
 import pytest
-
 from shard_spec.cost import PRESETS, AlphaBetaCostModel, CostModel, Link, Topology, topology_preset
 
 MACHINE = Topology(

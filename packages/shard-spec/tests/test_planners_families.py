@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from shard_spec.planners import MegatronPlanner
 from shard_spec.planners.megatron import verify_units
+from torch import Tensor, nn
 
 LLAMA_SMALL = {
     "hidden_size": 48,

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from shard_spec import MeshSpec, PlanError, ShardingPlan
 from shard_spec.planners import MegatronPlanner, PlannedSharding, ShardingPlanner
 from shard_spec.planners.megatron import Analysis, Evidence, UnitKind, verify_units
+from torch import Tensor, nn
 
 MESH = MeshSpec({"dp": 2, "tp": 2})
 

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from shard_spec import MeshSpec, PlanError
 from shard_spec.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.planners import OptimalPlanner, Workload
 from shard_spec.planners.optimal.model import RECIPES
 from shard_spec.planners.optimal.states import moving
+from torch import Tensor, nn
 
 MACHINE = Topology(10**9, 8, 100e9, 10e9, 1e-6, 1e13, name="test")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from shard_spec import MeshSpec, PlanError, ShardingPlan
 from shard_spec.planners import (
     BalancedPlanner,
@@ -22,6 +20,7 @@ from shard_spec.planners import (
 )
 from shard_spec.planners.balanced import Group, deal, rows_by_share
 from shard_spec.planners.rules import rules_of, short_text
+from torch import nn
 
 MESH = MeshSpec({"dp": 2, "tp": 2})
 

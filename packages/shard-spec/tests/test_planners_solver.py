@@ -10,7 +10,6 @@ import time
 
 import pytest
 import torch
-
 from shard_spec.planners.solver import (
     InfeasibleError,
     PairwiseBuilder,

@@ -124,6 +124,21 @@ def new_ordered_group(members: list[int], everybody: bool) -> Any:
     return made if isinstance(made, dist.ProcessGroup) else None
 
 
+def mesh_without_groups(device_type: str, ranks: Any, names: tuple[str, ...]) -> Any:
+    """A DeviceMesh for a rank that is not on it, made without communication."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+
+
+def computes_with_strided_shards() -> bool:
+    """Whether operators and gathers of DTensors are right on ``_StridedShard``: tried on 2.13, not on earlier ones."""
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
+
+
 def num_groups() -> int:
     """How many process groups this rank knows: part of the name of a group that only its members make."""
     from torch.distributed import distributed_c10d

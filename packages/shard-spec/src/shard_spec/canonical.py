@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shard_spec.layout import Layout, cuts_by_dim
+from shard_spec.mesh import MeshSpec
 from shard_spec.problems import raise_problems
 from shard_spec.terms import REPLICATE, Term, pieces
 
@@ -26,8 +27,32 @@ def canonical(layout: Layout, shape: tuple[int, ...]) -> Layout:
     names = layout.mesh.axis_names
     cutting = [axis for axis in (layout.order or names) if terms[names.index(axis)].dim is not None]
     grouped = sorted(cutting, key=lambda axis: terms[names.index(axis)].dim or 0)  # stable within a dim
-    in_mesh_order = sorted(grouped, key=lambda axis: (terms[names.index(axis)].dim or 0, names.index(axis)))
-    return Layout(layout.mesh, tuple(terms), None if grouped == in_mesh_order else tuple(grouped))
+    plain = sorted(grouped, key=lambda axis: (terms[names.index(axis)].dim or 0, names.index(axis)))
+    return Layout(layout.mesh, tuple(terms), None if grouped == plain else tuple(grouped))
+
+
+def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:
+    """The same bytes on the same ranks, on a mesh whose axes stand in the order in which they cut.
+
+    A layout without an order of its own stays as it is; so does the mesh where the order changes nothing for ``shape``.
+    """
+    if not layout.order:
+        return layout
+    if shape is not None and not canonical(layout, shape).order:
+        return Layout(layout.mesh, layout.terms)
+    mesh = layout.mesh
+    cutting = iter(layout.order)
+    names = [
+        next(cutting) if term.dim is not None else axis
+        for axis, term in zip(mesh.axis_names, layout.terms, strict=True)
+    ]
+    at = [mesh.axis_names.index(name) for name in names]
+    turned = [[0] * mesh.ndim]
+    for axis in at:
+        turned = [[*c[:axis], place, *c[axis + 1 :]] for c in turned for place in range(mesh.shape[axis])]
+    ranks = [mesh.rank_at(coordinate) for coordinate in turned]
+    axes = {name: mesh.axis_size(name) for name in names}
+    return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.terms[axis] for axis in at])
 
 
 def _plain_dim(term: Term, ndim: int) -> Term:

@@ -177,13 +177,20 @@ class MeshSpec:
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
         """A torch ``DeviceMesh`` with these axes and ranks; every rank of the default group has to call it.
 
+        Torch makes the process groups of a mesh in ascending order, whatever the order of its ranks, and then gathers
+        the shards in that order, without an error. Where the ranks along an axis do not ascend, the groups are made
+        in mesh order here.
+
         Raises:
             PlanError: ``no-process-group`` when torch.distributed is not initialized, ``mesh-too-large`` when
-                a rank of the mesh is not in the default group.
+                a rank of the mesh is not in the default group, ``rank-order-needs-newer-torch`` when this torch
+                cannot make a group in the order that the mesh needs.
         """
         import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
+
+        from shard_spec import _torch_compat
 
         if not (dist.is_available() and dist.is_initialized()):
             raise PlanError(
@@ -203,7 +210,21 @@ class MeshSpec:
                 )
             )
         ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
-        return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
+        groups = [self.axis_groups(axis) for axis in self.axis_names]
+        unsorted = [members for along in groups for members in along if list(members) != sorted(members)]
+        if not unsorted:
+            return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
+        if not _torch_compat.can_order_groups():
+            found = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
+            hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
+            raise PlanError(Problem("rank-order-needs-newer-torch", "ranks", found=found, hint=hint))
+        made = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
+        own = [group for group in made if group is not None]
+        if dist.get_rank() not in self.ranks:
+            return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh; the constructor's argument is private
+        if self.ndim == 1:
+            return DeviceMesh.from_group(own[0], device_type, mesh_dim_names=self.axis_names)
+        return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=self.axis_names)
 
 
 def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:

@@ -19,6 +19,7 @@ from shard_spec.acting.rank_checks import layout_problems, order_problems, rank_
 from shard_spec.acting.readers import forward_for, reader_problem
 from shard_spec.acting.tensors import TensorAction, read_tensors
 from shard_spec.acting.ties import tied_outside
+from shard_spec.canonical import in_mesh_order
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.resolve import Resolution, examine
@@ -198,7 +199,7 @@ def _outputs(plan: ShardingPlan, ranks: tuple[int, ...]) -> tuple[dict[str, Shar
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
             continue
-        outputs[path] = wanted
+        outputs[path] = in_mesh_order(wanted) if isinstance(wanted, Layout) else wanted
         if named is not None:
             problems += rank_problems(name, named, ranks)
     return outputs, problems

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from shard_spec.acting.actions import ModuleActions, plan_together
 from shard_spec.acting.agreement import agree
@@ -143,7 +143,7 @@ def _plan(
         problems += replacing_problems(tensor, facts.name)
         problems += value_problems(tensor, facts.name, source, me == src_rank)
         rebound = on_mesh(layout, spec, facts.name)
-        expression = rebound if isinstance(rebound, Problem) else express(rebound, facts.shape, facts.name, local=True)
+        expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, facts.shape, facts.name)
         if isinstance(rebound, Problem) or isinstance(expression, Problem):
             problems += [each for each in (rebound, expression) if isinstance(each, Problem)]
             continue
@@ -197,11 +197,11 @@ def _piece(
         local = materialize(action, device, dist.get_rank(), init, seed)
     else:
         local = take_own(tensor, layout, device, dist.get_rank())
-    expression = express(layout, action.shape, action.names[0], local=True)
+    expression = _expressed(layout, action.shape, action.names[0])
     assert isinstance(expression, Expression)  # planned
     if expression.kind == "local":
         return _local(local, action, mesh, expression)
-    placements = [Replicate() if dim is None else Shard(dim) for dim in expression.dims]
+    placements = expression.placements
     shape = torch.Size(action.shape)
     stride = torch.empty(shape, device="meta").stride()
     value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -209,8 +209,12 @@ def _piece(
         return value
     parameter = nn.Parameter(value, requires_grad=action.requires_grad)
     if parameter.requires_grad:
-        parameter.register_hook(LayGradient(tuple(placements)))  # type: ignore[no-untyped-call]  # untyped in torch
+        parameter.register_hook(LayGradient(placements))  # type: ignore[no-untyped-call]  # untyped in torch
     return parameter
+
+
+def _expressed(layout: Layout, shape: tuple[int, ...], name: str) -> Expression | Problem:
+    return express(layout, shape, name, local=True, strided=True)
 
 
 def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expression: Expression) -> torch.Tensor:

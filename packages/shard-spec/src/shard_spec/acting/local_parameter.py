@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 
 from shard_spec.acting.express import Expression
 
@@ -58,7 +57,6 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]
 
 def sharding_info(mesh: DeviceMesh, expression: Expression, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """The house's description of a piece of a tensor of global ``shape``."""
-    placements = tuple(Replicate() if dim is None else Shard(dim) for dim in expression.dims)
     stride = torch.empty(shape, device="meta").stride()
     sections = tuple(Section(size) for size in expression.sections)
-    return (mesh, placements, torch.Size(shape), stride, sections)
+    return (mesh, expression.placements, torch.Size(shape), stride, sections)

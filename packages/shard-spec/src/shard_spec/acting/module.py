@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from shard_spec.acting.actions import ModuleActions, plan_module, plan_together
 from shard_spec.acting.agreement import Outcome, agree, attempt, group_or_default
@@ -183,10 +183,11 @@ def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name
     """A DTensor of this rank's piece."""
     expression = express(layout, shape, name)
     assert isinstance(expression, Expression)  # planned
-    placements = [Replicate() if dim is None else Shard(dim) for dim in expression.dims]
     stride = torch.empty(shape, device="meta").stride()
     mesh = meshes.mesh_of(layout)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    return DTensor.from_local(
+        local, mesh, expression.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def _warn_of_batch_statistics(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec._torch_compat import eager_only
@@ -153,7 +153,7 @@ def _placements(layout: Layout, shape: tuple[int, ...], name: str) -> list[Place
     found = express(layout, shape, name)
     if isinstance(found, Problem):
         raise PlanError(found)
-    return [Replicate() if dim is None else Shard(dim) for dim in found.dims]
+    return list(found.placements)
 
 
 def _columns(value: DTensor, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[bool, ...]] | None:

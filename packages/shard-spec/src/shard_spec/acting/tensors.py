@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec.acting.replicas import foreign_hooks
+from shard_spec.canonical import in_mesh_order
 from shard_spec.layout import Layout
 from shard_spec.plan.resolve import Resolution
 from shard_spec.problems import Problem
@@ -84,7 +85,7 @@ def read_tensors(
                 shape=facts.shape,
                 dtype=tensor.dtype,
                 requires_grad=bool(tensor.requires_grad),
-                layout=None if not planned or layout.is_replicated else layout,
+                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, facts.shape),
             )
         )
     return tuple(actions), problems

@@ -50,7 +50,7 @@ def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: li
         hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
         problems.append(not_expressible(name, f"{layout}: {why}", hint))
         return ()
-    return tuple(_placement(term) for term in terms)
+    return tuple(dtensor_placement(term) for term in terms)
 
 
 def dtensor_terms(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[Term, ...], str | None]:
@@ -115,7 +115,8 @@ def _strided(layout: Layout, terms: list[Term]) -> tuple[Term, ...] | None:
     return tuple(found)
 
 
-def _placement(term: Term) -> Any:
+def dtensor_placement(term: Term) -> Any:
+    """Torch's placement of a term; an interleaved one has a number of sections."""
     if term.kind == "I":
         from shard_spec._torch_compat import strided_shard
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec.terms import Term
 
 if TYPE_CHECKING:
     import torch
@@ -64,20 +65,96 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
     return _with_order(Layout(mesh, shown.placements), shown.placements, tuple(shown.shape))
 
 
-def _layout_of_info(info: tuple[Any, ...]) -> Layout:
-    device_mesh, placements = info[0], list(info[1])
-    mesh = MeshSpec.from_device_mesh(device_mesh)
-    layout = Layout(mesh, placements)
-    sections = info[4] if len(info) > 4 else None
-    if sections:
-        from shard_spec.terms import Term
+def _layout_of_info(info: Any) -> Layout:
+    """The layout of a local shard from what it says of itself.
 
-        terms = [
-            Term("I", term.dim, tuple(int(size) for size in sections)) if term.kind == "S" else term
-            for term in layout.terms
-        ]
-        layout = Layout(mesh, terms, layout.order)
-    return layout
+    That is ``(device_mesh, placements, global_shape, global_stride)``, and for a fused weight the sections of the
+    sharded dim: a size each, or ``(size, unit, copies)`` with the number of rows that stay together and the number of
+    neighbouring ranks that hold each part.
+
+    Raises:
+        PlanError: ``bad-sharding-info`` for another form, ``sections-not-expressible`` for what no layout says.
+    """
+    try:
+        device_mesh, placements, shape = info[0], list(info[1]), tuple(int(size) for size in info[2])
+        mesh = MeshSpec.from_device_mesh(device_mesh)
+        sections = [_section(each) for each in info[4]] if len(info) > 4 and info[4] is not None else []
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        hint = "(device_mesh, placements, global_shape, global_stride[, sections])"
+        raise PlanError(Problem("bad-sharding-info", found=f"{info!r:.200} ({error})", hint=hint)) from None
+    layout = Layout(mesh, placements)
+    return _with_sections(layout, shape, sections) if sections else layout
+
+
+class _Section(NamedTuple):
+    size: int
+    unit: int = 1
+    copies: int = 1
+
+
+def _section(said: Any) -> _Section:
+    if isinstance(said, tuple):
+        section = _Section(*(int(number) for number in said))
+    else:
+        section = _Section(int(said))
+    if section.size < 0 or section.unit < 1 or section.copies < 1 or section.size % section.unit:
+        raise ValueError(f"{section}: units have to fill it")
+    return section
+
+
+def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[_Section]) -> Layout:
+    """Sections of the one dim that is cut: each is cut on its own, between units, each part held ``copies`` times."""
+    cutting = [at for at, term in enumerate(layout.terms) if term.dim is not None]
+    if len(cutting) != 1:
+        found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that cut ({layout})"
+        raise _not_said(found, "sections are of the dim that one axis cuts")
+    (at,) = cutting
+    dim = layout.terms[at].dim
+    assert dim is not None
+    if not -len(shape) <= dim < len(shape) or sum(each.size for each in sections) != shape[dim]:
+        found = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
+        raise _not_said(found, "the sizes of the sections have to add up to the length of the dim")
+    copies = {each.copies for each in sections}
+    if len(copies) > 1:
+        found = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
+        raise _not_said(found, "keep sections with other copies in a weight of their own")
+    layout, at = _with_copies(layout, at, copies.pop())
+    if layout.terms[at].dim is None:
+        return layout
+    term = _term_of(dim, sections, layout.mesh.shape[at])
+    return Layout(layout.mesh, [term if place == at else other for place, other in enumerate(layout.terms)])
+
+
+def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
+    """Every part on ``copies`` neighbouring ranks: the axis is two, one that cuts and one that replicates."""
+    mesh, size = layout.mesh, layout.mesh.shape[at]
+    if copies == 1:
+        return layout, at
+    if size % copies:
+        raise _not_said(f"{copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
+    if copies == size:
+        return Layout(mesh, [Term("R") if place == at else term for place, term in enumerate(layout.terms)]), at
+    name = mesh.axis_names[at]
+    axes: dict[str, int] = {}
+    for axis, length in mesh.axes.items():
+        axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
+    terms = [*layout.terms[: at + 1], Term("R"), *layout.terms[at + 1 :]]
+    return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), terms), at
+
+
+def _term_of(dim: int, sections: list[_Section], count: int) -> Term:
+    """The placement that cuts each section into ``count`` parts between units."""
+    even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
+    if len(sections) == 1:
+        return Term("S", dim) if even else Term("B", dim, (sections[0].unit, False))
+    if not even:
+        found = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
+        raise _not_said(found, "a number of units in each section that the ranks divide")
+    return Term("I", dim, tuple(each.size for each in sections))
+
+
+def _not_said(found: str, hint: str) -> PlanError:
+    return PlanError(Problem("sections-not-expressible", found=found, hint=hint))
 
 
 def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:
@@ -85,8 +162,6 @@ def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> L
     interleaved = [at for at, term in enumerate(layout.terms) if term.kind == "I"]
     if not interleaved:
         return layout
-    from shard_spec.terms import Term
-
     names = layout.mesh.axis_names
     terms = [Term("S", term.dim) if term.kind == "I" else term for term in layout.terms]
     later = [names[at] for at, term in enumerate(terms) if term.dim is not None and at not in interleaved]
