@@ -1,16 +1,24 @@
-"""A sharding plan's layouts as styles."""
+"""A sharding plan's layouts as styles: they train as the whole module does, or there is an error that says why."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
+
+AdamW = torch.optim.AdamW
+# float64; AdamW divides by the root of squares, which makes more of the ranks' other order of addition.
+ADAM = 1e-8
 
 
 @pytest.mark.extra("shard-spec")
@@ -19,53 +27,319 @@ def test_layouts_as_styles() -> None:
 
     mesh = MeshSpec({"dp": 2, "tp": 2})
     model = models.GPT(tied=True)
-    plan = ShardingPlan(
-        {
-            "**.[qkv].*": "tp:S(0)",
-            "**.up.*": {"dp": Shard(0), "tp": Shard(0)},
-            "**.proj.weight": "tp:S(1)",
-            "layers.0.mlp.down.weight": "tp:S(1)",
-            "embed.weight": "tp:S(0)",
-        },
-        mesh=mesh,
-    )
-    found = tp.from_sharding_plan(plan, model)
+    rules: dict[str, Any] = {
+        "**.[qkv].*": "tp:S(0)",
+        "**.up.*": {"dp": Shard(1), "tp": Shard(0)},
+        "layers.*.mlp.up.bias": "tp:S(0)",
+        "**.proj.weight": "tp:S(1)",
+        "layers.0.mlp.down.weight": "tp:S(1)",
+        "embed.weight": "tp:S(0)",
+    }
+    plan = ShardingPlan(rules, mesh=mesh)
+    found = tp.from_sharding_plan(plan, model, unproven="gather")
     assert found["embed"] == tp.RowwiseParallel()
     assert found["head"] == tp.ColwiseParallel(output_layouts=Replicate())
     assert found["layers.0.attn.q"] == tp.ColwiseParallel()
-    assert found["layers.0.attn.proj"] == tp.RowwiseParallel(input_layouts=Shard(-1))
+    assert found["layers.0.attn.proj"] == tp.RowwiseParallel()
     assert found["layers.1.mlp.up"] == tp.ColwiseParallel(output_layouts=Replicate())  # nobody takes a shard there
     assert len(found) == 2 + 2 * 5 + 1 + 2
-    assert {name for name, style in found.items() if type(style).__name__ == "LocalHeads"} == {
-        "layers.0.attn",
-        "layers.1.attn",
-    }
+    assert type(found["layers.1.attn"]).__name__ == "RegionParallel"
     assert tp.plan_styles(model, found, 2).problems == ()
+    (problem,) = tp.plan_styles(copy.deepcopy(model), {"layers.0.attn": found["layers.0.attn"]}, 4).problems
+    assert problem.code == "tp-size"  # it was planned for two ranks
+    with pytest.raises(tp.PlanError, match=r"no-region\] 'layers.1.mlp.up'"):
+        tp.from_sharding_plan(plan, model)
+    assert tp.from_sharding_plan(plan, model, axis="dp", unproven="gather").keys() == {
+        f"layers.{i}.mlp.up" for i in (0, 1)
+    }
 
     fused = ShardingPlan({"*": InterleavedShard(0, 3)}, mesh={"tp": 2})
-    assert tp.from_sharding_plan(fused, nn.Linear(4, 6)) == {"": tp.FusedColwiseParallel(3, output_layouts=Replicate())}
-    with pytest.raises(tp.PlanError) as caught:
-        tp.from_sharding_plan(
-            ShardingPlan({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}, mesh=mesh), model
-        )
-    assert {p.code for p in caught.value.problems} == {"no-style", "bias-layout"}
+    alone = tp.from_sharding_plan(fused, nn.Linear(4, 6), unproven="gather")
+    assert alone == {"": tp.FusedColwiseParallel((2, 2, 2), unit=(1, 1, 1), output_layouts=Replicate())}
+    assert tp.from_sharding_plan(ShardingPlan({}, mesh=mesh), model) == {}
+
+
+@pytest.mark.extra("shard-spec")
+def test_what_has_no_style() -> None:
+    """Every setting of a plan is carried out or refused, all of them in one error."""
+    from shard_spec import ShardingPlan, UnevenShard
+
+    model = models.GPT(tied=True)
+
+    def codes(rules: dict[str, Any], **options: Any) -> set[str]:
+        with pytest.raises(tp.PlanError) as caught:
+            tp.from_sharding_plan(ShardingPlan(rules, mesh="dp=2, tp=2", **options), model, unproven="gather")
+        return {problem.code for problem in caught.value.problems}
+
+    assert codes({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}) == {
+        "no-style",
+        "bias-layout",
+    }
+    assert codes({"head.weight": {"tp": UnevenShard(0, (10, 7))}}) == {"no-style"}
+    assert codes({"**.up.*": "dp:S(0), tp:S(0)"}) == {"axis-order"}  # dp's slices are cut by tp: not tp's rows
+    assert codes({}, output_plan={"head": "tp:R"}, return_local_tensor=["head"]) == {
+        "output-plan",
+        "return-local-tensor",
+    }
     with pytest.raises(tp.PlanError, match="no-such-axis"):
-        tp.from_sharding_plan(plan, model, axis="ep")
+        tp.from_sharding_plan(ShardingPlan({}, mesh="tp=2"), model, axis="ep")
+    with pytest.raises(tp.PlanError, match="unproven"):
+        tp.from_sharding_plan(ShardingPlan({"**.up.*": "tp:S(0)"}, mesh="tp=2"), model, unproven="x")  # type: ignore[arg-type]
+
+
+class Between(models.MLP):
+    """Something between the layers that looks at all channels: cut by names alone, it trains wrongly."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(8, 16)
+        self.what = what
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        match self.what:
+            case "norm":
+                h = F.normalize(h, dim=-1)
+            case "reshape":
+                h = h.unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2)
+            case "past":  # an activation gets in beside the columns: its gradient would be partial
+                h = h * x.mean(-1, keepdim=True)
+            case "leak":
+                return self.down(h) + h.mean(-1, keepdim=True)  # type: ignore[no-any-return]
+            case "twice":
+                return self.down(h * self.scale) + self.up(x * self.scale).sum()  # type: ignore[no-any-return]
+        return self.down(h)  # type: ignore[no-any-return]
+
+
+class WrongHeads(models.Attention):
+    """Its view splits into as many heads as it always had, under a name nobody knows: half heads on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+        self.pieces = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], self.pieces, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        result: torch.Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return result
+
+
+@pytest.mark.extra("shard-spec")
+@pytest.mark.parametrize("what", ["norm", "reshape", "past", "leak", "twice", "heads"])
+def test_blocks_that_cannot_be_cut(what: str) -> None:
+    """Column and row layouts around something that mixes channels: refused, or gathered around each layer."""
+    from shard_spec import ShardingPlan
+
+    model: nn.Module = nn.Sequential(WrongHeads() if what == "heads" else Between(what))
+    rules = {"**.up.*": "S(0)", "**.down.weight": "S(1)"}
+    if what == "heads":
+        rules = {"**.[qkv].*": "S(0)", "**.proj.weight": "S(1)"}
+    plan = ShardingPlan(rules, mesh={"tp": 2})
+    with pytest.raises(tp.PlanError) as caught:
+        tp.from_sharding_plan(plan, model)
+    assert {problem.code for problem in caught.value.problems} <= {"slices-mix", "no-region"}
+    found = tp.from_sharding_plan(plan, model, unproven="gather")
+    assert all(style.output_layouts == (Replicate(),) for style in found.values())  # type: ignore[attr-defined]
+    assert found["0.proj" if what == "heads" else "0.down"] == tp.RowwiseParallel(input_layouts=Replicate())
+    good = {"0.up": tp.ColwiseParallel(), "0.down": tp.RowwiseParallel()}
+    if what == "heads":
+        return
+    model = nn.Sequential(Between("nothing"))
+    assert tp.from_sharding_plan(plan, model) == good
+
+
+@pytest.mark.extra("shard-spec")
+def test_plans_of_other_axes() -> None:
+    """A plan that cuts weights for a data-parallel axis is no tensor-parallel plan, whatever the axis is called."""
+    from shard_spec.planners import FullyShardPlanner, MegatronPlanner, OptimalPlanner, Workload, compose
+
+    model = models.Grouped()
+    mesh = {"dp": 2, "tp": 2}
+    both = compose(MegatronPlanner(mesh), FullyShardPlanner(mesh, "dp")).build_plan(model)
+    assert tp.from_sharding_plan(both, model) == tp.from_sharding_plan(MegatronPlanner(mesh).build_plan(model), model)
+    with pytest.raises(tp.PlanError, match="axis-order"):
+        tp.from_sharding_plan(both, model, axis="dp")
+    with pytest.raises(tp.PlanError, match="data-parallel"):
+        tp.from_sharding_plan(FullyShardPlanner({"tp": 2}, "tp").build_plan(model), model)
+    large = OptimalPlanner(mesh=mesh, workload=Workload(batch=64, sequence=4096), memory_limit=600_000_000).build_plan(
+        model
+    )
+    for axis in mesh:  # it divides the batch over both, at these sizes: ranks see other activations
+        with pytest.raises(tp.PlanError, match=r"no-region|no-style|not-tensor-parallel"):
+            tp.from_sharding_plan(large, model, axis=axis)
+
+
+@pytest.mark.extra("shard-spec")
+def test_a_remark_that_nobody_carries_out() -> None:
+    """A planner's `partial-gradient` on a parameter whose gradient these styles would not sum is no detail."""
+    from dataclasses import replace
+
+    from shard_spec.planners import MegatronPlanner
+
+    model = models.Grouped()
+    plan = MegatronPlanner({"tp": 2}).build_plan(model)
+    assert {note.code for note in plan.notes} == {"partial-gradient"}
+    found = tp.from_sharding_plan(plan, model)
+    for name in ("layers.0.attn.q_norm", "layers.1.attn.k_norm", "layers.0.mlp.act"):
+        assert found[name] == tp.NoParallel(sum_gradient=True)
+    note = replace(plan.notes[0], code="kv-replicated", name="layers.*.attn")
+    object.__setattr__(plan, "notes", (note,))
+    with pytest.raises(tp.PlanError, match="kv-replicated"):
+        tp.from_sharding_plan(plan, model)
+
+
+@pytest.mark.extra("shard-spec")
+def test_dropout_inside_a_region() -> None:
+    from shard_spec.planners import MegatronPlanner
+
+    model = models.Grouped(dropout=0.1)
+    found = tp.from_sharding_plan(MegatronPlanner({"tp": 2}).build_plan(model), model)
+    assert found["layers.0.mlp.drop"] == tp.NoParallel(sum_gradient=True)
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+def train(ranks: Ranks, model: nn.Module, plan: Any, atol: float = ADAM, **options: Any) -> dict[str, tp.ParallelStyle]:
+    """Five steps of AdamW, and forward and backward, against the model alone."""
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    styles = tp.from_sharding_plan(plan, model, **options)
+    generator = torch.Generator().manual_seed(7)
+    batches = [torch.randint(0, 17, (2, 6), generator=generator) for _ in range(5)]
+    compared = models.compare_training(
+        model,
+        lambda m: tp.apply_plan(m, mesh, styles),
+        batches,
+        models.next_token_loss,
+        mesh,
+        atol=atol,
+        make=AdamW,
+        lr=0.01,
+    )
+    assert compared > 2000
+    return styles
 
 
 @pytest.mark.extra("shard-spec")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("fused", "tied"), [(False, True), (True, False)])
 def test_a_planners_plan(ranks: Ranks, fused: bool, tied: bool) -> None:
-    """MegatronPlanner's plan of a model it has never seen, trained."""
+    """MegatronPlanner's plan of a model it has never seen."""
     from shard_spec.planners import MegatronPlanner
 
-    mesh = ranks.mesh((2,), ("tp",))
-    torch.manual_seed(0)
-    model = models.GPT(vocab=18, fused=fused, tied=tied).double()
-    plan = tp.from_sharding_plan(MegatronPlanner({"tp": 2}).build_plan(copy.deepcopy(model)), model)
-    assert len(plan) >= 2 + 2 * (2 if fused else 6)  # fused weights only where the planner can probe their order
-    batches = [torch.randint(0, 17, (2, 6)) for _ in range(5)]
-    models.compare_training(
-        model, lambda m: tp.apply_plan(m, mesh, plan), batches, models.next_token_loss, mesh, atol=1e-12
-    )
+    model = models.roughen(models.seeded(lambda: models.GPT(vocab=18, fused=fused, tied=tied)).double())
+    styles = train(ranks, model, MegatronPlanner({"tp": 2}).build_plan(model))
+    assert len(styles) == 2 + 2 * (5 if fused else 7)
+
+
+@pytest.mark.extra("shard-spec")
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("keys", [1, 2])
+def test_grouped_queries_with_norms(ranks: Ranks, keys: int) -> None:
+    """Norms of heads, learned activation, tied ends; with fewer key-value heads than ranks k and v stay whole."""
+    from shard_spec.planners import MegatronPlanner
+
+    size = ranks.world_size
+    model = models.roughen(models.seeded(lambda: models.Grouped(keys=keys)).double())
+    plan = MegatronPlanner({"tp": size}, kv_replicate=True).build_plan(model)
+    styles = train(ranks, model, plan)
+    few = keys < size
+    assert {type(styles[f"layers.{i}.attn.k"]).__name__ for i in (0, 1)} == {
+        "PickedColwiseParallel" if few else "ColwiseParallel"
+    }
+    assert ("kv-replicated" in {note.code for note in plan.notes}) == few
+    key = model.get_parameter("layers.0.attn.k.weight")
+    assert key.placements == ((Replicate() if few else Shard(0)),)  # type: ignore[attr-defined]  # as the plan says
+
+
+@pytest.mark.extra("shard-spec")
+@pytest.mark.ranks(2)
+def test_any_plan_with_gathers(ranks: Ranks) -> None:
+    """Every linear layer cut somehow, no pairs: right on its own each, whatever stands between."""
+    from shard_spec import ShardingPlan
+
+    rules = {
+        "**.[qvo].weight": "S(1)",
+        "**.k.*": "S(0)",
+        "**.gate_proj.*": "S(1)",
+        "**.up_proj.*": "S(0)",
+        "embed.weight": "S(0)",
+    }
+    model = models.roughen(models.seeded(models.Grouped).double())
+    styles = train(ranks, model, ShardingPlan(rules, mesh={"tp": 2}), unproven="gather")
+    assert len(styles) == 2 * 6 + 2
+
+
+@pytest.mark.extra("shard-spec")
+@pytest.mark.ranks(2)
+def test_an_optimal_plan_trains_right_or_raises(ranks: Ranks) -> None:
+    """Whatever OptimalPlanner chose for the axis: a small batch makes it tensor parallel, a large one does not."""
+    from shard_spec.planners import OptimalPlanner, Workload
+
+    done = []
+    for batch, sequence, limit in ((1, 64, None), (1, 4096, None), (64, 4096, None), (64, 64, 40_000)):
+        model = models.roughen(models.seeded(models.Grouped).double())
+        planner = partial(OptimalPlanner, mesh={"tp": 2}, memory_limit=limit)
+        try:
+            plan = planner(workload=Workload(batch=batch, sequence=sequence)).build_plan(model)
+        except ValueError:
+            continue  # does not fit the memory
+        try:
+            train(ranks, model, plan)
+            done.append("right")
+        except tp.PlanError:
+            done.append("refused")
+    assert set(done) == {"right", "refused"}, done
+
+
+def llama(kind: str) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        small: dict[str, Any] = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        if kind == "gpt2":
+            config = AutoConfig.for_model(
+                kind,
+                n_embd=16,
+                n_head=4,
+                n_layer=2,
+                n_positions=16,
+                **small,
+                attn_pdrop=0.0,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+            )
+        else:
+            sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+            config = AutoConfig.for_model(kind, **sizes, **heads, **small, tie_word_embeddings=kind == "qwen3")
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+        return models.roughen(model)
+
+    return make
+
+
+class Logits(nn.Module):
+    """A transformers model that gives its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+        return logits
+
+
+@pytest.mark.extra("shard-spec", "transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(4)
+def test_models_of_transformers(ranks: Ranks) -> None:
+    """Llama, Qwen3 (norms of heads, tied) and GPT-2 (fused, transposed weights); 2 key-value heads over 4 ranks."""
+    from shard_spec.planners import MegatronPlanner
+
+    for kind in ("llama", "qwen3", "gpt2"):
+        model = Logits(models.seeded(llama(kind)))
+        plan = MegatronPlanner({"tp": ranks.world_size}, kv_replicate=True).build_plan(model)
+        styles = train(ranks, model, plan, atol=1e-6)  # its norms compute in float32
+        assert len(styles) >= 12

@@ -219,3 +219,71 @@ def compare_training(
 def rows(batch: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """This rank's chunk of a batch."""
     return batch.chunk(dist.get_world_size(), dim=dim)[dist.get_rank()]
+
+
+class GroupedAttention(nn.Module):
+    """Causal attention with fewer key-value heads, norms of q and k, and a number of heads in its views."""
+
+    def __init__(self, width: int, heads: int, keys: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.size = heads, keys, width // heads
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.k, self.v = (nn.Linear(width, keys * self.size) for _ in range(2))
+        self.q_norm, self.k_norm = nn.RMSNorm(self.size), nn.RMSNorm(self.size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q = self.q_norm(self.q(x).view(batch, length, self.num_heads, -1)).transpose(1, 2)
+        k = self.k_norm(self.k(x).view(batch, length, self.num_kv_heads, -1)).transpose(1, 2)
+        v = self.v(x).view(batch, length, self.num_kv_heads, -1).transpose(1, 2)
+        groups = self.num_heads // self.num_kv_heads
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.o(out.transpose(1, 2).reshape(batch, length, -1))
+        return result
+
+
+class GatedMLP(nn.Module):
+    """Gate and up, a learned slope between, dropout, down."""
+
+    def __init__(self, width: int, hidden: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.act, self.drop = nn.PReLU(), nn.Dropout(dropout)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down_proj(self.drop(self.act(self.gate_proj(x)) * self.up_proj(x)))
+        return result
+
+
+class Grouped(nn.Module):
+    """A tied language model of such blocks."""
+
+    def __init__(self, vocab: int = 18, width: int = 16, heads: int = 4, keys: int = 2, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList()
+        for _ in range(2):
+            block = nn.Module()
+            block.norm1, block.attn = nn.RMSNorm(width), GroupedAttention(width, heads, keys)
+            block.norm2, block.mlp = nn.RMSNorm(width), GatedMLP(width, 24, dropout)
+            self.layers.append(block)
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer.attn(layer.norm1(x))  # type: ignore[operator]
+            x = x + layer.mlp(layer.norm2(x))  # type: ignore[operator]
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
+
+
+def roughen(model: nn.Module) -> nn.Module:
+    """Random norms and biases, which start as ones and zeros: a wrong one would not be seen."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    return model

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tp_styles.apply import TPHandle as TPHandle
     from tp_styles.apply import apply_plan as apply_plan
     from tp_styles.clip import clip_grad_norm_ as clip_grad_norm_
-    from tp_styles.from_plan import from_sharding_plan as from_sharding_plan
+    from tp_styles.from_plan.convert import from_sharding_plan as from_sharding_plan
     from tp_styles.hf.auto import auto_plan as auto_plan
     from tp_styles.hf.plan import from_hf_tp_plan as from_hf_tp_plan
     from tp_styles.legacy.pairwise import PairwiseParallel as PairwiseParallel
@@ -89,7 +89,7 @@ _WHERE = {
     "TPPlan": ("plan.planned", "TPPlan"),
     "Problem": ("problems", "Problem"),
     "PlanError": ("problems", "PlanError"),
-    "from_sharding_plan": ("from_plan", "from_sharding_plan"),
+    "from_sharding_plan": ("from_plan.convert", "from_sharding_plan"),
     "from_hf_tp_plan": ("hf.plan", "from_hf_tp_plan"),
     "auto_plan": ("hf.auto", "auto_plan"),
     # act

@@ -132,10 +132,12 @@ class ParameterSpec:
     Attributes:
         split: Which part lies where.
         sum_gradient: Each rank computes only its part of a replicated parameter's gradient, and the parts are summed.
+        in_sum: Every rank adds it to what is summed over the ranks afterwards: each adds an equal share.
     """
 
     split: Split
     sum_gradient: bool = False
+    in_sum: bool = False
 
 
 @dataclass(frozen=True)

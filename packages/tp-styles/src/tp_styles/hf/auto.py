@@ -44,9 +44,9 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     if importlib.util.find_spec("shard_spec") is not None:
         from shard_spec.planners import MegatronPlanner
 
-        from tp_styles.from_plan import from_sharding_plan
+        from tp_styles.from_plan.convert import from_sharding_plan
 
-        planned = from_sharding_plan(MegatronPlanner({"tp": tp_size}).build_plan(model), model)
+        planned = from_sharding_plan(MegatronPlanner({"tp": tp_size}).build_plan(model), model, unproven="gather")
         if planned:
             return planned
         hint = "write a plan; the planner recognised no block"

@@ -39,7 +39,9 @@ class ParametersParallel(ParallelStyle):
             split, problem = _split(info, parameter, kind, tp_size)
             problems += [problem] if problem is not None else []
             summed = split.is_replicated and self.role != "local"
-            parameters.append((name, ParameterSpec(split, sum_gradient=summed)))
+            # A whole bias of the projection down would be added by every rank.
+            in_sum = summed and kind == "rowwise" and name.endswith("bias")
+            parameters.append((name, ParameterSpec(split, sum_gradient=summed, in_sum=in_sum)))
         if self.role == "local":
             return StyleSpec(compute="own", parameters=tuple(parameters), problems=tuple(problems))
         copied = info.arguments[:1] + (info.arguments[2:3] if self.role == "experts" else ())

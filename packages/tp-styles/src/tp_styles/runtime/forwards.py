@@ -102,6 +102,23 @@ class ColumnLinear(Forward):
         return self.leave(F.linear(self.enter(input), weight, self.parameter("bias")))
 
 
+class PickedColumnLinear(ColumnLinear):
+    """`nn.Linear` that every rank holds whole, of which this rank computes some output features."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        split = _only(spec).split
+        assert split is not None
+        ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map on this rank's features."""
+        weight, bias = self.parameter("weight"), self.parameter("bias")
+        assert weight is not None
+        own = None if bias is None else bias[self.start : self.stop]
+        return self.leave(F.linear(self.enter(input), weight[self.start : self.stop], own))
+
+
 class RowLinear(Forward):
     """`nn.Linear` of which this rank holds some input features: partial results are summed, then the bias is added."""
 
@@ -422,6 +439,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 FORWARDS: dict[str, type[Forward]] = {
     "column-linear": ColumnLinear,
+    "picked-column-linear": PickedColumnLinear,
     "row-linear": RowLinear,
     "row-embedding": RowEmbedding,
     "own": OwnForward,

@@ -169,7 +169,8 @@ def computing_parameter(module: nn.Module, name: str, axis: Axis, spec: Paramete
     parameter = local_parameter(module, name)
     if parameter is None or not spec.sum_gradient:
         return parameter
-    return summed_gradient(parameter, axis, spec.split)
+    summed = summed_gradient(parameter, axis, spec.split)
+    return summed / axis.size if spec.in_sum else summed
 
 
 # ---------------------------------------------------------------------------------------------- putting together

@@ -131,35 +131,6 @@ class GQAParallel(ParallelStyle):
         }
 
 
-class LocalHeads(ParallelStyle):
-    """An attention module whose projections are divided by other styles: its head counts become local."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None)
-
-    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """Attributes only; see `ParallelStyle.spec`."""
-        queries = _first(info, QUERY_HEADS)
-        keys = _first(info, KEY_HEADS) or queries
-        if queries is None or keys is None:
-            return StyleSpec(compute="none")
-        heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=False)
-        if heads is None:
-            return StyleSpec(compute="none", problems=(problem,) if problem is not None else ())
-        return StyleSpec(compute="none", attributes=local_counts(info, heads))
-
-    def _arguments(self) -> dict[str, object]:
-        return {}
-
-
-def local_counts(info: ModuleInfo, heads: Heads) -> tuple[tuple[str, object], ...]:
-    """Attributes that are known by name and have the global number, with the local one."""
-    known = dict.fromkeys(QUERY_HEADS, (heads.queries, heads.local_queries))
-    known |= dict.fromkeys(KEY_HEADS, (heads.keys, heads.local_keys))
-    known |= dict.fromkeys(GROUPS, (heads.queries // heads.keys, heads.local_groups))
-    return tuple((name, local) for name, (value, local) in known.items() if info.size(name) == value)
-
-
 def _first(info: ModuleInfo, names: tuple[str, ...]) -> int | None:
     for name in names:
         value = info.size(name)
