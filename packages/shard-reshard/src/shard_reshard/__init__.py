@@ -13,14 +13,11 @@ from shard_reshard.__about__ import __version__
 if TYPE_CHECKING:
     from shard_reshard.bind import LayoutLike, OnRank
     from shard_reshard.bound import BoundLayout, BoxBound, MeshBound
-    from shard_reshard.checkpoints import (
-        StoredTensor,
-        layouts_from_dcp,
-        layouts_from_safetensors,
-        read_safetensors_header,
-    )
+    from shard_reshard.checkpoints import StoredTensor, layouts_from_dcp, layouts_from_safetensors
     from shard_reshard.copies import Copy
     from shard_reshard.dtensors import redistribute
+    from shard_reshard.load_plan import LoadPlan
+    from shard_reshard.loading import LoadedStateDict, load_safetensors
     from shard_reshard.local_shards import (
         LocalShard,
         build_reshard_metadata,
@@ -33,10 +30,11 @@ if TYPE_CHECKING:
     from shard_reshard.planner import plan_reshard
     from shard_reshard.problems import PlanError, Problem
     from shard_reshard.resharder import Resharder, reshard
+    from shard_reshard.safetensors_files import read_safetensors_header
     from shard_reshard.sharded_tensors import reshard_sharded_tensor
     from shard_reshard.simulation import simulate
-    from shard_reshard.state_dict_plan import Part, StateDictPlan
     from shard_reshard.state_dict_moves import MovedStateDict, Progress
+    from shard_reshard.state_dict_plan import Part, StateDictPlan
     from shard_reshard.state_dicts import StateDictResharder, reshard_state_dict, state_version
 
 # Public name -> module that has it. One line for each name that `__all__` lists.
@@ -67,9 +65,12 @@ _HOME = {
     "reshuffle_local_shard": "shard_reshard.local_shards",
     "reshard_local_shard": "shard_reshard.local_shards",
     "LocalShard": "shard_reshard.local_shards",
+    "load_safetensors": "shard_reshard.loading",
+    "LoadedStateDict": "shard_reshard.loading",
+    "LoadPlan": "shard_reshard.load_plan",
     "layouts_from_dcp": "shard_reshard.checkpoints",
     "layouts_from_safetensors": "shard_reshard.checkpoints",
-    "read_safetensors_header": "shard_reshard.checkpoints",
+    "read_safetensors_header": "shard_reshard.safetensors_files",
     "StoredTensor": "shard_reshard.checkpoints",
     "PlanError": "shard_reshard.problems",
     "Problem": "shard_reshard.problems",
@@ -102,6 +103,9 @@ __all__ = [
     "reshuffle_local_shard",
     "reshard_local_shard",
     "LocalShard",
+    "load_safetensors",
+    "LoadedStateDict",
+    "LoadPlan",
     "layouts_from_dcp",
     "layouts_from_safetensors",
     "read_safetensors_header",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import sub
 
 from shard_reshard.bound import Cell, Index
 from shard_reshard.copies import Move, split_box
@@ -21,7 +22,7 @@ def moves(
     src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int | None = None
 ) -> Iterator[Move]:
     """The moves that bring the common box of ``src`` and ``dst`` (cut to the same box) to all ``receivers``."""
-    sizes = tuple(b - a for a, b in zip(src.start, src.stop, strict=True))
+    sizes = tuple(map(sub, src.stop, src.start))
     if len(src.holders) > 1:
         yield from _reducing(src.holders, receivers, sizes, relay, me)
         return
@@ -30,25 +31,31 @@ def moves(
     if len(holders) == 1 and len(receivers) == 1:
         yield Move(0, 0, holders[0], receivers[0], zero, sizes)
         return
-    holding = frozenset(holders)
+    holding = holders if len(holders) < 8 else frozenset(holders)
     for rank in receivers if me is None else (me,) if me in receivers else ():
         if rank in holding:
             yield Move(0, 0, rank, rank, zero, sizes)
-    lacking = [rank for rank in receivers if rank not in holding]
-    if relay and len(lacking) > 1:
-        yield from _relayed(holders, lacking, sizes, me)
-    elif me is None or me in holding:
-        for rank in lacking:
-            for move in _fetched(holders, rank, sizes, itemsize):
-                if me is None or move.src_rank == me:
-                    yield move
-    elif me in lacking:
+    if relay:
+        lacking = [rank for rank in receivers if rank not in holding]
+        if len(lacking) > 1:
+            yield from _relayed(holders, lacking, sizes, me)
+            return
+    if me is None or me in holding:
+        for rank in receivers:
+            if rank not in holding:
+                for move in _fetched(holders, rank, sizes, itemsize):
+                    if me is None or move.src_rank == me:
+                        yield move
+    elif me in receivers:
         yield from _fetched(holders, me, sizes, itemsize)
 
 
 def _fetched(holders: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
     """``rank`` gets a box from ``holders``: a large one in equal shares, a small one from one of them."""
-    shares = max(1, min(len(holders), prod(sizes) * itemsize // SMALLEST_PART_BYTES))
+    shares = min(len(holders), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+    if shares <= 1:
+        yield Move(0, 0, holders[rank % len(holders)], rank, (0,) * len(sizes), sizes)
+        return
     for number, (offset, part) in enumerate(split_box(sizes, shares)):
         yield Move(0, 0, holders[(rank + number) % len(holders)], rank, offset, part)
 

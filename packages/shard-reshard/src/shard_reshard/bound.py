@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from math import prod
+from operator import ge
 from typing import Any, NamedTuple
 
 from shard_spec import Box, Layout, MeshSpec
@@ -189,25 +190,34 @@ class MeshBound(BoundLayout):
         )
 
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
-        if any(low >= high for low, high in zip(start, stop, strict=True)):
+        if any(map(ge, start, stop)):
             return
         choices = [table.cross(low, high) for table, low, high in zip(self._tables, start, stop, strict=True)]
-        ranks, addends, replicas = self.layout.mesh.ranks, self._offsets_along("P"), self._offsets_along("R")
-        found = self._holders
-        for combo in product(*choices):
-            starts, stops, local_starts, flats = zip(*combo, strict=True) if combo else ((), (), (), ())
-            flat = sum(flats)
-            holders = found.get(flat)
-            if holders is None:
-                holders = found[flat] = tuple(
-                    tuple([ranks[flat + addend + replica] for replica in replicas]) for addend in addends
-                )
-            yield Cell(starts, stops, local_starts, holders, None)
+        holders = self._holders
+        cut = [dim for dim, segments in enumerate(choices) if len(segments) != 1]
+        if len(cut) > 1 or not choices:
+            for combo in product(*choices):
+                starts, stops, local_starts, flats = zip(*combo, strict=True) if combo else ((), (), (), ())
+                yield Cell(starts, stops, local_starts, holders[sum(flats)], None)
+            return
+        # One dim is cut, all others are the same in every cell: most layouts of large worlds.
+        dim = cut[0] if cut else 0
+        alike = [segments[0] for at, segments in enumerate(choices) if at != dim]
+        starts, stops, local_starts, flats = zip(*alike, strict=True) if alike else ((), (), (), ())
+        base = sum(flats)
+        for low, high, local, flat in choices[dim]:
+            yield Cell(
+                (*starts[:dim], low, *starts[dim:]),
+                (*stops[:dim], high, *stops[dim:]),
+                (*local_starts[:dim], local, *local_starts[dim:]),
+                holders[base + flat],
+                None,
+            )
 
     @cached_property
-    def _holders(self) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """For positions in the list of ranks that were asked for: the ranks that hold the same."""
-        return {}
+    def _holders(self) -> _Holders:
+        """For a position in the list of ranks: the ranks that hold the same, for each addend."""
+        return _Holders(self.layout.mesh.ranks, self._offsets_along("P"), self._offsets_along("R"))
 
     def to_json(self) -> dict[str, Any]:
         mesh = self.layout.mesh
@@ -264,6 +274,20 @@ class MeshBound(BoundLayout):
                     segments.append((start, start + size, local, flat))
                 local += size
         return sorted(segments)
+
+
+class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
+    """Position in the list of ranks -> the ranks that hold the same, for each addend; worked out when asked for."""
+
+    def __init__(self, ranks: Sequence[int], addends: Sequence[int], replicas: Sequence[int]) -> None:
+        super().__init__()
+        self.ranks, self.addends, self.replicas = ranks, addends, replicas
+
+    def __missing__(self, flat: int) -> tuple[tuple[int, ...], ...]:
+        found = self[flat] = tuple(
+            [tuple([self.ranks[flat + addend + at] for at in self.replicas]) for addend in self.addends]
+        )
+        return found
 
 
 class _DimTable:

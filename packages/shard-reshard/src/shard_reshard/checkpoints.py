@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shard_spec import Box
@@ -13,27 +11,8 @@ from shard_spec import Box
 from shard_reshard.bound import BoxBound
 from shard_reshard.dtypes import dtype_name
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.safetensors_files import DTYPES, check_header, read_safetensors_header
 
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp\Z")
 
 
@@ -43,25 +22,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     layout: BoxBound
-
-
-def read_safetensors_header(path: str | Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> dtype, shape and data_offsets; reads nothing else.
-
-    Raises:
-        PlanError: ``bad-safetensors`` when the file is none.
-    """
-    with Path(path).open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        text = file.read(size) if size <= _MOST_HEADER_BYTES else b""
-    try:
-        header = json.loads(text)
-        assert isinstance(header, dict)
-    except (ValueError, AssertionError):
-        raise PlanError(
-            Problem("bad-safetensors", str(path), found="no header", hint="give a .safetensors file")
-        ) from None
-    return header
 
 
 def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor]:
@@ -79,6 +39,7 @@ def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor
     for rank, given in sorted(files.items()):
         for entry in given if isinstance(given, list | tuple) else [given]:
             header = entry if isinstance(entry, Mapping) else read_safetensors_header(entry)
+            check_header(f"header of rank {rank}", dict(header), None)
             for name, about in header.items():
                 if name == "__metadata__":
                     continue
@@ -86,9 +47,9 @@ def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor
                     hint = "a tensor that is cut over files needs its boxes: pass {rank: Box} as its layout"
                     problems.append(Problem("stored-twice", name, found="two files with this name", hint=hint))
                     continue
-                dtype = _SAFETENSORS_DTYPES.get(about["dtype"])
+                dtype = DTYPES.get(about["dtype"])
                 if dtype is None:
-                    hint = f"one of {', '.join(_SAFETENSORS_DTYPES)}"
+                    hint = f"one of {', '.join(DTYPES)}"
                     problems.append(Problem("unknown-dtype", name, found=about["dtype"], hint=hint))
                     continue
                 shape = tuple(about["shape"])

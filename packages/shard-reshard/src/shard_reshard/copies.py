@@ -49,7 +49,7 @@ def cut_cell(cell: Cell, start: Index, stop: Index) -> Cell:
     """The part of ``cell`` inside of the box, which lies in it completely."""
     if cell.start == start and cell.stop == stop:
         return cell
-    local = tuple(at + new - old for at, new, old in zip(cell.local_start, start, cell.start, strict=True))
+    local = tuple([at + new - old for at, new, old in zip(cell.local_start, start, cell.start, strict=True)])
     return Cell(start, stop, local, cell.holders, cell.tensors)
 
 
@@ -57,18 +57,13 @@ def make_copy(move: Move, src: Cell, dst: Cell) -> Copy:
     """The copy that ``move`` is between two cells of one box."""
     stage, addend, src_rank, dst_rank, offset, sizes = move
     came_from = dst if stage else src
-    return Copy(
-        stage,
-        addend,
-        tuple(map(add, src.start, offset)),
-        sizes,
-        src_rank,
-        dst_rank,
-        came_from.tensor_of(src_rank),
-        tuple(map(add, came_from.local_start, offset)),
-        dst.tensor_of(dst_rank),
-        tuple(map(add, dst.local_start, offset)),
-    )
+    start, src_start, dst_start = src.start, came_from.local_start, dst.local_start
+    if any(offset):
+        start = tuple(map(add, start, offset))
+        src_start, dst_start = tuple(map(add, src_start, offset)), tuple(map(add, dst_start, offset))
+    src_tensor = 0 if came_from.tensors is None else came_from.tensors[src_rank]
+    dst_tensor = 0 if dst.tensors is None else dst.tensors[dst_rank]
+    return Copy(stage, addend, start, sizes, src_rank, dst_rank, src_tensor, src_start, dst_tensor, dst_start)
 
 
 def merge_copies(copies: Iterable[Copy]) -> list[Copy]:

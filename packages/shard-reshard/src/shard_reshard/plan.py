@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from shard_reshard.assign import SMALLEST_PART_BYTES, moves
@@ -189,9 +190,9 @@ class ReshardPlan:
         parts = []
         for stage in range(self.stages):
             here = [copy for copy in arriving if copy.stage == stage]
-            own = tuple(self._ordered(copy for copy in here if copy.src_rank == rank))
-            receives = self._by_peer((copy for copy in here if copy.src_rank != rank), "src_rank")
-            sends = self._by_peer((copy for copy in leaving if copy.stage == stage), "dst_rank")
+            own = self._ordered([copy for copy in here if copy.src_rank == rank])
+            receives = self._by_peer([copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
+            sends = self._by_peer([copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
             parts.append(OwnPart(sends, receives, own))
         return tuple(parts)
 
@@ -220,47 +221,42 @@ class ReshardPlan:
                 if rank in receivers:
                     for src in self.src.cross(piece.start, piece.stop):
                         dst = cut_cell(whole, src.start, src.stop)
-                        for copy in self._between(src, dst, receivers, relay, rank):
-                            if copy.dst_rank == rank:
-                                arriving.append(copy)
-                            elif copy.stage == 1:
-                                leaving.append(copy)
+                        for move in moves(src, dst, receivers, self.itemsize, relay, rank):
+                            if move.dst_rank == rank:
+                                arriving.append(make_copy(move, src, dst))
+                            elif move.stage == 1:
+                                leaving.append(make_copy(move, src, dst))
         for piece in self.src.pieces(rank):
             for whole in self.src.cross(piece.start, piece.stop):
                 for dst in self.dst.cross(piece.start, piece.stop):
                     src = cut_cell(whole, dst.start, dst.stop)
-                    for copy in self._between(src, dst, self._receivers(dst), relay, rank):
-                        if copy.src_rank == rank and copy.dst_rank != rank and copy.stage == 0:
-                            leaving.append(copy)
+                    for move in moves(src, dst, self._receivers(dst), self.itemsize, relay, rank):
+                        if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
+                            leaving.append(make_copy(move, src, dst))
         return arriving, leaving
 
     def _plain_copies_of(self, rank: int) -> tuple[list[Copy], list[Copy]]:
-        """The same where every cell has one holder and one receiver."""
+        """The same where every cell has one holder and one receiver: the case of large worlds, kept lean."""
         arriving: list[Copy] = []
         leaving: list[Copy] = []
         for start, stop, tensor, local_start in self.dst.pieces(rank):
-            for cell in self.src.cross(start, stop):
-                sender = cell.holders[0][0]
-                own = tuple([a + b - c for a, b, c in zip(local_start, cell.start, start, strict=True)])
-                sizes = tuple([b - a for a, b in zip(cell.start, cell.stop, strict=True)])
-                arriving.append(
-                    Copy(0, 0, cell.start, sizes, sender, rank, cell.tensor_of(sender), cell.local_start, tensor, own)
-                )
+            shift = tuple(map(sub, local_start, start))
+            for low, high, there, ((sender,),), tensors in self.src.cross(start, stop):
+                number = 0 if tensors is None else tensors[sender]
+                sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
+                arriving.append(Copy(0, 0, low, sizes, sender, rank, number, there, tensor, here))
         for start, stop, tensor, local_start in self.src.pieces(rank):
-            for cell in self.dst.cross(start, stop):
-                receiver = cell.holders[0][0]
+            shift = tuple(map(sub, local_start, start))
+            for low, high, there, ((receiver,),), tensors in self.dst.cross(start, stop):
                 if receiver != rank:
-                    own = tuple([a + b - c for a, b, c in zip(local_start, cell.start, start, strict=True)])
-                    sizes = tuple([b - a for a, b in zip(cell.start, cell.stop, strict=True)])
-                    there = cell.tensor_of(receiver)
-                    leaving.append(Copy(0, 0, cell.start, sizes, rank, receiver, tensor, own, there, cell.local_start))
+                    number = 0 if tensors is None else tensors[receiver]
+                    sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
+                    leaving.append(Copy(0, 0, low, sizes, rank, receiver, tensor, here, number, there))
         return arriving, leaving
 
-    def _between(
-        self, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool, me: int | None = None
-    ) -> Iterator[Copy]:
-        """The copies of the common box of two cells, given cut to it; with ``me`` those from and to one rank."""
-        for move in moves(src, dst, receivers, self.itemsize, relay, me):
+    def _between(self, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool) -> Iterator[Copy]:
+        """The copies of the common box of two cells, given cut to it."""
+        for move in moves(src, dst, receivers, self.itemsize, relay):
             yield make_copy(move, src, dst)
 
     def _receivers(self, cell: Cell) -> tuple[int, ...]:
@@ -269,15 +265,21 @@ class ReshardPlan:
             return cell.holders[0]
         return tuple(rank for ranks in cell.holders for rank in ranks)
 
-    def _by_peer(self, copies: Iterator[Copy], peer: str) -> dict[int, tuple[Copy, ...]]:
+    def _by_peer(self, copies: list[Copy], peer: Callable[[Copy], int]) -> dict[int, tuple[Copy, ...]]:
         found: dict[int, list[Copy]] = {}
         for copy in copies:
-            found.setdefault(getattr(copy, peer), []).append(copy)
-        return {rank: tuple(self._ordered(found[rank])) for rank in sorted(found)}
+            rank = peer(copy)
+            if rank in found:
+                found[rank].append(copy)
+            else:
+                found[rank] = [copy]
+        return {rank: self._ordered(found[rank]) for rank in sorted(found)}
 
-    def _ordered(self, copies: Iterator[Copy] | list[Copy]) -> list[Copy]:
+    def _ordered(self, copies: list[Copy]) -> tuple[Copy, ...]:
+        if len(copies) < 2:
+            return tuple(copies)
         # Addends of one region have to keep one shape, so copies that are reduced stay as they are.
-        return sorted(copies) if self.reduce_op is not None else merge_copies(copies)
+        return tuple(sorted(copies) if self.reduce_op is not None else merge_copies(copies))
 
     def copies(self) -> Iterator[Copy]:
         """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""

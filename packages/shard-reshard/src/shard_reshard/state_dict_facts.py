@@ -36,6 +36,7 @@ def facts_of(
     shapes: Mapping[str, Any],
     members: Members,
 ) -> Facts:
+    """What this rank knows of its source and destination tensors, with the problems that it found."""
     problems: list[Problem] = []
     for name in src_layouts:
         if name not in state_dict and state_dict:
@@ -121,3 +122,11 @@ def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: M
     for value in (*state_dict.values(), *outs.values()):
         return local_tensor(value).device
     return data_device(members.group)
+
+
+def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None) -> None:
+    """Say which version a module or mapping holds; None says that it holds no complete one."""
+    if isinstance(out, torch.nn.Module):
+        setattr(out, VERSION_KEY, version)
+    elif isinstance(out, dict):
+        out[VERSION_KEY] = version

@@ -86,13 +86,13 @@ def move_buckets(
             problems.append(Problem(problem.code, f"{name}: {problem.name}", found=problem.found, hint=problem.hint))
     agree(members, f"tensors of state dict plan {plan.digest}", problems, check)
     done_bytes = done = 0
-    total_bytes = 0 if progress is None else sum(_size(move.plan) for move in plan.moves)
+    total_bytes = 0 if progress is None else sum(size_of(move.plan) for move in plan.moves)
     for mover, bucket, (given, outs) in zip(movers, plan.buckets, calls, strict=True):
         flat_given, flat_outs = [t for ts in given for t in ts], [t for ts in outs for t in ts]
         mover.start(flat_given, flat_outs, async_op=False)
         for at in bucket if progress is not None else ():
             done += 1
-            done_bytes += _size(plan.moves[at].plan)
+            done_bytes += size_of(plan.moves[at].plan)
             if progress is not None:
                 progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, total_bytes))
 
@@ -107,7 +107,7 @@ def _named_problems(
             yield problem, name
 
 
-def _size(plan: Any) -> int:
+def size_of(plan: Any) -> int:
     size = plan.itemsize
     for length in plan.shape:
         size *= length

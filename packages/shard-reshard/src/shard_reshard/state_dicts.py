@@ -12,7 +12,7 @@ from shard_reshard.agreement import check_mode
 from shard_reshard.bind import LayoutLike
 from shard_reshard.members import members_of
 from shard_reshard.state_dict_agreement import agreed_plan, agreed_version, gather_rows, version_row
-from shard_reshard.state_dict_facts import VERSION_KEY, device_of, facts_of, local_tensor, tensors_of
+from shard_reshard.state_dict_facts import VERSION_KEY, device_of, facts_of, local_tensor, stamp_version, tensors_of
 from shard_reshard.state_dict_moves import Arriving, MovedStateDict, Progress, deliver, move_buckets, mover_for_bucket
 from shard_reshard.state_dict_plan import DstLayouts, KeyMap
 
@@ -144,7 +144,7 @@ class StateDictResharder:
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         device = device_of(tensors, targets, members)
         if out is not None and not atomic:
-            _stamp(out, None)  # neither the old state nor the new one, until everything has arrived
+            stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
         with torch.no_grad():
             sources = {name: local_tensor(value) for name, value in tensors.items()}
             arriving = Arriving(plan, members.rank, None if atomic else targets, device)
@@ -152,7 +152,7 @@ class StateDictResharder:
             result = deliver(plan, arriving, targets, self._dst_layouts)
         result.plan, result.version = plan, stamp
         if out is not None and stamp is not None:
-            _stamp(out, stamp)
+            stamp_version(out, stamp)
         return result
 
 
@@ -160,10 +160,3 @@ def state_version(out: torch.nn.Module | Mapping[str, Any]) -> int | None:
     """The version of the state that `reshard_state_dict` last brought into ``out`` completely; None without one."""
     found = out.get(VERSION_KEY) if isinstance(out, Mapping) else getattr(out, VERSION_KEY, None)
     return None if found is None else int(found)
-
-
-def _stamp(out: torch.nn.Module | Mapping[str, Any], version: int | None) -> None:
-    if isinstance(out, torch.nn.Module):
-        setattr(out, VERSION_KEY, version)
-    elif isinstance(out, dict):
-        out[VERSION_KEY] = version

@@ -1,0 +1,78 @@
+"""The long runs behind the tests' samples: random layout pairs in one process, and broken safetensors files.
+
+    python packages/shard-reshard/benchmarks/grids.py [--pairs 10000] [--files 20000] [--markdown FILE]
+
+The tests of the package walk the same code on smaller samples. Exits with an error at the first wrong result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+
+def main() -> None:
+    """Run both grids and say what was run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=10_000)
+    parser.add_argument("--files", type=int, default=20_000)
+    parser.add_argument("--markdown", metavar="FILE")
+    arguments = parser.parse_args()
+    lines = [
+        "# Long runs of shard-reshard",
+        "",
+        "`python packages/shard-reshard/benchmarks/grids.py`, in full what the tests sample. A wrong result ends it.",
+        "",
+        "| what | how many | seconds |",
+        "|---|---|---|",
+        _pairs(arguments.pairs),
+        _files(arguments.files),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.markdown:
+        Path(arguments.markdown).write_text(text)
+
+
+def _pairs(count: int) -> str:
+    from random_pairs import check_pairs
+
+    begin = time.perf_counter()
+    counts = check_pairs(count, seed=0)
+    about = (
+        "pairs of random layouts on 1 to 4 ranks, every element compared "
+        f"({counts.elements} elements), bytes on the wire equal to the bound; {counts.bounded} of the pairs under "
+        f"`max_workspace_bytes`, which held on every rank, {counts.in_rounds} of them in 2 to "
+        f"{counts.most_rounds} rounds"
+    )
+    return f"| {about} | {counts.pairs} | {time.perf_counter() - begin:.0f} |"
+
+
+def _files(count: int) -> str:
+    from broken_files import broken_files, check_one
+    from hypothesis import HealthCheck, given, settings
+
+    found = {True: 0, False: 0}
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+
+        @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(broken_files())
+        def check(data: bytes) -> None:
+            found[check_one(data, Path(folder) / "f")] += 1
+
+        check()
+    about = (
+        f"broken safetensors files: {found[False]} refused with `bad-safetensors`, {found[True]} accepted, "
+        "in which the format's own library finds the same tensors; nothing else happened"
+    )
+    return f"| {about} | {sum(found.values())} | {time.perf_counter() - begin:.0f} |"
+
+
+if __name__ == "__main__":
+    main()

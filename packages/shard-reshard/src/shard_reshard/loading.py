@@ -1,0 +1,256 @@
+"""Load safetensors files into any layout: ranks read the byte ranges that a plan gives them, peers send the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard.agreement import agree
+from shard_reshard.bind import LayoutLike
+from shard_reshard.load_plan import LoadPlan, Read, plan_load
+from shard_reshard.members import Members, members_of
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.safetensors_files import FileTable, file_table, read_rows
+from shard_reshard.state_dict_facts import device_of, facts_of, stamp_version, tensors_of
+from shard_reshard.state_dict_moves import Arriving, Progress, deliver, mover_for_bucket, size_of
+from shard_reshard.state_dict_plan import DstLayouts, KeyMap, Known
+from shard_reshard.stored_tensors import ReadableFile, stored_tensors
+
+PathLike = str | Path
+Files = PathLike | Sequence[PathLike] | Mapping[int, PathLike | Sequence[PathLike]]
+
+
+class LoadedStateDict(dict[str, Any]):
+    """Name -> tensor on this rank, in its layout: a DTensor where the layout was a DeviceMesh's.
+
+    Attributes:
+        plan: Who read what, and what was moved.
+        read_bytes: How many bytes of tensors this rank read.
+    """
+
+    plan: LoadPlan
+    read_bytes: int
+
+    def explain(self, name: str | None = None) -> str:
+        """What was read and moved, see `LoadPlan.explain`."""
+        return self.plan.explain(name)
+
+
+def load_safetensors(
+    files: Files,
+    dst_layouts: DstLayouts = None,
+    *,
+    stored_as: Mapping[str, LayoutLike] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    out: torch.nn.Module | Mapping[str, Any] | None = None,
+    key_map: KeyMap | None = None,
+    bucket_bytes: int = 64 * 2**20,
+    group: dist.ProcessGroup | None = None,
+    version: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    atomic: bool = True,
+    strict: bool = True,
+) -> LoadedStateDict:
+    """Load the tensors of safetensors files into the layouts that ranks want them in.
+
+    Every byte that is wanted is read once, by one rank: by the rank that wants it where only one does, else shared out
+    among those that want it. What a rank did not read itself comes from its peers in a few fused exchanges. Headers are
+    checked before they are believed; nothing in a file is executed. Every rank of ``group`` calls it.
+
+    Args:
+        files: A file, a folder of them, or a list, which every rank can read; or for each rank of the group the file
+            or files that it alone can read (on its own disk).
+        dst_layouts: Layout by name, one for all, or a function of name and global shape. Names that it leaves out go
+            where the tensor of ``out`` lies.
+        stored_as: For tensors that are cut over files, the layout that they were written in. Its rank ``i`` is the
+            ``i``-th file of the list, or the rank that reads the file. All other tensors are whole in one file.
+        shapes: Global shapes of tensors in ``stored_as``, where the layout does not tell.
+        out: A module or mapping whose tensors are filled in place; its dtypes are cast to.
+        key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
+        bucket_bytes: About how many bytes a rank reads and exchanges at a time.
+        group: The ranks that load; None is the default group.
+        version: A number to stamp ``out`` with, see `state_version`.
+        progress: Called on each rank after each tensor.
+        atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`.
+        strict: A tensor of ``out`` that no file fills is a problem; False leaves it as it is.
+
+    Returns:
+        The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
+
+    Raises:
+        PlanError: On every rank alike: ``bad-safetensors``, ``unreadable-file``, ``file-changed``, ``stored-twice``,
+            ``stored-missing``, ``stored-shape``, ``unknown-dtype``, and the problems of `reshard_state_dict`.
+        RuntimeError: When an exchange fails because a rank died.
+    """
+    members = members_of(group)
+    targets = tensors_of(out)
+    if out is not None and not atomic:
+        stamp_version(out, None)
+    plan = _agreed_load(
+        members, files, dst_layouts, stored_as or {}, shapes or {}, targets, key_map, bucket_bytes, strict
+    )
+    device = device_of({}, targets, members)
+    with torch.no_grad():
+        arriving = Arriving(plan.moves, members.rank, None if atomic else targets, device)
+        _read_and_move(plan, members, arriving, device, progress)
+        moved = deliver(plan.moves, arriving, targets, dst_layouts)
+    result = LoadedStateDict(moved)
+    result.plan, result.read_bytes = plan, plan.read_bytes(members.rank)
+    if out is not None and version is not None:
+        stamp_version(out, version)
+    return result
+
+
+# ---- what all ranks agree on ----------------------------------------------------------------------------------
+
+
+def _agreed_load(
+    members: Members,
+    files: Files,
+    dst_layouts: DstLayouts,
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    targets: Mapping[str, Any],
+    key_map: KeyMap | None,
+    bucket_bytes: int,
+    strict: bool,
+) -> LoadPlan:
+    """The plan, made on every rank from the tables that each read of some files, and compared."""
+    problems: list[Problem] = []
+    facts = facts_of({}, targets, {}, {}, members)
+    listed: list[tuple[str, int, tuple[int, ...]]] = []
+    try:
+        listed = _listed(files)
+        problems += _stranger_problems(listed, members)
+    except PlanError as error:
+        problems += error.problems
+    tables: list[FileTable] = []
+    for at, (path, _, readers) in enumerate(listed):
+        if readers == (members.rank,) or (not readers and at % members.size == members.rank):
+            try:
+                tables.append(file_table(path))
+            except PlanError as error:
+                problems += error.problems
+    asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
+    agree(members, f"a load of {asked}", [*problems, *facts.problems], "always")
+    everyone: list[Any] = [None] * members.size
+    dist.all_gather_object(everyone, (tables, facts.outs), group=members.group)
+    plan, problems = None, []
+    try:
+        plan = _planned(members, listed, everyone, dst_layouts, stored_as, shapes, key_map, bucket_bytes, strict)
+    except PlanError as error:
+        problems += error.problems
+    agree(members, plan.digest if plan is not None else "", problems, "always")
+    assert plan is not None
+    return plan
+
+
+def _listed(files: Files) -> list[tuple[str, int, tuple[int, ...]]]:
+    """(path, number in the layout that was written, ranks that can read it) of every file."""
+    if isinstance(files, Mapping):
+        return [
+            (path, rank, (rank,))
+            for rank, given in sorted(files.items())
+            for path in ([str(given)] if isinstance(given, str | Path) else list(map(str, given)))
+        ]
+    if not isinstance(files, str | Path):
+        return [(str(path), number, ()) for number, path in enumerate(files)]
+    folder = Path(files)
+    if not folder.is_dir():
+        return [(str(files), 0, ())]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        hint = "give a folder with .safetensors files"
+        raise PlanError(Problem("unreadable-file", str(files), found="a folder without any", hint=hint))
+    return [(str(path), number, ()) for number, path in enumerate(found)]
+
+
+def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], members: Members) -> list[Problem]:
+    """Files that are given to a rank that the group does not have."""
+    hint = f"name ranks of the group, 0 to {members.size - 1}"
+    return [
+        Problem("bad-rank", "files", found=f"{path} on rank {rank}", hint=hint)
+        for path, rank, readers in listed
+        if readers and not 0 <= rank < members.size
+    ]
+
+
+def _planned(
+    members: Members,
+    listed: Sequence[tuple[str, int, tuple[int, ...]]],
+    everyone: Sequence[tuple[list[FileTable], dict[str, Known]]],
+    dst_layouts: DstLayouts,
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    key_map: KeyMap | None,
+    bucket_bytes: int,
+    strict: bool,
+) -> LoadPlan:
+    found = {(table.path, rank): table for rank, (tables, _) in enumerate(everyone) for table in tables}
+    files = [
+        ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
+        for at, (path, number, readers) in enumerate(listed)
+    ]
+    stored = stored_tensors(files, stored_as, shapes, None)
+    return plan_load(
+        stored,
+        dst_layouts,
+        members.size,
+        outs=[outs for _, outs in everyone],
+        key_map=key_map,
+        bucket_bytes=bucket_bytes,
+        to_group=members.to_group,
+        strict=strict,
+    )
+
+
+# ---- reading and moving ---------------------------------------------------------------------------------------
+
+
+def _read_and_move(
+    plan: LoadPlan,
+    members: Members,
+    arriving: Arriving,
+    device: torch.device,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    """Bucket by bucket: read, tell each other that it went well, exchange."""
+    moves = plan.moves.moves
+    last = {moves[at].source: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
+    held: dict[str, list[torch.Tensor]] = {}
+    done = done_bytes = 0
+    total_bytes = sum(size_of(move.plan) for move in moves)
+    for number, bucket in enumerate(plan.moves.buckets):
+        problems: list[Problem] = []
+        for name in dict.fromkeys(moves[at].source for at in bucket):
+            if name not in held:
+                try:
+                    held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device)
+                except PlanError as error:
+                    problems += error.problems
+        agree(members, f"bucket {number} of load {plan.digest}", problems, "always")
+        sources = [tensor for at in bucket for tensor in held[moves[at].source]]
+        outs = [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]]
+        mover_for_bucket(members, plan.moves, bucket, "first", keep=False).start(sources, outs, async_op=False)
+        for at in bucket:
+            done, done_bytes = done + 1, done_bytes + size_of(moves[at].plan)
+            if progress is not None:
+                progress(Progress(moves[at].source, done, len(moves), done_bytes, total_bytes))
+        held = {name: tensors for name, tensors in held.items() if last[name] > number}
+
+
+def _read_boxes(reads: Sequence[Read], device: torch.device) -> list[torch.Tensor]:
+    """The boxes of a tensor that this rank reads, as views of the rows that it read."""
+    boxes = []
+    for read in reads:
+        rows = read_rows(read.path, read.file_bytes, read.offset, read.shape, read.dtype).to(device)
+        for start, sizes in read.boxes:
+            view = rows
+            for dim, (low, size) in enumerate(zip(start, sizes, strict=True)):
+                view = view.narrow(dim, low, size)
+            boxes.append(view)
+    return boxes

@@ -1,0 +1,115 @@
+"""What files hold, put together: each tensor's global shape, and which part of it lies where in which file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shard_reshard.bind import LayoutLike, ToGroup, bind
+from shard_reshard.bound import BoundLayout, Piece
+from shard_reshard.load_plan import Stored
+from shard_reshard.problems import PlanError, Problem
+from shard_reshard.safetensors_files import DTYPES, Entry, FileTable
+
+
+class ReadableFile(NamedTuple):
+    """A file and who can read it."""
+
+    table: FileTable
+    number: int  # the rank, in the layout that the file's tensors were written in, whose part it holds
+    readers: tuple[int, ...]  # none: every rank
+
+
+def stored_tensors(
+    files: Sequence[ReadableFile],
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    to_group: ToGroup | None = None,
+) -> dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]]:
+    """Name -> global shape, dtype, and the parts that files hold.
+
+    Args:
+        files: In the order of the ranks that wrote them.
+        stored_as: Layouts of tensors that are cut over files; all others are whole in one file.
+        shapes: Global shapes, where a layout in ``stored_as`` does not tell.
+        to_group: See `bind`.
+
+    Raises:
+        PlanError: ``stored-twice``, ``stored-missing``, ``stored-shape``, ``stored-partial``, ``unknown-dtype``,
+            ``unknown-key``.
+    """
+    held: dict[str, list[tuple[ReadableFile, Entry]]] = {}
+    for file in files:
+        for name, entry in file.table.entries.items():
+            held.setdefault(name, []).append((file, entry))
+    problems = [
+        Problem("unknown-key", "stored_as", found=repr(name), hint="stored_as names tensors of the files")
+        for name in stored_as
+        if name not in held
+    ]
+    found: dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]] = {}
+    for name, entries in sorted(held.items()):
+        try:
+            dtype = _dtype(name, entries)
+            shape, parts = (
+                _cut(name, entries, bind(stored_as[name], shapes.get(name), to_group))
+                if name in stored_as
+                else _whole(name, entries)
+            )
+            found[name] = shape, dtype, parts
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    if problems:
+        raise PlanError(problems)
+    return found
+
+
+def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
+    words = sorted({entry.dtype for _, entry in entries})
+    if len(words) > 1:
+        hint = "write all parts of a tensor in one dtype"
+        raise PlanError(Problem("parts-differ", name, found=", ".join(words), hint=hint))
+    if words[0] not in DTYPES:
+        raise PlanError(Problem("unknown-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
+    return DTYPES[words[0]]
+
+
+def _whole(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
+    if len(entries) > 1:
+        listed = ", ".join(file.table.path for file, _ in entries)
+        hint = "say in stored_as (and shapes) how the tensor is cut over the files, or leave all but one file out"
+        raise PlanError(Problem("stored-twice", name, found=f"in {len(entries)} files: {listed}", hint=hint))
+    ((file, entry),) = entries
+    zero = (0,) * len(entry.shape)
+    return entry.shape, (_stored(file, entry, (Piece(zero, entry.shape, 0, zero),)),)
+
+
+def _cut(
+    name: str, entries: Sequence[tuple[ReadableFile, Entry]], layout: BoundLayout
+) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
+    if layout.num_addends > 1:
+        hint = "reduce before writing: files hold values, not addends"
+        raise PlanError(Problem("stored-partial", name, found=layout.describe(), hint=hint))
+    parts: list[Stored] = []
+    problems: list[Problem] = []
+    numbers = [file.number for file, _ in entries]
+    for file, entry in entries:
+        shapes = layout.local_shapes(file.number)
+        if numbers.count(file.number) > 1 or shapes != (entry.shape,):
+            wanted = "none" if not shapes else " and ".join(map(str, shapes))
+            found = f"{entry.shape} in {file.table.path}, the layout gives rank {file.number} {wanted}"
+            hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
+            problems.append(Problem("stored-shape", name, found=found, hint=hint))
+            continue
+        parts.append(_stored(file, entry, layout.pieces(file.number)))
+    for number in sorted(set(layout.ranks) - set(numbers)):
+        if layout.pieces(number):
+            hint = "pass all files, or the layout that these were written in"
+            problems.append(Problem("stored-missing", name, found=f"no file with the part of rank {number}", hint=hint))
+    if problems:
+        raise PlanError(problems)
+    return layout.shape, tuple(parts)
+
+
+def _stored(file: ReadableFile, entry: Entry, pieces: tuple[Piece, ...]) -> Stored:
+    return Stored(file.table.path, file.table.num_bytes, entry.begin, entry.shape, pieces, file.readers)

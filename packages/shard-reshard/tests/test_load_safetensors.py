@@ -1,0 +1,340 @@
+"""Safetensors files into layouts: the right data, each byte read once, headers that lie found out."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_pairs import as_listed, local_tensors, random_layout, random_shape
+from ranktest import Ranks
+from shard_reshard import BoxBound, Part, PlanError, load_safetensors, read_safetensors_header, simulate, state_version
+from shard_reshard.load_plan import LoadPlan, plan_load
+from shard_reshard.loading import _read_boxes
+from shard_reshard.safetensors_files import DTYPES, file_table
+from shard_reshard.stored_tensors import ReadableFile, stored_tensors
+from shard_spec import InterleavedShard, Layout, MeshSpec
+from stored_files import file_bytes, write
+from torch import nn
+
+NUM_PAIRS = 120
+CPU = torch.device("cpu")
+
+
+def _ranges(plan: LoadPlan) -> list[tuple[str, int, int]]:
+    """Every range that any rank reads."""
+    return sorted(
+        (read.path, read.offset, read.offset + read.num_bytes)
+        for table in plan.reads
+        for reads in table.values()
+        for read in reads
+    )
+
+
+def _loaded(plan: LoadPlan, world_size: int) -> dict[str, list[list[torch.Tensor]]]:
+    """Reads and moves for all ranks in this process."""
+    return {
+        move.target: [
+            as_listed(found)
+            for found in simulate(
+                move.plan, [_read_boxes(plan.reads[rank].get(move.source, ()), CPU) for rank in range(world_size)]
+            )
+        ]
+        for move in plan.moves.moves
+    }
+
+
+@pytest.mark.parametrize("smallest", [1, 64 * 1024])
+def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small tensors are read whole by one rank; with a limit of one byte their rows are shared out.
+    monkeypatch.setattr("shard_reshard.load_plan._SMALLEST_READ_BYTES", smallest)
+    rng = random.Random(smallest)
+    compared = read_bytes = shared = 0
+    for number in range(NUM_PAIRS):
+        world_size, shape = rng.randint(1, 4), random_shape(rng)
+        src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
+        if isinstance(src, BoxBound):
+            src = BoxBound(shape, {rank: boxes[:1] for rank, boxes in src.boxes.items()}) if _one_each(src) else src
+            if not _one_each(src):
+                continue
+        full = torch.randint(-1000, 1000, shape, dtype=torch.int16)
+        private = rng.random() < 0.3
+        files = []
+        for rank in src.ranks:
+            (local,) = local_tensors(src, rank, full) or [full]
+            path = write(tmp_path / f"{number}-{rank}", {"w": local})
+            files.append(ReadableFile(file_table(path), rank, (rank,) if private else ()))
+        stored = stored_tensors(files, {"w": src}, {"w": shape})
+        plan = plan_load(stored, {"w": dst}, world_size)
+        found = _loaded(plan, world_size)["w"]
+        for rank in range(world_size):
+            for tensor, wanted in zip(found[rank], local_tensors(dst, rank, full), strict=True):
+                assert torch.equal(tensor, wanted), (src, dst)
+                compared += tensor.numel()
+        ranges = _ranges(plan)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges))
+        assert sum(stop - start for _, start, stop in ranges) == 2 * full.numel()  # every byte once
+        assert plan.moves.wire_bytes == plan.moves.lower_bound
+        read_bytes += 2 * full.numel()
+        shared += sum(bool(table) for table in plan.reads) > 1
+    assert compared > 1_000
+    assert read_bytes > 1_000
+    assert shared > 20
+
+
+def _one_each(layout: BoxBound) -> bool:
+    return all(len(boxes) == 1 for boxes in layout.boxes.values())
+
+
+def test_what_a_rank_wants_alone_it_reads_itself(tmp_path: Path) -> None:
+    path = write(tmp_path / "f", {"w": torch.arange(4096.0 * 32).view(4096, 32)})
+    stored = stored_tensors([ReadableFile(file_table(path), 0, ())], {}, {})
+    rows = plan_load(stored, {"w": "4: S(0)"}, 4)
+    assert rows.wire_bytes == 0
+    assert [rows.read_bytes(rank) for rank in range(4)] == [4096 * 32] * 4
+    replicas = plan_load(stored, {"w": "2x2: R, S(0)"}, 4)  # each half is wanted by two ranks, which share it out
+    assert [replicas.read_bytes(rank) for rank in range(4)] == [4096 * 32] * 4
+    assert replicas.wire_bytes == replicas.moves.lower_bound == 4096 * 32 * 4
+    columns = plan_load(stored, {"w": "2: S(1) on ranks 2..3"}, 4)
+    assert [columns.read_bytes(rank) for rank in range(4)] == [0, 0, 4096 * 64, 4096 * 64]
+    assert "rank 2 reads 256 KiB in 1 ranges of 1 files" in columns.explain()
+    assert columns.digest != rows.digest
+
+
+def test_every_dtype(tmp_path: Path) -> None:
+    for name in sorted(set(DTYPES.values())):
+        dtype = getattr(torch, name)
+        raw = torch.randint(0, 2 if name == "bool" else 256, (6, 4 * dtype.itemsize), dtype=torch.uint8)
+        path = write(tmp_path / name, {"w": raw.view(dtype)})
+        stored = stored_tensors([ReadableFile(file_table(path), 0, ())], {}, {})
+        plan = plan_load(stored, {"w": "2: S(1)"}, 2)
+        for found, wanted in zip(_loaded(plan, 2)["w"], raw.chunk(2, 1), strict=True):
+            assert found[0].dtype == dtype
+            assert torch.equal(found[0].contiguous().view(torch.uint8), wanted), name
+
+
+@pytest.mark.extra("safetensors")
+def test_what_the_library_writes_is_read_and_the_other_way_round(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {"a": torch.arange(12.0).view(3, 4).bfloat16(), "b": torch.arange(5), "c": torch.zeros(0, 3)}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    assert read_safetensors_header(tmp_path / "theirs")["__metadata__"] == {"format": "pt"}
+    stored = stored_tensors([ReadableFile(file_table(tmp_path / "theirs"), 0, ())], {}, {})
+    found = _loaded(plan_load(stored, "rank 0", 1), 1)
+    assert sorted(found) == ["a", "b", "c"]
+    again = load_file(write(tmp_path / "ours", tensors))
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name][0][0], tensor)
+        assert torch.equal(again[name], tensor)
+
+
+BAD: dict[str, bytes] = {
+    "empty": b"",
+    "short": b"\1\0\0",
+    "a header longer than the file": (10**6).to_bytes(8, "little") + b"{}",
+    "a header longer than memory": (2**63).to_bytes(8, "little") + b"{}",
+    "not JSON": b"\2\0\0\0\0\0\0\0{]",
+    "deep": (9000).to_bytes(8, "little") + b'{"a":' + b"[" * 8995,
+}
+_LIES: dict[str, dict[str, Any]] = {
+    "past the end": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+    "backwards": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]},
+    "negative": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
+    "an overflow": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 8]},
+    "another size": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+    "a bool": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]},
+    "a fraction": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+    "a gap": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+    "more": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "code": "import os"},
+}
+
+
+def _lying(about: Mapping[str, Any]) -> bytes:
+    import json
+
+    text = json.dumps({"w": about}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(8)
+
+
+@pytest.mark.parametrize("what", [*BAD, *_LIES, "a name twice"])
+def test_headers_that_lie_are_refused(tmp_path: Path, what: str) -> None:
+    twice = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    data = BAD.get(what) or (
+        _lying(_LIES[what]) if what in _LIES else len(twice).to_bytes(8, "little") + twice + b"1234"
+    )
+    (tmp_path / "f").write_bytes(data if what != "empty" else b"")
+    with pytest.raises(PlanError, match="bad-safetensors"):
+        file_table(tmp_path / "f")
+
+
+@pytest.mark.extra("hypothesis", "safetensors")
+def test_no_file_does_more_than_be_refused(tmp_path: Path) -> None:
+    # 250 examples here; benchmarks/grids.py runs 20,000, see docs/benchmarks/shard-reshard-grids.md.
+    from broken_files import broken_files, check_one
+    from hypothesis import HealthCheck, given, settings
+
+    accepted = []
+
+    @settings(max_examples=250, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(broken_files())
+    def check(data: bytes) -> None:
+        accepted.append(check_one(data, tmp_path / "f"))
+
+    check()
+    assert len(accepted) >= 250
+    assert any(accepted)
+    assert not all(accepted)
+
+
+def test_no_pickle() -> None:
+    import shard_reshard.safetensors_files as module
+
+    text = Path(module.__file__).read_text()
+    assert not any(word in text for word in ("pickle", "eval(", "exec(", "torch.load"))
+    assert sys.byteorder == "little"
+
+
+# ---- on ranks -------------------------------------------------------------------------------------------------
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"q": (128, 96), "k": (64, 96), "v": (64, 96), "o": (96, 128), "norm": (96,), "scale": ()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _layout(name: str, shape: tuple[int, ...]) -> Layout | str:
+    serving = MeshSpec({"tp": 4})
+    if name == "qkv":
+        return Layout(serving, [InterleavedShard(0, (128, 64, 64))])
+    return "4: S(1)" if name == "o" else "4: R"
+
+
+KEYS = {"q": Part("qkv"), "k": Part("qkv", 128), "v": Part("qkv", 192)}
+
+
+@pytest.mark.ranks(4)
+def test_from_two_writers_to_four_readers(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    full = _tensors()
+    cut = [name for name, tensor in full.items() if tensor.dim() == 2]
+    if ranks.rank == 0:  # what two ranks wrote: rows of matrices each, the rest by one of them
+        for writer in (0, 1):
+            held = {name: full[name].chunk(2)[writer] for name in cut}
+            write(folder / f"{writer}.safetensors", held if writer else held | {n: full[n] for n in ("norm", "scale")})
+    ranks.gather(None)
+    given: list[tuple[str, int, int]] = []
+
+    def counted(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        from shard_reshard.safetensors_files import read_rows
+
+        tensor = read_rows(path, num_bytes, offset, shape, dtype)
+        given.append((path, offset, offset + tensor.numel() * tensor.element_size()))
+        return tensor
+
+    monkeypatch.setattr("shard_reshard.loading.read_rows", counted)
+    stored_as = dict.fromkeys(cut, "2: S(0)")
+    shapes = {name: tuple(full[name].shape) for name in cut}
+    with ranks.record() as log, ranks.delayed():
+        loaded = load_safetensors(
+            folder, _layout, stored_as=stored_as, shapes=shapes, key_map=KEYS, bucket_bytes=96 * 1024
+        )
+    heads = torch.cat([full[name].chunk(4)[ranks.rank] for name in "qkv"])
+    assert torch.equal(loaded["qkv"], heads)
+    assert torch.equal(loaded["o"], full["o"].chunk(4, 1)[ranks.rank])
+    assert torch.equal(loaded["norm"], full["norm"])
+    assert torch.equal(loaded["scale"], full["scale"])
+    # Every byte of the files' data is read once, by one rank.
+    everyone = sorted(entry for entries in ranks.gather(given) for entry in entries)
+    assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(everyone))
+    total = sum(stop - start for _, start, stop in everyone)
+    assert total == sum(4 * tensor.numel() for tensor in full.values())
+    assert loaded.read_bytes == sum(stop - start for _, start, stop in given) < total
+    # What the exchanges sent is the fewest bytes.
+    sent = sum(sum(event.bytes_sent) for event in log.events if event.op == "all_to_all")
+    assert sum(ranks.gather(sent)) == loaded.plan.wire_bytes == loaded.plan.moves.lower_bound
+    assert len(loaded.plan.moves.buckets) > 1
+
+
+@pytest.mark.ranks(2)
+def test_own_disks_into_a_live_module(ranks: Ranks, tmp_path: Path) -> None:
+    # Each rank has a file that the other cannot open.
+    full = torch.arange(48.0).view(6, 8)
+    name = f"only-on-{ranks.rank}"
+    write(tmp_path / name, {"weight": full.chunk(2)[ranks.rank], f"unread{ranks.rank}": torch.ones(3)})
+    files = dict(enumerate(ranks.gather(str(tmp_path / name))))
+    model = nn.Linear(8, 6, bias=False).to(torch.bfloat16)
+    loaded = load_safetensors(
+        files,
+        stored_as={"weight": "2: S(0)"},
+        shapes={"weight": (6, 8)},
+        out=model,
+        key_map={"unread0": None, "unread1": None},
+        version=9,
+    )
+    assert torch.equal(model.weight.detach(), full.bfloat16())
+    assert state_version(model) == 9
+    assert loaded.read_bytes == 24 * 4
+
+
+@pytest.mark.ranks(2)
+def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    tensors = {"w": torch.arange(12.0).view(3, 4)}
+    if ranks.rank == 0:
+        write(folder / "good", tensors)
+        (folder / "cut").write_bytes(file_bytes(tensors)[:-1])
+    ranks.gather(None)
+    out = {"w": torch.zeros(3, 4), "more": torch.ones(2)}
+    calls: dict[str, Callable[[], Any]] = {
+        "bad-safetensors": lambda: load_safetensors([folder / "cut"], "2: R"),
+        "unreadable-file": lambda: load_safetensors({1: folder / "none"}, "2: R"),
+        "bad-rank": lambda: load_safetensors({5: folder / "good"}, "2: R"),
+        "stored-twice": lambda: load_safetensors([folder / "good", folder / "good"], "2: R"),
+        "stored-missing": lambda: load_safetensors(
+            [folder / "good"], "2: R", stored_as={"w": "2: S(0)"}, shapes={"w": (6, 4)}
+        ),
+        "stored-shape": lambda: load_safetensors(
+            [folder / "good"], "2: R", stored_as={"w": "2: S(0)"}, shapes={"w": (5, 5)}
+        ),
+        "stored-partial": lambda: load_safetensors(
+            [folder / "good"], "2: R", stored_as={"w": "2: P"}, shapes={"w": (3, 4)}
+        ),
+        "unknown-key": lambda: load_safetensors([folder / "good"], "2: R", stored_as={"x": "2: R"}),
+        "ranks-disagree": lambda: load_safetensors([folder / "good"], "2: S(0)" if ranks.rank else "2: S(1)"),
+        "missing-source": lambda: load_safetensors([folder / "good"], out=out),
+    }
+    for code, call in calls.items():
+        with pytest.raises(PlanError, match=code) as caught:
+            call()
+        assert len(set(ranks.gather(str(caught.value)))) == 1
+    assert torch.equal(out["w"], torch.zeros(3, 4))
+
+
+@pytest.mark.ranks(2)
+def test_a_file_that_changes_meanwhile(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Rank 1 finds the file shorter than its header said; both raise, and the module keeps what it had.
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    if ranks.rank == 0:
+        write(folder / "f", {"w": torch.arange(12.0).view(3, 4)})
+    ranks.gather(None)
+    monkeypatch.setattr("shard_reshard.load_plan._SMALLEST_READ_BYTES", 1)  # rank 1 reads a row of this small tensor
+    if ranks.rank == 1:
+        from shard_reshard import safetensors_files
+
+        def shortened(path: str, num_bytes: int, *rest: Any) -> torch.Tensor:
+            return safetensors_files.read_rows(path, num_bytes + 1, *rest)
+
+        monkeypatch.setattr("shard_reshard.loading.read_rows", shortened)
+    model = nn.Linear(4, 3, bias=False)
+    before = model.weight.detach().clone()
+    with pytest.raises(PlanError, match="file-changed") as caught:
+        load_safetensors([folder / "f"], {"weight": "2: R"}, out=model, key_map={"w": "weight"})
+    assert len(set(ranks.gather(str(caught.value)))) == 1
+    assert torch.equal(model.weight.detach(), before)
