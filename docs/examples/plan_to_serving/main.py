@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import corpus
+import dp_partition
 import steps
 import world as worlds
 from model import GPTConfig
@@ -29,13 +30,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dp", type=int, default=2, help="data-parallel size")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size")
     parser.add_argument("--batch", type=int, default=16, help="windows in a global batch")
-    parser.add_argument("--styles", nargs="+", default=GRAPH_STYLES, help="styles of the data-parallel graph")
+    styles = [style.name.lower() for style in dp_partition.DataParallelStyle]
+    parser.add_argument("--styles", nargs="+", choices=styles, default=GRAPH_STYLES, help="styles of the graph runs")
     parser.add_argument("--report", type=Path, default=Path("demo-report"), help="folder of the report")
     return parser.parse_args(argv)
 
 
 def job(args: argparse.Namespace) -> None:
     world = worlds.start(args.dp, args.tp)
+    if args.batch % world.size:
+        raise worlds.Unfit(f"{args.batch} windows do not divide among {world.size} ranks: change --batch")
     world.say(f"{world.size} ranks on {world.device.type}: dp={args.dp} x tp={args.tp}")
     setting = Setting(
         world=world,

@@ -215,7 +215,7 @@ def write_report(setting: Setting, folder: Path) -> Path:
         report.picture("The plan: which rank holds what", plan_picture(setting.pages["layouts"], setting.world.size))
         report.text("The plan in words", setting.pages["plan"])
         columns = ("run", "collective", "of what", "times", "each rank sends")
-        note = "TP x DDP as the plan foretells it, tensor by tensor (DDP sends gradients in buckets); graphs as they stand."
+        note = "TP x DDP as the plan foretells it, by tensor (DDP sends gradients in buckets); graphs as they stand."
         report.table("Bytes per collective, in a step", columns, [line.row() for line in setting.traffic], note)
         report.picture("Memory per rank", memory_bars(setting.pages["measured"], setting.pages["predicted"]))
         report.text("Moving the weights to the serving layout", setting.pages["reshard"])
