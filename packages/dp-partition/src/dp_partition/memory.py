@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_partition._torch_compat import storage_key
-from dp_partition.messages import is_collective, tensors_of, wait_positions
+from dp_partition._torch_compat import collectives, storage_key
+from dp_partition.messages import is_collective, name_of, tensors_of, wait_positions
 from dp_partition.styles import NodeType
 
 KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered", "gradients", "collectives", "update")
+
+_COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
 
 _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}
 
@@ -112,7 +114,7 @@ def _blocks(nodes: list[fx.Node]) -> dict[Any, _Block]:
                 resident = node.op in ("placeholder", "get_attr")
                 block = blocks[key] = _Block(_kind_of(node), size, position, resident=resident)
             block.last = max(block.last, last)
-        if is_collective(node):  # the backend holds what it sends until it is waited for
+        if is_collective(node) and node.target not in _COPYING:  # the backend holds what it sends until it is awaited
             waited = max(wait_positions(node, positions))
             for source in node.all_input_nodes:
                 for tensor in tensors_of(source):
@@ -126,12 +128,12 @@ def _kind_of(node: fx.Node) -> str:
         return _PLACEHOLDERS.get(getattr(node.meta.get("input"), "kind", ""), "batch")
     if node.op == "get_attr":
         return "buffers"
+    if node.meta.get("node_type") is NodeType.GRAD or name_of(node) is not None:
+        return "gradients"
     if is_collective(node) or any(is_collective(user) for user in node.users):
         return "collectives"
     if node.meta.get("node_type") is NodeType.PARAM and node.meta.get("phase") != "optimizer":
         return "gathered"
-    if node.meta.get("node_type") is NodeType.GRAD:
-        return "gradients"
     return "update" if node.meta.get("phase") == "optimizer" else "activations"
 
 

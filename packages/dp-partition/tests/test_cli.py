@@ -1,0 +1,59 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dp_partition.cli import main
+
+STEP = ["estimate", "dp_cli_steps:train_step", "--world", "8", "--style"]
+
+
+def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main([*STEP, "fully_shard", "--html", str(page), "--name", "0.weight", "--gbps", "100"]) == 0
+    out, err = capsys.readouterr()
+    assert "0.weight: [16, 8] torch.float32" in out
+    assert "all_gather 0 of 2" in out
+    assert [line.split(":")[0] for line in err.splitlines()] == [
+        "tracing", "partitioning", "local shapes", f"wrote {page}",
+    ]  # fmt: skip
+    assert "fully_shard over 8 ranks" in page.read_text()
+    assert main([*STEP, "zero2", "--json", "--quiet"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out)["num_messages"] == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*STEP, "zero9", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "unknown-style"
+    assert main(["estimate", "dp_cli_steps:diverging_step", "--world", "2"]) == 1
+    assert "not-traceable" in capsys.readouterr().err
+    usage = [
+        ["estimate", "dp_cli_steps", "--world", "2"],
+        ["estimate", "no_such_module:x", "--world", "2"],
+        ["estimate", "dp_cli_steps:nothing", "--world", "2"],
+        ["estimate", "dp_cli_steps:train_step"],
+        ["estimate", "dp_cli_steps:train_step", "--world", "2", "--args", "no_tuple"],
+        ["estimate", "dp_cli_steps:train_step", "--world", "2", "--args", "json:__name__"],
+        [*STEP, "zero1", "--quiet", "--name", "nothing"],
+        [*STEP, "zero1", "--quiet", "--html", str(tmp_path / "no" / "page.html")],
+        [],
+    ]
+    for arguments in usage:
+        assert main(arguments) == 2, arguments
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    capsys.readouterr()
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; from dp_partition.cli import main; main(['estimate', '--help']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
