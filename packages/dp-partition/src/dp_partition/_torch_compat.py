@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "storage_key",
     "symbolic_scalar",
     "tensor_metadata",
+    "without_onednn",
 ]
 
 collectives: Any = torch.ops._c10d_functional
@@ -48,6 +50,17 @@ def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Ten
 
     real = torch.tensor(value, dtype=torch.float64)
     return mode.from_tensor(real, source=ConstantSource(label))
+
+
+@contextlib.contextmanager
+def without_onednn() -> Iterator[None]:
+    """Within the block operators do not choose oneDNN's kernels. ``torch.backends.mkldnn.flags`` warns about TF32."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def new_fake_mode() -> FakeTensorMode:

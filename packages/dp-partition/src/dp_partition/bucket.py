@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -116,7 +115,7 @@ def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move
     open_buckets: dict[Any, _Bucket] = {}
     for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
         ready, needed = timing.ready(move), timing.first_use(move)
-        key = (_dtype(move.start), _device(move.start), str(move.origin), str(move.wanted), timing.segment(move))
+        key = (move.like.dtype, str(move.like.device), str(move.origin), str(move.wanted), timing.segment(move))
         bucket = open_buckets.get(key)
         fits = (
             bucket is not None
@@ -132,17 +131,8 @@ def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move
     return sorted(buckets, key=lambda b: b.needed if by_need else b.ready)
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
-    dtype: torch.dtype = node.meta["val"].dtype
-    return dtype
-
-
-def _device(node: fx.Node) -> str:
-    return str(node.meta["val"].device)
-
-
 def _num_bytes(move: Move) -> int:
-    return _product(move.shape) * _dtype(move.start).itemsize
+    return _product(move.shape) * move.like.dtype.itemsize
 
 
 def _product(sizes: Iterable[int]) -> int:

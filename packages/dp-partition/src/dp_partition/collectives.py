@@ -45,6 +45,7 @@ class Move:
         shape: Its global shape.
         node_type: What it is to the step.
         before: The node that wants it.
+        like: A tensor of its dtype and device.
     """
 
     start: fx.Node
@@ -54,6 +55,7 @@ class Move:
     shape: tuple[int, ...]
     node_type: NodeType | None
     before: fx.Node
+    like: torch.Tensor
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dp_partition._torch_compat import pytree
 from dp_partition.bucket import Traffic, arrange
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, local_shape
-from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.ops import aten, is_random, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
 from dp_partition.styles import NodeType
@@ -77,6 +77,8 @@ class Inserter:
         if node.target in LOWERED:
             self.lower_rows(node)
             return
+        if is_random(node):
+            self.agree(node, strategy)
         if isinstance(strategy.output_spec, PlacementSpec):
             placement = strategy.output_spec.placement
             self.versions[node] = {placement: node}
@@ -102,8 +104,30 @@ class Inserter:
             copy = self.mover.call(aten.copy_.default, param, whole)
         self.describe(rows, whole, param, node)
         copy.meta.update(node_type=node.meta.get("node_type"), phase="optimizer")
-        self.moves.append(Move(rows, whole, Shard(0), Replicate(), shape, NodeType.PARAM, copy))
+        self.moves.append(Move(rows, whole, Shard(0), Replicate(), shape, NodeType.PARAM, copy, param.meta["val"]))
         self.module.graph.erase_node(node)
+
+    def agree(self, node: fx.Node, strategy: PlacementStrategy) -> None:
+        """Random numbers that are to be the same on every rank: rank 0's count.
+
+        Raises:
+            PlanError: For an operator that returns several tensors.
+        """
+        if self.world == 1 or not any(spec.placement == Replicate() for spec in spec_values(strategy.output_spec)):
+            return
+        if not isinstance(strategy.output_spec, PlacementSpec):
+            hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
+            found = "draws numbers that all ranks share, and returns several tensors"
+            raise PlanError(
+                Problem("random-on-every-rank", f"node {node.name} ({node.target})", found=found, hint=hint)
+            )
+        with self.module.graph.inserting_after(node):
+            shared = self.mover.call(aten.copy_.default, node, node)  # its source is put in below
+        with self.module.graph.inserting_before(shared):
+            mine = node if self.rank == 0 else self.mover.call(aten.zeros_like.default, node)
+            shared.update_arg(1, self.mover.all_reduce(mine, Partial("sum")))
+        shared.meta["agrees"] = True
+        shared.meta.update({key: node.meta[key] for key in ("node_type", "phase", "val") if key in node.meta})
 
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
         """The node that holds ``source`` where it is wanted, moved there if need be."""
@@ -121,7 +145,8 @@ class Inserter:
             start = known[origin]
             result = self.mover.move(start, origin, wanted, shape)
         self.describe(start, result, source, before)
-        self.moves.append(Move(start, result, origin, wanted, shape, source.meta.get("node_type"), before))
+        kind, like = source.meta.get("node_type"), source.meta["val"]
+        self.moves.append(Move(start, result, origin, wanted, shape, kind, before, like))
         known[wanted] = result
         return result
 

@@ -92,6 +92,31 @@ def build_program(
     accumulate: int = 1,
 ) -> Program:
     """Trace a step and partition it for this rank. Communicates nothing and changes no object of the caller."""
+    capture = capture_single_device(function, args, kwargs, subject, plan, batch_dim, accumulate)
+    homes, plans = plan_nodes(capture, plan, batch_dim)
+    output = next(node for node in plans if node.op == "output")
+    returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
+    mark_graph(plans, mesh)
+    rank = mesh.get_local_rank()
+    placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
+    fakes = local_inputs(capture, placements, plan.world, rank)
+    partition_for_rank(capture.module, plan.world, rank, mesh.get_group().group_name, traffic)
+    return Program(capture, capture.inputs, returned, fakes)
+
+
+def capture_single_device(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    subject: Subject,
+    plan: PartitionPlan,
+    batch_dim: int,
+    accumulate: int,
+) -> Capture:
+    """The step as one canonical graph of one device, ready to be planned.
+
+    Under local semantics its batch is one rank's, under global semantics that of all ranks together.
+    """
     local = plan.semantics == "local"
     scale = None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
     capture = trace_step(function, args, kwargs, subject, scale)
@@ -102,17 +127,16 @@ def build_program(
         remove_tags(capture.module.graph)
         decompose(capture.module, capture.mode)
     update_own_rows(capture.module.graph, {p.info.name for p in plan.params if p.state != p.param})
+    return capture
+
+
+def plan_nodes(capture: Capture, plan: PartitionPlan, batch_dim: int) -> tuple[Homes, dict[fx.Node, NodePlan]]:
+    """Where every value of a single-device graph lies when it runs on ``plan.world`` ranks."""
+    local = plan.semantics == "local"
     homes = home_placements(capture, plan, PerRank() if local else Shard(batch_dim))
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     place_new_states(capture, plan, plans)
-    output = next(node for node in plans if node.op == "output")
-    returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
-    mark_graph(plans, mesh)
-    rank = mesh.get_local_rank()
-    placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
-    fakes = local_inputs(capture, placements, plan.world, rank)
-    partition_for_rank(capture.module, plan.world, rank, mesh.get_group().group_name, traffic)
-    return Program(capture, capture.inputs, returned, fakes)
+    return homes, plans
 
 
 def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:

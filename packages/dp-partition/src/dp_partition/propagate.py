@@ -114,10 +114,8 @@ class _Walk:
         elif str(node.target).startswith("dp_partition.share_rows"):
             param, rows = node.all_input_nodes
             self.record(node, None, {param: R, rows: Shard(0)}, NodeType.PARAM)
-        elif self.local and any(isinstance(self.at(n), PerRank) for n in self.tensor_inputs(node)):
+        elif self.local and (is_random(node) or any(isinstance(self.at(n), PerRank) for n in self.tensor_inputs(node))):
             self.visit_per_rank(node)
-        elif self.local and is_random(node) and not mutated_inputs(node):
-            self.record(node, self.spread(node, PerRank()), dict.fromkeys(self.tensor_inputs(node), R), NodeType.ACT)
         else:
             self.visit_call(position, node)
         if is_gradient(node):

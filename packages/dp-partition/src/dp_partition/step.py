@@ -87,15 +87,7 @@ class Step:
         subject = find_subject(self.function, args, kwargs)
         if self.share is not None:
             return self.start_shared(self.share.bound(), subject, args, kwargs)
-        plan = plan_placements(
-            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()],
-            self.style,
-            self.mesh.size(),
-            semantics=self.semantics,
-            overrides=self.placements,
-            aliases={a: n for a, n in subject.aliases.items() if n in subject.params},
-        )
-        check_plan(plan)
+        plan = self.plan_for(subject, self.mesh.size())
         program = self.build(subject, plan, args, kwargs)
         binding = Binding(subject, plan, self.mesh)
         binding.place(self.equal)
@@ -104,6 +96,23 @@ class Step:
         self.binding = binding
         self.remember(subject, args, kwargs, program)
         return binding, program
+
+    def plan_for(self, subject: Subject, world: int) -> PartitionPlan:
+        """Where everything would lie on ``world`` ranks.
+
+        Raises:
+            PlanError: With all problems of the plan.
+        """
+        plan = plan_placements(
+            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()],
+            self.style,
+            world,
+            semantics=self.semantics,
+            overrides=self.placements,
+            aliases={a: n for a, n in subject.aliases.items() if n in subject.params},
+        )
+        check_plan(plan)
+        return plan
 
     def start_shared(
         self, base: Binding, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]

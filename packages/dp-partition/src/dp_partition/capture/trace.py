@@ -12,7 +12,15 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from dp_partition._torch_compat import FakeTensor, FakeTensorMode, make_fx, new_fake_mode, pytree, symbolic_scalar
+from dp_partition._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    make_fx,
+    new_fake_mode,
+    pytree,
+    symbolic_scalar,
+    without_onednn,
+)
 from dp_partition.capture.hypers import Hyper, find_hypers
 from dp_partition.capture.phases import Phases, mark_phases
 from dp_partition.capture.states import initial_state
@@ -128,7 +136,7 @@ def trace_step(
             return _collect_outputs(result, subject, fakes, phases, record)
 
     try:
-        with mode:
+        with mode, _recurrent_layers_taken_apart(subject):
             module = make_fx(body)(*flat)
     except PlanError:
         raise
@@ -150,6 +158,12 @@ def trace_step(
     )
     _check_constants(module)
     return capture
+
+
+def _recurrent_layers_taken_apart(subject: Subject) -> contextlib.AbstractContextManager[Any]:
+    """Recurrent layers of oneDNN keep a workspace that no graph can hold: trace torch's own operators instead."""
+    layers = any(isinstance(m, nn.RNNBase) for _, root in subject.modules for m in root.modules())
+    return without_onednn() if layers else contextlib.nullcontext()
 
 
 def _make_fakes(
@@ -338,10 +352,26 @@ def fill_result(capture: Capture, values: tuple[Any, ...]) -> Any:
 def _trace_problem(function: Callable[..., Any], error: Exception) -> Problem:
     name = getattr(function, "__name__", "train_step")
     text = f"{type(error).__name__}: {error}".strip().splitlines()
+    optimizer = _optimizer_in(error)
+    if optimizer is not None:
+        hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
+        found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
+        return Problem("optimizer-not-traceable", name, found=found, hint=hint)
     hint = (
         "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no closure-based optimizer)"
     )
     return Problem("not-traceable", name, found=" ".join(text[:3])[:600], hint=hint)
+
+
+def _optimizer_in(error: Exception) -> str | None:
+    """The class of the optimizer in whose step the error was raised."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, Optimizer) and trace.tb_frame.f_code.co_name == "step":
+            found = type(owner).__name__
+        trace = trace.tb_next
+    return found
 
 
 def _groups(subject: Subject) -> dict[str, tuple[int, int]]:

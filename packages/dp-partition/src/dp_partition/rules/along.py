@@ -55,7 +55,7 @@ def _all_on(call: Call, nodes: list[fx.Node], dim: int) -> Iterator[Candidate]:
     yield Candidate(dict.fromkeys(nodes, Shard(dim)), out)
 
 
-@rule("argmax", "argmin", "logsumexp", "prod", "var", "std", "var_mean", "any", "all", "max", "min", "median", "mode")
+@rule("argmax", "argmin", "logsumexp", "prod", "any", "all", "max", "min", "median", "mode")
 def reduce_along(call: Call) -> Iterator[Candidate]:
     """Reductions without a partial form: other dims only."""
     source = call.arg(0)

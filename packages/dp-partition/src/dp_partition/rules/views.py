@@ -43,7 +43,7 @@ def _partial(call: Call, source: fx.Node) -> Iterator[Candidate]:
         yield Candidate({source: kind}, tuple(kind for _ in value) if isinstance(value, tuple | list) else kind)
 
 
-@rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+@rule("view", "_unsafe_view")
 def view(call: Call) -> Iterator[Candidate]:
     source = call.arg(0)
     yield from _partial(call, source)
@@ -136,7 +136,7 @@ def select(call: Call) -> Iterator[Candidate]:
     yield from _other_dim(call, call.arg(0), int(call.arg(1)), drops=True)
 
 
-@rule("split", "split_with_sizes", "chunk", "unbind")
+@rule("split", "split_with_sizes", "unbind")
 def split(call: Call) -> Iterator[Candidate]:
     position = 1 if call.name == "unbind" else 2
     yield from _other_dim(call, call.arg(0), int(call.arg(position, 0)), drops=call.name == "unbind", many=True)
