@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shard_spec.cli.main import UsageError
-from shard_spec.cli.sources import load_model, skeleton
+from shard_spec.cli.sources import load_model, read_text, skeleton
 from shard_spec.cost.presets import PRESETS, topology_preset
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ModelFacts, facts_of
+from shard_spec.plan.serialize import MAX_BYTES
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.problems import PlanError, Problem
 from shard_spec.report.terminal import show
@@ -85,7 +86,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         styles = _read(arguments.plan)
         try:
             tp_plan = json.loads(styles)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{arguments.plan} is no JSON: {error}") from None
         axis = arguments.axis or "tp"
         plan = ShardingPlan.from_hf_tp_plan(tp_plan, facts, arguments.mesh, axis, prefix=arguments.prefix)
@@ -135,10 +136,10 @@ def load_plan(path: str) -> ShardingPlan:
 
 
 def _read(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
+    """The text of a file, or of stdin for ``-``; not more of it than a plan may have."""
+    if path == "-":
+        return sys.stdin.read(MAX_BYTES + 1)
+    return read_text(Path(path))
 
 
 def _mesh(arguments: argparse.Namespace) -> MeshSpec:
@@ -278,9 +279,9 @@ def _write_html(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Names
     from shard_spec.report.html import html_report
 
     memory, communication = _costs_of(plan, facts, arguments)
-    title = getattr(arguments, "model", None) or "plan"
-    page = html_report(plan, facts, memory, communication, title=str(title))
-    Path(arguments.html).write_text(page, encoding="utf-8")
+    title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
+    page = html_report(plan, facts, memory, communication, title=title)
+    Path(arguments.html).write_text(page, encoding="utf-8", errors="backslashreplace")
     print(f"wrote {arguments.html}", file=sys.stderr)
 
 

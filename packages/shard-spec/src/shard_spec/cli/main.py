@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 _MODELS = """models:
   MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
@@ -24,6 +26,11 @@ class UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     arguments = _parser().parse_args(argv)
+    with _any_name_printable():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from shard_spec.problems import PlanError
 
     try:
@@ -39,6 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     return status
+
+
+@contextmanager
+def _any_name_printable() -> Iterator[None]:
+    """Names come from files and may hold what the terminal's encoding does not have: it is shown escaped."""
+    changed = []
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            changed.append((stream, stream.errors))
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for stream, errors in changed:
+            stream.reconfigure(errors=errors)
 
 
 def _command(name: str):  # type: ignore[no-untyped-def]  # a function of the namespace; its module imports torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec.cli.main import UsageError
 from shard_spec.plan.facts import ModelFacts, TensorFacts
+from shard_spec.plan.serialize import MAX_BYTES
 
 if TYPE_CHECKING:
     from torch import nn
 
 _MAX_HEADER = 1 << 28
+_MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
 _SAFETENSORS_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -98,12 +101,15 @@ def _from_config(path: Path) -> nn.Module:
     if not isinstance(kind, str):
         raise UsageError(f"{path} is no Hugging Face config: it has no 'model_type'")
     settings = {key: value for key, value in settings.items() if key not in ("model_type", "auto_map")}
+    _refuse_giants(path, settings)
     try:
         config = transformers.AutoConfig.for_model(kind, **settings)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: transformers cannot read it: {error}") from None
-    named = [getattr(transformers, name, None) for name in settings.get("architectures") or ()]
-    makers = [cls._from_config for cls in named if cls is not None]
+    except Exception as error:  # a stranger's file in transformers' hands: it checks some fields by using them
+        raise UsageError(f"{path}: transformers cannot read it: {type(error).__name__}: {error!s:.300}") from None
+    architectures = settings.get("architectures")
+    names = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    named = [getattr(transformers, name, None) for name in names]
+    makers = [maker for cls in named if (maker := getattr(cls, "_from_config", None)) is not None]
     makers += [transformers.AutoModelForCausalLM.from_config, transformers.AutoModel.from_config]
     failure: Exception | None = None
     for make in makers:
@@ -111,9 +117,24 @@ def _from_config(path: Path) -> nn.Module:
             with torch.device("meta"):
                 model: nn.Module = make(config)
             return model
-        except (ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # as above
             failure = error
-    raise UsageError(f"{path}: transformers has no model for it: {failure}")
+    text = f"{type(failure).__name__}: {failure!s:.300}"
+    raise UsageError(f"{path}: transformers has no model for it: {text}")
+
+
+def _refuse_giants(path: Path, settings: Any, depth: int = 0) -> None:
+    """Modules are built one by one, on meta too: a file must not ask for a billion of them."""
+    if depth > _MAX_DEPTH:
+        raise UsageError(f"{path} is nested deeper than {_MAX_DEPTH}")
+    items = settings.items() if isinstance(settings, dict) else enumerate(settings)
+    for key, value in items:
+        if isinstance(value, dict | list):
+            _refuse_giants(path, value, depth + 1)
+        elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
+            raise UsageError(f"{path}: {key} is {str(value)[:30]}; the largest number that is read is {_MAX_NUMBER}")
+        elif isinstance(value, int) and value > _MAX_MODULES and re.search("layers|experts|depth|blocks", str(key)):
+            raise UsageError(f"{path}: {key} is {value}; models of up to {_MAX_MODULES} layers are built")
 
 
 def _from_index(path: Path) -> ModelFacts:
@@ -153,10 +174,22 @@ def _header(path: Path) -> list[TensorFacts]:
     return tensors
 
 
+def read_text(path: Path) -> str:
+    """The text of a file that a stranger may have written: UTF-8, and not too long."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise UsageError(f"{path} has more than {MAX_BYTES} bytes")
+        return data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shard_spec.convert.parallelize import cut_dim, output_of, tensors_by_module
 from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
@@ -74,7 +74,11 @@ def from_hf_tp_plan(
     if forward not in ("refuse", "drop"):
         raise PlanError(Problem("bad-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
     facts = facts_of(module)
-    styles = {prefix + key: style for key, style in tp_plan.items()}
+    given: Any = tp_plan  # may come from a file
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        found = f"{given!r:.200} of type {type(given).__name__}"
+        raise PlanError(Problem("bad-tp-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
+    styles = {prefix + key: style for key, style in given.items()}
     problems = _style_problems(styles, forward)
     raise_problems(problems, "the tp_plan says more than a sharding plan can")
     used: set[str] = set()
@@ -197,9 +201,13 @@ def _key_of(name: str, styles: Mapping[str, str]) -> str | None:
     return owner if owner in styles else None
 
 
-def _style_problems(styles: Mapping[str, str], forward: str) -> list[Problem]:
+def _style_problems(styles: Mapping[str, Any], forward: str) -> list[Problem]:
     problems = []
     for key, style in styles.items():
+        if not isinstance(style, str):
+            hint = "a style is text, such as 'colwise'"
+            problems.append(not_expressible(key, f"{style!r:.200} of type {type(style).__name__}", hint))
+            continue
         if style in _STYLES or (style in _FORWARD_STYLES and forward == "drop"):
             continue
         if style in _FORWARD_STYLES:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from html import escape
+from math import prod
 from typing import TYPE_CHECKING
 
 from shard_spec.layout import Layout
 from shard_spec.plan.facts import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
-from shard_spec.report.text import human_bytes, human_ranks
+from shard_spec.report.text import human_bytes, human_count, human_ranks
 
 if TYPE_CHECKING:
     from shard_spec.plan.communication import Communication
@@ -30,14 +31,20 @@ _PART_COLOURS = {
 _MAX_ROWS, _MAX_RANKS = 200, 64
 
 _STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1100px;padding:0 1rem;color:#1d2430;background:#fff}
+body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1180px;padding:0 1rem;color:#1d2430;background:#fff}
 h1{font-size:1.5rem;margin:0 0 .2rem}h2{font-size:1.1rem;margin:2rem 0 .5rem;border-bottom:1px solid #d8dde6}
-table{border-collapse:collapse;font-size:13px}td,th{padding:2px 10px 2px 0;text-align:left;vertical-align:top}
+.cards{display:flex;flex-wrap:wrap;gap:.7rem;margin:1rem 0 0;padding:0;list-style:none}
+.cards li{border:1px solid #d8dde6;border-radius:8px;padding:.5rem .9rem;min-width:8.5rem}
+.cards b{display:block;font-size:1.25rem;font-weight:650;font-variant-numeric:tabular-nums}
+.cards span{color:#5a6475;font-size:12px}
+table{border-collapse:collapse;font-size:13px}td,th{padding:2px 14px 2px 0;text-align:left;white-space:nowrap}
 th{color:#5a6475;font-weight:600}td.n{text-align:right;font-variant-numeric:tabular-nums}code{font-size:12px}
 .key span{display:inline-block;width:12px;height:12px;margin:0 5px 0 16px;vertical-align:-1px;border-radius:2px}
-.note{color:#5a6475}.bad{color:#a3212d}svg text{font:11px system-ui,sans-serif;fill:#1d2430}.scroll{overflow-x:auto}
+.note{color:#5a6475}.bad{color:#a3212d}svg text{font:12px system-ui,sans-serif;fill:#1d2430}
+svg .mono{font:11px ui-monospace,monospace}svg .soft{fill:#5a6475}svg .in{fill:#fff;font-weight:600}
+svg .end{font-weight:650}.scroll{overflow-x:auto}
 @media(prefers-color-scheme:dark){body{background:#14181f;color:#dfe5ee}svg text{fill:#dfe5ee}
-th,.note{color:#98a3b5}h2{border-color:#333c4a}.bad{color:#ff8590}}
+th,.note,.cards span{color:#98a3b5}h2,.cards li{border-color:#333c4a}svg .soft{fill:#98a3b5}.bad{color:#ff8590}}
 """
 
 
@@ -61,7 +68,8 @@ def html_report(
     found = examine(plan, module)
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="note">{escape(_summary(plan, found, memory))}</p>',
+        f'<p class="note">{escape(_summary(plan, found))}</p>',
+        _cards(found, memory, communication),
         _problems(found),
         "<h2>Who holds what</h2>",
         _picture(found),
@@ -78,11 +86,38 @@ def html_report(
     )
 
 
-def _summary(plan: ShardingPlan, found: Resolution, memory: Memory) -> str:
+def _summary(plan: ShardingPlan, found: Resolution) -> str:
     numel = sum(tensor.numel for tensor in found.facts.parameters)
-    most = f"at most {human_bytes(memory.max_bytes)} on a rank with {memory.optimizer.name}"
-    mesh = f"mesh {found.mesh}" if found.mesh else "several meshes"
-    return f"{len(found.facts.parameters)} parameters, {numel:,} elements; {mesh}; {most}; plan {plan.digest[:12]}"
+    return f"{len(found.facts.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
+
+
+def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> str:
+    """The numbers that people ask for first."""
+    numel = sum(tensor.numel for tensor in found.facts.parameters)
+    mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
+    cards = [
+        (human_count(numel), "parameters"),
+        (mesh, f"mesh of {len(found.ranks)} ranks"),
+        (human_bytes(memory.max_bytes), f"on the fullest rank, with {memory.optimizer.name}"),
+    ]
+    if numel and not memory.uncounted:
+        cards.append((f"{_local_numel(found, memory) / numel:.1%}", "of the weights on that rank"))
+    if communication is not None:
+        sent = sum(sum(kinds.values()) for kinds in communication.by_axis().values())
+        cards.append((human_bytes(sent), "sent by each rank in a step"))
+        if communication.seconds:
+            cards.append((f"{sum(communication.seconds.values()) * 1e3:,.0f} ms", "of collectives, one after another"))
+    items = "".join(f"<li><b>{escape(value)}</b><span>{escape(text)}</span></li>" for value, text in cards)
+    return f'<ul class="cards">{items}</ul>'
+
+
+def _local_numel(found: Resolution, memory: Memory) -> int:
+    """Elements of parameters on the fullest rank."""
+    rank = memory.ranks[memory.totals.index(memory.max_bytes)]
+    held = [(found.layouts[tensor.name], tensor.shape) for tensor in found.facts.parameters]
+    return sum(
+        prod(layout.local_shape(rank, shape)) for layout, shape in held if layout.mesh.coordinate(rank) is not None
+    )
 
 
 def _problems(found: Resolution) -> str:
@@ -113,19 +148,23 @@ def _picture(found: Resolution) -> str:
     hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
     ranks = list(found.ranks)[:_MAX_RANKS]
     rows = [(key, tensors) for key, tensors in stems(found).items()][:_MAX_ROWS]
-    left, width, height, top = 330, max(8, min(30, 700 // max(1, len(ranks)))), 17, 22
+    left, width, height, top = 350, max(7, min(30, 480 // max(1, len(ranks)))), 20, 22
+    right = left + len(ranks) * width + 12
     cells = []
     for at, rank in enumerate(ranks):
         if len(ranks) <= 16 or at % 8 == 0:
-            cells.append(f'<text x="{left + at * width + 2}" y="14">{rank}</text>')
-    for row, ((stem, _, _), tensors) in enumerate(rows):
+            cells.append(f'<text class="soft" x="{left + at * width + 2}" y="14">{rank}</text>')
+    cells.append(f'<text class="soft" x="0" y="14">rank</text><text class="soft" x="{right}" y="14">layout</text>')
+    for row, ((stem, stem_layout, _), tensors) in enumerate(rows):
         y = top + row * height
-        name = stem if len(stem) <= 46 else "…" + stem[-45:]
+        name = stem if len(stem) <= 44 else "…" + stem[-43:]
         times = f" ×{len(tensors)}" if len(tensors) > 1 else ""
-        cells.append(f'<text x="0" y="{y + 12}">{escape(name + times)}</text>')
+        cells.append(f'<text class="mono" x="0" y="{y + 13}">{escape(name + times)}</text>')
+        said = stem_layout if len(stem_layout) <= 44 else stem_layout[:43] + "…"
+        cells.append(f'<text class="mono soft" x="{right}" y="{y + 13}">{escape(said)}</text>')
         layout = found.layouts.get(tensors[0].name)
         for at, rank in enumerate(ranks):
-            cells.append(_cell(layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 2)))
+            cells.append(_cell(layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3)))
     colours = [(f"hsl({hue} 55% 50%)", f"cut along {axis}") for axis, hue in hues.items()]
     key = _key([*colours, ("#c9cfd8", "whole"), ("none;outline:1px solid #999", "nothing")])
     note = "One column is one rank. The shade says which piece: ranks of one shade along an axis hold the same piece."
@@ -134,7 +173,7 @@ def _picture(found: Resolution) -> str:
     total = len(stems(found))
     if total > len(rows):
         note += f" The first {len(rows)} of {total} kinds of tensors are shown."
-    size = f'width="{left + len(ranks) * width + 10}" height="{top + len(rows) * height + 4}"'
+    size = f'width="{right + 310}" height="{top + len(rows) * height + 4}"'
     drawn = f'<div class="scroll"><svg id="plan" role="img" {size}>{"".join(cells)}</svg></div>'
     return f'<p class="key">{key}</p>{drawn}<p class="note">{note}</p>'
 
@@ -190,26 +229,31 @@ def _communication(found: Communication) -> str:
     if found.seconds is not None:
         times = ", ".join(f"{axis} {seconds * 1e3:.1f} ms" for axis, seconds in found.seconds.items())
         drawn += f"<p>Time of the collectives, one after another: {escape(times)}.</p>"
-    return drawn + "".join(f'<p class="note">{escape(line)}</p>' for line in found.assumptions)
+    return drawn + f'<p class="note">{"<br>".join(escape(line) for line in found.assumptions)}</p>'
 
 
 def _bars(identity: str, rows: list[tuple[str, list[tuple[str, int]]]], colours: dict[str, str]) -> str:
     """Horizontal stacked bars, one a row, all on one scale."""
     most = max((sum(size for _, size in parts) for _, parts in rows), default=0) or 1
-    left, wide, height = 190, 620, 24
+    left, wide, height = 150, 760, 30
     drawn: list[str] = []
     seen: dict[str, str] = {}
     for row, (name, parts) in enumerate(rows):
         x, y = float(left), row * height
-        drawn.append(f'<text x="0" y="{y + 14}">{escape(name)}</text>')
+        drawn.append(f'<text x="0" y="{y + 16}">{escape(name)}</text>')
         for part, size in parts:
+            if not size:
+                continue
             width = wide * size / most
             seen[part] = colours.get(part, "#888")
             tip = f"<title>{escape(part)}: {human_bytes(size)}</title>"
-            drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" fill="{seen[part]}">{tip}</rect>')
+            drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{seen[part]}">{tip}</rect>')
+            label = human_bytes(size)
+            if width > 8 * len(label) + 8:
+                drawn.append(f'<text class="in" x="{x + 6:.1f}" y="{y + 16}">{label}</text>')
             x += width
         total = sum(size for _, size in parts)
-        drawn.append(f'<text x="{x + 6:.1f}" y="{y + 14}">{human_bytes(total)}</text>')
+        drawn.append(f'<text class="end" x="{x + 6:.1f}" y="{y + 16}">{human_bytes(total)}</text>')
     key = _key([(colour, part) for part, colour in seen.items()])
     size_text = f'width="{left + wide + 110}" height="{max(1, len(rows)) * height}"'
     picture = f'<svg id="{identity}" role="img" {size_text}>{"".join(drawn)}</svg>'

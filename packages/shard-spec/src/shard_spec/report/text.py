@@ -20,6 +20,14 @@ def human_bytes(size: float) -> str:
     return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
 
 
+def human_count(number: int) -> str:
+    """``8030261248 -> "8.03 B"``."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
 def human_ranks(ranks: Sequence[int]) -> str:
     """``[0, 1, 2, 5] -> "0-2, 5"``."""
     runs: list[list[int]] = []
