@@ -233,7 +233,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
     """`release -- shard-spec minor`: version, dated changelog, tag name. Pushes nothing."""
-    session.install("hatch")
+    session.install("hatchling")
     session.run("python", "tools/release.py", *session.posargs)
 
 

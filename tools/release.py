@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     before = package.changelog.read_text()
     dated_changelog(before, "0", arguments.date)  # refuses before anything is changed
     if arguments.segment != package.version:
-        subprocess.run(["hatch", "--quiet", "version", arguments.segment], cwd=package.path, check=True)
+        # hatchling itself, since `hatch version` makes an environment first, and under nox in the wrong place
+        subprocess.run([sys.executable, "-m", "hatchling", "version", arguments.segment], cwd=package.path, check=True)
     package.changelog.write_text(dated_changelog(before, package.version, arguments.date))
     tag = repo.tag_name(package.dist, package.version)
     print(f"{package.dist} {package.version}")
