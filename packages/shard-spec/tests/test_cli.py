@@ -1,6 +1,8 @@
 """The command line: models from three kinds of sources, exit statuses, JSON, and the page in a browser."""
 
 import json
+import os
+import re
 import shutil
 import struct
 import subprocess
@@ -213,6 +215,51 @@ for arguments in (["--help"], ["plan", "--help"], ["--version"]):
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.extra("rich")
+def test_a_terminal_gets_tables_and_a_bar_on_long_work(factory: Any, tmp_path: Any) -> None:
+    import pty
+
+    from shard_spec.report.progress import bar
+
+    assert len({len(bar(seconds / 10)) for seconds in range(100)}) == 1
+    code = """
+import sys, time
+from shard_spec.cli import main
+from shard_spec.report.progress import progress
+assert main(sys.argv[1:]) == 0
+with progress("quick", after=9.0):
+    pass
+with progress("waiting", after=0.1):
+    time.sleep(0.4)
+"""
+    master, slave = pty.openpty()
+    arguments = ["plan", factory, "--mesh", "dp=2,tp=2"]
+    environment = {**os.environ, "COLUMNS": "160", "TERM": "xterm-256color", "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=slave, stderr=slave, cwd=tmp_path, env=environment
+    ) as process:
+        os.close(slave)
+        shown = b""
+        while True:
+            try:
+                data = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            shown += data
+    os.close(master)
+    assert process.returncode == 0, shown.decode()
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown.decode())
+    assert "\x1b[" in shown.decode()
+    assert "global shape" in text
+    assert "blocks.*.fc1.weight" in text
+    assert "\u2500" in text, "lines of a table"
+    assert re.search(r"waiting \[ *=+ *\] 0 s", text)
+    assert "waiting: 0." in text
+    assert "quick" not in text
 
 
 class Page(HTMLParser):

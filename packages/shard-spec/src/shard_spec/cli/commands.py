@@ -6,9 +6,6 @@ import argparse
 import json
 import re
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +17,7 @@ from shard_spec.plan.facts import ModelFacts, facts_of
 from shard_spec.plan.serialize import MAX_BYTES
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.problems import PlanError, Problem
+from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
 
 if TYPE_CHECKING:
@@ -30,10 +28,10 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """``shard-spec plan``: plan, costs, and problems of the plan (there should be none)."""
-    with _doing("building the model on meta"):
+    with progress("building the model on meta"):
         model = load_model(arguments.model)
     mesh = _mesh(arguments)
-    with _doing("planning"):
+    with progress("planning"):
         made, notes = _planned(arguments, mesh, model)
         facts = facts_of(model)
         plan = made.compact(facts)
@@ -47,7 +45,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """``shard-spec check``: every problem, or what the plan costs."""
     plan = load_plan(arguments.plan)
-    with _doing("building the model on meta"):
+    with progress("building the model on meta"):
         facts = facts_of(load_model(arguments.model))
     return _report(plan, facts, arguments, _problems(plan, facts, arguments), [])
 
@@ -222,7 +220,7 @@ def _limit(arguments: argparse.Namespace) -> int | None:
 
 
 def _problems(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> tuple[Problem, ...]:
-    with _doing("checking"):
+    with progress("checking"):
         return plan.validate(
             facts, world_size=arguments.world_size, memory_limit=_limit(arguments), optimizer=arguments.optimizer
         )
@@ -242,9 +240,12 @@ def _report(
         "notes": [vars(note) for note in notes],
     }
     if not blocking:
-        memory, communication = _costs_of(plan, facts, arguments)
+        with progress("memory and communication"):
+            memory, communication = _costs_of(plan, facts, arguments)
         if arguments.html:
-            _write_html(plan, facts, arguments)
+            with progress("drawing the page"):
+                _write_html(plan, facts, arguments)
+            print(f"wrote {arguments.html}", file=sys.stderr)
         document["memory"] = json.loads(memory.to_json())
         document["communication"] = None if communication is None else json.loads(communication.to_json())
     if arguments.json:
@@ -253,7 +254,7 @@ def _report(
     else:
         print(f"{len(facts.tensors)} tensors, plan {plan.digest[:12]}")
         if not blocking:
-            show(plan.explain(module=facts), memory, communication)
+            show(plan, facts, memory, communication)
         for title, found in (("notes", notes), ("problems", problems)):
             if found:
                 print(f"\n{title}:")
@@ -282,22 +283,3 @@ def _write_html(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Names
     title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
     page = html_report(plan, facts, memory, communication, title=title)
     Path(arguments.html).write_text(page, encoding="utf-8", errors="backslashreplace")
-    print(f"wrote {arguments.html}", file=sys.stderr)
-
-
-@contextmanager
-def _doing(what: str) -> Iterator[None]:
-    """Say on a terminal what takes long, and how long it took; silent elsewhere and for what is quick."""
-    begin = time.perf_counter()
-    shown = sys.stderr.isatty()
-    if shown:
-        print(f"{what} ...", end="\r", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shown:
-            seconds = time.perf_counter() - begin
-            if seconds > 1:
-                print(f"{what}: {seconds:.1f} s", file=sys.stderr)
-            else:
-                print(" " * (len(what) + 4), end="\r", file=sys.stderr)

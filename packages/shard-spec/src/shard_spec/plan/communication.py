@@ -101,9 +101,9 @@ class Communication:
         return json.dumps(document, sort_keys=True, indent=1)
 
     def __str__(self) -> str:
-        from shard_spec.report.text import communication_table
+        from shard_spec.report.text import communication_parts, joined
 
-        return communication_table(self)
+        return joined(communication_parts(self))
 
 
 def communication(

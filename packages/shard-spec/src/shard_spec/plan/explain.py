@@ -9,7 +9,7 @@ from shard_spec.plan.facts import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.rules import Rule
 from shard_spec.problems import PlanError, Problem
-from shard_spec.report.text import human_bytes, human_ranks, table
+from shard_spec.report.text import Parts, Table, human_bytes, human_ranks, joined, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def explain(plan: ShardingPlan, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
     """The plan, or what it does with one tensor, in words; see ``ShardingPlan.explain``."""
     if name is None:
-        return _explain_plan(plan) if module is None else _explain_model(plan, examine(plan, module))
+        return _explain_plan(plan) if module is None else joined(explain_model(plan, examine(plan, module)))
     if module is None:
         return _explain_name(plan, name)
     return _explain_tensor(plan, examine(plan, module), name)
@@ -35,7 +35,7 @@ def _explain_plan(plan: ShardingPlan) -> str:
     return "\n".join(lines + _problem_lines(plan.problems))
 
 
-def _explain_model(plan: ShardingPlan, found: Resolution) -> str:
+def explain_model(plan: ShardingPlan, found: Resolution) -> Parts:
     """One line for each group of tensors that differ only in the numbers of their FQNs."""
     groups: dict[tuple[str, ...], list[TensorFacts]] = {}
     for tensor in found.facts.tensors:
@@ -51,10 +51,10 @@ def _explain_model(plan: ShardingPlan, found: Resolution) -> str:
         name = stem if len(tensors) > 1 else tensors[0].name
         local = _local_text(layout, tensors[0])
         rows.append([name, str(len(tensors)), shape, said, local, rule or "-"])
-    lines = [f"mesh: {found.mesh}"]
-    lines.append(table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,)))
+    lines: Parts = [f"mesh: {found.mesh}"]
+    lines.append(Table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,)))
     lines += [f"tied: {' = '.join(names)}" for names in found.tied]
-    return "\n".join(lines + _outputs(plan) + _problem_lines(found.problems))
+    return [*lines, *_outputs(plan), *_problem_lines(found.problems)]
 
 
 def _explain_name(plan: ShardingPlan, name: str) -> str:

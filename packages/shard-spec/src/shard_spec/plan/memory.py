@@ -90,9 +90,9 @@ class Memory:
         return json.dumps(document, sort_keys=True, indent=1)
 
     def __str__(self) -> str:
-        from shard_spec.report.text import memory_table
+        from shard_spec.report.text import joined, memory_parts
 
-        return memory_table(self)
+        return joined(memory_parts(self))
 
     def _at(self, rank: int) -> int:
         if rank not in self.ranks:

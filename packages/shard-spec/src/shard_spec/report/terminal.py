@@ -1,36 +1,68 @@
-"""Reports in a terminal: coloured with ``rich`` where there is one, plain text elsewhere."""
+"""Reports in a terminal: tables of ``rich`` where there is one, plain text elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.plan.explain import explain_model
+from shard_spec.plan.resolve import examine
+from shard_spec.report.text import Parts, Table, communication_parts, joined, memory_parts
 
 if TYPE_CHECKING:
     from shard_spec.plan.communication import Communication
+    from shard_spec.plan.facts import ModelFacts
     from shard_spec.plan.memory import Memory
+    from shard_spec.plan.sharding_plan import ShardingPlan
 
 
-def show(explanation: str, memory: Memory, communication: Communication | None) -> None:
+def show(plan: ShardingPlan, facts: ModelFacts, memory: Memory, communication: Communication | None) -> None:
     """Print a plan, its memory and its communication, each under a title."""
-    sections = [("plan", explanation), ("memory on each rank", str(memory))]
+    sections = [("plan", explain_model(plan, examine(plan, facts))), ("memory on each rank", memory_parts(memory))]
     if communication is not None:
-        sections.append(("communication of a step", str(communication)))
-    for title, text in sections:
-        if sys.stdout.isatty() and _show_rich(title, text):
-            continue
-        print(f"\n{title}:\n{text}")
+        sections.append(("communication of a step", communication_parts(communication)))
+    console = _console() if sys.stdout.isatty() else None
+    for title, parts in sections:
+        if console is None:
+            print(f"\n{title}:\n{joined(parts)}")
+        else:
+            _show_rich(console, title, parts)
 
 
-def _show_rich(title: str, text: str) -> bool:
+def _console() -> Any:
     try:
         from rich.console import Console
-        from rich.panel import Panel
-        from rich.text import Text
     except ModuleNotFoundError:
-        return False
-    body = Text(text, no_wrap=True, overflow="ellipsis")
-    body.highlight_regex(r"\b[A-Za-z_]\w*:(?:S|U|B|I)\([^)]*\)", "bold cyan")
-    body.highlight_regex(r"\b[\d.]+ (?:B|KiB|MiB|GiB|TiB)\b", "green")
-    body.highlight_regex(r"\[[a-z-]+\]", "bold red")
-    Console().print(Panel(body, title=title, title_align="left"))
-    return True
+        return None
+    return Console()
+
+
+def _show_rich(console: Any, title: str, parts: Parts) -> None:
+    """Tables as tables, as wide as the terminal; names are text, never markup."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console.print()
+    console.print(Text(title, style="bold"))
+    for part in parts:
+        if not isinstance(part, Table):
+            style = "red" if part.lstrip().startswith("[") else "dim"
+            console.print(Text(part, style=style))
+            continue
+        drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold cyan")
+        for at, head in enumerate(part.head):
+            drawn.add_column(head, justify="right" if at in part.right else "left", overflow="fold")
+        for row in part.rows:
+            drawn.add_row(*(_coloured(str(cell)) for cell in row))
+        console.print(drawn)
+
+
+def _coloured(cell: str) -> Any:
+    """A cell: what is cut stands out, and so do sizes."""
+    from rich.text import Text
+
+    text = Text(cell)
+    text.highlight_regex(r"\b[A-Za-z_][\w.\-]*:(?:S|U|B|I)\([^)]*\)", "cyan")
+    text.highlight_regex(r"^[\d.]+ (?:B|KiB|MiB|GiB|TiB|PiB)$", "green")
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,21 +40,41 @@ def human_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows under a head; as text, columns are as wide as their widest cell, those in ``right`` aligned to the right."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int] = ()
+
+    def __str__(self) -> str:
+        cells = [list(map(str, self.head)), *[list(map(str, row)) for row in self.rows]]
+        widths = [max(len(row[at]) for row in cells) for at in range(len(self.head))]
+
+        def line(row: list[str]) -> str:
+            aligned = enumerate(zip(row, widths, strict=True))
+            parts = [cell.rjust(width) if at in self.right else cell.ljust(width) for at, (cell, width) in aligned]
+            return "  ".join(parts).rstrip()
+
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join([line(cells[0]), rule, *[line(row) for row in cells[1:]]])
+
+
+Parts = list["str | Table"]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A table with columns as wide as their widest cell; columns in ``right`` are aligned to the right."""
-    cells = [list(map(str, head)), *[list(map(str, row)) for row in rows]]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(head))]
-
-    def line(row: list[str]) -> str:
-        aligned = enumerate(zip(row, widths, strict=True))
-        parts = [cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in aligned]
-        return "  ".join(parts).rstrip()
-
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([line(cells[0]), rule, *[line(row) for row in cells[1:]]])
+    """A :class:`Table` as text."""
+    return str(Table(head, rows, right))
 
 
-def memory_table(memory: Memory) -> str:
+def joined(parts: Parts) -> str:
+    """Lines and tables as one text."""
+    return "\n".join(map(str, parts))
+
+
+def memory_parts(memory: Memory) -> Parts:
     """One line for each group of ranks that need the same."""
     parts = [part for part, values in memory.parts.items() if any(values)]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -63,14 +84,14 @@ def memory_table(memory: Memory) -> str:
         [human_ranks(ranks), *map(human_bytes, values), human_bytes(sum(values))] for values, ranks in groups.items()
     ]
     shown = rows if len(rows) <= 16 else [*rows[:15], [f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
-    text = table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))
-    text += f"\noptimizer: {memory.optimizer.name}"
+    said: Parts = [Table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))]
+    said.append(f"optimizer: {memory.optimizer.name}")
     if memory.uncounted:
-        text += f"\nnot counted (sharded by a Sharder): {', '.join(memory.uncounted)}"
-    return text
+        said.append(f"not counted (sharded by a Sharder): {', '.join(memory.uncounted)}")
+    return said
 
 
-def communication_table(found: Communication) -> str:
+def communication_parts(found: Communication) -> Parts:
     """One line for each axis and kind of collective."""
     sums: dict[tuple[str, str, str], list[float]] = {}
     for transfer in found.transfers:
@@ -78,10 +99,9 @@ def communication_table(found: Communication) -> str:
         entry[0] += transfer.count
         entry[1] += transfer.sent_bytes
     rows = [[*key, str(int(count)), human_bytes(sent)] for key, (count, sent) in sums.items()]
-    text = (
-        table(["axis", "what", "collective", "count", "sent by each rank"], rows, (3, 4)) if rows else "nothing moves"
-    )
+    head = ["axis", "what", "collective", "count", "sent by each rank"]
+    said: Parts = [Table(head, rows, (3, 4)) if rows else "nothing moves"]
     if found.seconds is not None:
         times = ", ".join(f"{axis} {seconds * 1e3:.2f} ms" for axis, seconds in found.seconds.items())
-        text += f"\ntime of the collectives, one after another: {times}"
-    return text + "\n" + "\n".join(f"- {line}" for line in found.assumptions)
+        said.append(f"time of the collectives, one after another: {times}")
+    return [*said, *(f"- {line}" for line in found.assumptions)]
