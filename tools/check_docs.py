@@ -1,6 +1,6 @@
 """Run what the docs show, and check where their links lead.
 
-    python tools/check_docs.py run            every code block of docs/ and of the packages' READMEs
+    python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the packages' READMEs
     python tools/check_docs.py links site     every link inside the built site
 
 Python blocks of one page run in order, in one process and one namespace. `<!-- run: torchrun 4 -->` before a block runs
@@ -97,9 +97,9 @@ def _call(command: list[str], page: Path) -> list[str]:
     )
 
 
-def run() -> int:
+def run(chosen: list[Path]) -> int:
     total, failed = 0, []
-    for page in pages():
+    for page in chosen:
         num_run, wrong, left = run_page(page)
         total += num_run
         failed += wrong
@@ -149,8 +149,8 @@ def _parse(file: Path) -> _Links:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["run"]:
-            sys.exit(run())
+        case ["run", *names]:
+            sys.exit(run([Path(name).resolve() for name in names] or pages()))
         case ["links", folder]:
             sys.exit(links(Path(folder)))
         case _:

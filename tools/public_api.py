@@ -1,0 +1,135 @@
+"""The packages' public names: listed, and compared with the last release.
+
+    python tools/public_api.py           docs/api/*.txt are what the sources export   (nox -s lint)
+    python tools/public_api.py --write   write them
+    python tools/public_api.py --breaks  what would break callers since each package's last release tag, and is not
+                                         announced under Changed, Deprecated or Removed of its changelog
+
+Reads sources with griffe and imports nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+import repo
+
+LISTS = repo.ROOT / "docs" / "api"
+ANNOUNCING = re.compile(r"^### (?:Changed|Deprecated|Removed)\n(.*?)(?=^### |^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def load(package: repo.Package, tag: str | None = None) -> griffe.Module:
+    """A package's sources as they are, or as they were at a tag."""
+    if tag is None:
+        found = griffe.load(package.module, search_paths=[str(package.path / "src")])
+    else:
+        where = package.path.relative_to(repo.ROOT) / "src"
+        found = griffe.load_git(package.module, ref=tag, repo=repo.ROOT, search_paths=[str(where)])
+    if not isinstance(found, griffe.Module):
+        raise TypeError(f"{package.module} is not a module")
+    return found
+
+
+def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
+    """What `__all__` names; names of other distributions stay aliases that lead nowhere."""
+    return {name: module.members[name] for name in sorted(map(str, module.exports or []))}
+
+
+def listing(module: griffe.Module) -> list[str]:
+    """A line for each public name, and for each public method and attribute of a public class."""
+    return [line for name, found in exported(module).items() for line in _lines(name, found)]
+
+
+def _lines(name: str, found: griffe.Object | griffe.Alias) -> Iterator[str]:
+    try:
+        target = found.final_target if isinstance(found, griffe.Alias) else found
+    except griffe.AliasResolutionError as error:
+        yield f"{name} = {error.alias.target_path}"
+        return
+    if isinstance(target, griffe.Class):
+        yield f"class {name}" + (f"({', '.join(map(str, target.bases))})" if target.bases else "")
+        for key, member in sorted(target.members.items()):
+            if key == "__init__" or not key.startswith("_"):
+                yield from _lines(f"{name}.{key}", member)
+    elif isinstance(target, griffe.Function):
+        text: str = target.signature(name=name)
+        yield f"def {text}"
+    elif isinstance(target, griffe.Attribute):
+        yield f"{name}: {target.annotation}" if target.annotation is not None else name
+    else:
+        yield name
+
+
+def check(write: bool) -> int:
+    """Compare the lists with the sources, or write them."""
+    wrong = 0
+    for package in repo.packages().values():
+        file, wanted = LISTS / f"{package.dist}.txt", "\n".join(listing(load(package))) + "\n"
+        if write:
+            LISTS.mkdir(parents=True, exist_ok=True)
+            file.write_text(wanted)
+        found = file.read_text() if file.exists() else ""
+        lines = list(
+            difflib.unified_diff(found.splitlines(), wanted.splitlines(), "listed", "exported", n=0, lineterm="")
+        )
+        if lines:
+            wrong += 1
+            print(f"{_shown(file)} is not what {package.dist} exports; if that is meant: tools/public_api.py --write")
+            print("\n".join(lines[2:]))
+    print(f"public API: {len(repo.packages())} packages, {wrong} differ from their lists")
+    return 1 if wrong else 0
+
+
+def unannounced(package: repo.Package, tag: str) -> list[str]:
+    """What breaks callers since a release, without a word in the changelog."""
+    old, new = load(package, tag), load(package)
+    public = {name: _path(found) for name, found in exported(old).items()}
+    told = " ".join(ANNOUNCING.findall(package.changelog.read_text().split("\n## [")[1]))
+    found = [f"{name} is no longer exported" for name in public if name not in exported(new) and name not in told]
+    for breakage in griffe.find_breaking_changes(old, new):
+        path = breakage.obj.canonical_path
+        name = next((n for n, p in public.items() if path == p or path.startswith(f"{p}.")), None)
+        private = any(part.startswith("_") and part != "__init__" for part in path.split(".")[1:])
+        if name is not None and name not in told and not private:
+            found.append(breakage.explain(griffe.ExplanationStyle.ONE_LINE).strip())
+    return found
+
+
+def _path(found: griffe.Object | griffe.Alias) -> str:
+    return found.target_path if isinstance(found, griffe.Alias) else found.canonical_path
+
+
+def _shown(file: Path) -> str:
+    return str(file.relative_to(repo.ROOT))
+
+
+def breaks() -> int:
+    """Every package against its last release."""
+    wrong = 0
+    for package in repo.packages().values():
+        tags = repo.release_tags(package.dist)
+        if not tags:
+            print(f"{package.dist}: not released yet")
+            continue
+        found = unannounced(package, tags[-1])
+        print(f"{package.dist} since {tags[-1]}: " + ("\n  ".join(["", *found]) if found else "nothing unannounced"))
+        wrong += len(found)
+    return 1 if wrong else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--breaks", action="store_true")
+    arguments = parser.parse_args(argv)
+    return breaks() if arguments.breaks else check(arguments.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
