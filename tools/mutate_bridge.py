@@ -1,20 +1,26 @@
 """Try mutations of tp-ddp-bridge: each is a way to lose something silently, and each must fail a test.
 
-    python tools/mutate_bridge.py               all of them
-    python tools/mutate_bridge.py NAME ...      some
+    python tools/mutate_bridge.py                     all of them
+    python tools/mutate_bridge.py NAME ...            some
+    python tools/mutate_bridge.py --page FILE         and write what became of them
+                                                      (docs/benchmarks/tp-ddp-bridge-mutations.md)
 
-A mutation edits a copy of the package, never the package: the copy comes first on the path, and the tests named with
-the mutation run against it. Exit 0: every mutation was killed. Exit 1: one survived, or no longer fits the source.
+The package and its tests are copied once, so editing them meanwhile disturbs nothing. The named tests must pass on the
+copy as it is; then each mutation edits a fresh copy, which comes first on the path, and its tests must fail. Exit 0:
+every mutation was killed. Exit 1: one survived, no longer fits the source, or the tests failed without any.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +43,18 @@ MUTATIONS = [
     Mutation(
         "restore local tensors after forward",
         "view_class.py",
+        "        if in_forward():\n            return view.read(value)\n",
+        "        if torch._C._current_graph_task_id() != -1:  # backward, where a checkpointed block is recomputed\n"
+        "            return value\n"
+        "        if in_forward():\n            return view.read(value)\n",
+        "test_matrix.py::test_activation_checkpointing",
+    ),
+    Mutation(
+        "local tensors outside of a forward",
+        "view_class.py",
         "        return shown(view.read(value), value, view.layout)\n",
         "        return value\n",
-        "test_matrix.py::test_activation_checkpointing",
+        "test_views.py::test_parameters_are_leaves_and_attributes_are_dtensors",
     ),
     Mutation(
         "localise only the first name of a tie",
@@ -91,8 +106,9 @@ MUTATIONS = [
     Mutation(
         "a spare taken from under a graph",
         "view.py",
-        "            or holders(view) > 1\n",
-        "",
+        "            sys.getrefcount(view) > _OURS\n            or holders(view) > 1\n"
+        "            or view._version != 0\n",
+        "            view._version != 0\n",
         "test_forward.py::test_a_spare_view_is_as_good_as_a_new_one_or_not_used",
     ),
     Mutation(
@@ -107,7 +123,7 @@ MUTATIONS = [
         "view.py",
         "        if grad.placements != spec.placements:\n",
         "        if False:\n",
-        "test_matrix.py::test_sequence_parallel",
+        "test_matrix.py::test_sequence_and_loss_parallel",
     ),
     Mutation(
         "an AttributeError let out of the view",
@@ -160,45 +176,158 @@ MUTATIONS = [
         "            pass\n",
         "test_matrix.py::test_communication_hooks",
     ),
+    Mutation(
+        "a tied leaf counted once for each name",
+        "norms.py",
+        "    return list({id(parameter): parameter for parameter in given}.values())\n",
+        "    return given\n",
+        "test_norms.py::test_replicated_tied_and_empty_shards_count_right",
+    ),
+    Mutation(
+        "each rank clips by the norm of its own shards",
+        "norms.py",
+        "        dist.all_reduce(stacked, op=operation, group=groups[ranks])\n",
+        "        pass\n",
+        "test_norms.py::test_clip_is_that_of_one_process",
+    ),
+    Mutation(
+        "an optimizer step between forward and backward goes unseen",
+        "view.py",
+        "        if leaf._version != version:\n",
+        "        if False:\n",
+        "test_views.py::test_a_step_between_forward_and_backward_raises",
+    ),
+    Mutation(
+        "ties undone by load_state_dict(assign=True)",
+        "loading.py",
+        "            self.module._parameters[name] = replaced\n",
+        "            pass\n",
+        "test_state_dict.py::test_assign_keeps_ties_and_meta_models_can_be_filled",
+    ),
+    Mutation(
+        "one rank's optimizer state saved as the whole",
+        "checkpoint.py",
+        "    return layout.wrap(value) if value.shape == local.shape and value.dim() and not is_whole_plain else value",
+        "    return value",
+        "test_checkpoint.py::test_optimizer_state_of_one_device_and_of_other_kinds",
+    ),
+    Mutation(
+        "plain parameters that differ between tensor-parallel ranks pass",
+        "wrap.py",
+        "        check_replicas(module, tensor_group)\n",
+        "        pass\n",
+        "test_wrap.py::test_ranks_that_hold_different_shards_are_found_before_the_broadcast",
+    ),
 ]
 
 
-def run(mutation: Mutation, folder: Path) -> str:
-    """``killed``, ``survived``, or what is wrong with the mutation."""
-    copy = folder / "tp_ddp_bridge"
-    shutil.copytree(PACKAGE / "src" / "tp_ddp_bridge", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    file = copy / mutation.file
-    text = file.read_text()
-    if text.count(mutation.old) != 1:
-        return f"does not fit: {text.count(mutation.old)} places in {mutation.file}"
-    file.write_text(text.replace(mutation.old, mutation.new))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{mutation.tests}"]
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, cwd=PACKAGE, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    if done.returncode == 0:
-        return "survived"
-    return "killed" if done.returncode == 1 else f"pytest ended with {done.returncode}: {done.stdout[-300:]}"
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one mutation.
+
+    Attributes:
+        what: ``killed``, ``survived``, or what is wrong with the mutation.
+        how: The line with which the first failing test ended.
+        seconds: How long the tests took.
+    """
+
+    what: str
+    how: str = ""
+    seconds: float = 0.0
+
+
+def snapshot(folder: Path) -> Path:
+    """A copy of the package, its tests among it."""
+    copy = folder / "package"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", ".*", "dist"))
+    return copy
+
+
+def tests_fail(package: Path, source: Path, tests: list[str]) -> tuple[int, str]:
+    """Run ``tests`` of ``package`` on the sources in ``source``: pytest's exit code and output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{t}" for t in tests)]
+    path = os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=package, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout
+
+
+def run(mutation: Mutation, package: Path) -> Outcome:
+    """Apply ``mutation`` to a copy of the package's sources and run its tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder)
+        shutil.copytree(package / "src" / "tp_ddp_bridge", source / "tp_ddp_bridge")
+        file = source / "tp_ddp_bridge" / mutation.file
+        text = file.read_text()
+        if text.count(mutation.old) != 1:
+            return Outcome(f"does not fit: {text.count(mutation.old)} places in {mutation.file}")
+        file.write_text(text.replace(mutation.old, mutation.new))
+        begin = time.monotonic()
+        code, output = tests_fail(package, source, [mutation.tests])
+        seconds = time.monotonic() - begin
+    if code == 0:
+        return Outcome("survived", seconds=seconds)
+    if code != 1:
+        return Outcome(f"pytest ended with {code}: {output[-300:]}", seconds=seconds)
+    return Outcome("killed", _last_words(output), seconds)
+
+
+def _last_words(output: str) -> str:
+    """The error of the first failing rank, in one line."""
+    said = re.findall(r"^\s*(?:E\s+)?((?:[\w.]+Error|Failed|[\w.]+Exception)\b.*)$", output, re.MULTILINE)
+    said = said or re.findall(r"^\s*E\s+(.+)$", output, re.MULTILINE)
+    return str(said[0]).strip()[:110] if said else "the test failed"
+
+
+def page(outcomes: list[tuple[Mutation, Outcome]]) -> str:
+    """The outcomes in Markdown."""
+    import torch
+
+    killed = sum(outcome.what == "killed" for _, outcome in outcomes)
+    lines = [
+        "# Mutations of tp-ddp-bridge",
+        "",
+        "Each line takes out one guard of the package, in a copy, and runs the test that has to notice. "
+        f"{killed} of {len(outcomes)} were killed; without any mutation all of these tests passed in the same run.",
+        "",
+        f"Python {platform.python_version()}, torch {torch.__version__}. Repeat: "
+        "`python tools/mutate_bridge.py --page docs/benchmarks/tp-ddp-bridge-mutations.md`.",
+        "",
+        "| mutation | in | test | outcome | how it ended |",
+        "|---|---|---|---|---|",
+    ]
+    for mutation, outcome in outcomes:
+        said = outcome.how.replace("|", "\\|").replace("`", "'")
+        row = (mutation.name, f"`{mutation.file}`", f"`{mutation.tests}`", outcome.what, f"`{said}`" if said else "")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Run the mutations and print what became of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    names = parser.parse_args().names
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the outcomes as a page")
+    arguments = parser.parse_args()
+    names = arguments.names
     unknown = set(names) - {mutation.name for mutation in MUTATIONS}
     if unknown:
         parser.error(f"no mutation {', '.join(sorted(unknown))}; there are: {'; '.join(m.name for m in MUTATIONS)}")
+    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
     outcomes = []
-    for mutation in MUTATIONS:
-        if names and mutation.name not in names:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            outcome = run(mutation, Path(folder))
-        print(f"{outcome:10} {mutation.name}", flush=True)
-        outcomes.append(outcome)
-    return 0 if all(outcome == "killed" for outcome in outcomes) else 1
+    with tempfile.TemporaryDirectory() as folder:
+        package = snapshot(Path(folder))
+        code, output = tests_fail(package, package / "src", sorted({mutation.tests for mutation in chosen}))
+        if code:
+            print(f"the tests fail without any mutation:\n{output[-3000:]}")
+            return 1
+        for mutation in chosen:
+            outcome = run(mutation, package)
+            print(f"{outcome.what:10} {outcome.seconds:5.1f} s  {mutation.name}: {outcome.how}", flush=True)
+            outcomes.append((mutation, outcome))
+    if arguments.page:
+        arguments.page.write_text(page(outcomes))
+    return 0 if all(outcome.what == "killed" for _, outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

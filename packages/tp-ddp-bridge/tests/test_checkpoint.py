@@ -16,9 +16,13 @@ from torch.distributed.tensor import DTensor
 from tp_ddp_bridge import optimizer_state_to_dtensor, optimizer_state_to_local, pre_dp_module_transform, wrap_ddp
 
 
+def small_gpt() -> models.GPT:
+    return models.GPT(depth=1)
+
+
 def built(ranks: Ranks, shape: tuple[int, int], seed: int) -> tuple[Any, Any, Any]:
     mesh = ranks.mesh(shape, ("dp", "tp"))
-    model = models.parallelize_gpt(models.seeded(models.GPT, seed), mesh["tp"])
+    model = models.parallelize_gpt(models.seeded(small_gpt, seed), mesh["tp"])
     ddp = wrap_ddp(model, mesh=mesh)
     return mesh, ddp, two_groups(ddp)
 
@@ -65,7 +69,7 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
     names = len(list(ddp.parameters()))
     assert len(wanted) == 4 * names  # weight, exp_avg, exp_avg_sq, step
     compared = 0
-    for shape in ((1, 4), (4, 1), (2, 2)):
+    for shape in ((1, 4), (4, 1)):
         _, other, fresh = built(ranks, shape, 1)
         before = {name: value.clone() for name, value in exact(other.module.state_dict()).items()}
         loaded = {"model": other.module.state_dict(), "optim": optimizer_state_to_dtensor(other, fresh, template=True)}
@@ -82,10 +86,10 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
             assert torch.equal(got[name], value), (shape, name)
             compared += 1
         assert fresh.param_groups[0]["weight_decay"] == 0.1
-    assert compared == 3 * len(wanted)
+    assert compared == 2 * len(wanted)
 
     # one process without tensor parallelism, as if on one device
-    single = models.seeded(models.GPT, 2)
+    single = models.seeded(small_gpt, 2)
     alone = two_groups(single)
     loaded = {"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone, template=True)}
     quietly(load, loaded, checkpoint_id=folder, no_dist=True)
@@ -168,10 +172,10 @@ def test_torchs_own_checkpoint_functions(ranks: Ranks) -> None:
 
     _, ddp, _ = built(ranks, (2, 2), 0)
     state = quietly(get_model_state_dict, ddp)
-    assert list(state) == list(models.GPT().state_dict())
+    assert list(state) == list(small_gpt().state_dict())
     assert isinstance(state["blocks.0.up.weight"], DTensor)
     full = quietly(get_model_state_dict, ddp, options=StateDictOptions(full_state_dict=True))
-    models.assert_same_state(full, models.seeded(models.GPT).state_dict(), count=len(state), atol=0)
-    wanted = models.seeded(models.GPT, 5).state_dict()
+    models.assert_same_state(full, models.seeded(small_gpt).state_dict(), count=len(state), atol=0)
+    wanted = models.seeded(small_gpt, 5).state_dict()
     quietly(set_model_state_dict, ddp, dict(wanted), options=StateDictOptions(full_state_dict=True))
     models.assert_same_state(ddp.module.state_dict(), wanted, count=len(state), atol=0)

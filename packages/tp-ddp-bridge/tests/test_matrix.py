@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from ranktest import Ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from tp_ddp_bridge import check_optimizer, check_replicas, wrap_ddp
@@ -46,6 +49,16 @@ def compare(ranks: Ranks, ddp: Any, reference: Any, *, count: int, atol: float) 
     assert check_replicas(ddp, ddp.process_group) == count
 
 
+@contextlib.contextmanager
+def case(name: str) -> Iterator[None]:
+    """One of several cases that share a test's ranks: an error in it says which."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {name}")
+        raise
+
+
 MLP_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "find_unused_parameters": {"find_unused_parameters": True},
@@ -59,39 +72,53 @@ MLP_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("options", list(MLP_OPTIONS))
-def test_options(ranks: Ranks, options: str) -> None:
+def test_options(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     task = models.vectors()
     reference = models.seeded(models.MLP)
     models.train(reference, sgd(reference.parameters()), task)
-    model = models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"])
-    ddp = wrap_ddp(model, mesh=mesh, **MLP_OPTIONS[options])
-    models.train(ddp, sgd(ddp.parameters()), task, index=mesh["dp"].get_local_rank(), count=2)
-    compare(ranks, ddp, reference, count=6, atol=SGD_ATOL)
+    for options, kwargs in MLP_OPTIONS.items():
+        with case(options):
+            model = models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"])
+            ddp = wrap_ddp(model, mesh=mesh, **kwargs)
+            optimizer = sgd(ddp.parameters())
+            assert check_optimizer(ddp, optimizer) == 6
+            models.train(ddp, optimizer, task, index=mesh["dp"].get_local_rank(), count=2)
+            assert sum(isinstance(value, DTensor) for value in model.state_dict().values()) == 4
+            compare(ranks, ddp, reference, count=6, atol=SGD_ATOL)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("options", ["default", "static_graph", "gradient_as_bucket_view"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_transformer_options(ranks: Ranks, options: str, tied: bool) -> None:
-    if tied and options == "gradient_as_bucket_view":
-        options = "tiny_buckets"
+def test_transformer_options(ranks: Ranks) -> None:
+    """With an optimizer built before, and tied embeddings."""
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     task = models.tokens()
-    reference = models.seeded(lambda: models.GPT(tied=tied))
-    models.train(reference, adam(reference.parameters()), task)
-    model = models.parallelize_gpt(models.seeded(models.GPT), mesh["tp"])
-    if tied:  # torch's parallelize_module unties; tie what it made
-        model.head.weight = model.embedding.weight
-    optimizer = adam(model.parameters())
-    ddp = wrap_ddp(model, mesh=mesh, optimizers=optimizer, **MLP_OPTIONS[options])
-    assert len(list(ddp.parameters())) == len(list(reference.parameters()))
-    assert check_optimizer(ddp, optimizer) == len(list(reference.parameters()))
-    models.train(ddp, optimizer, task, index=mesh["dp"].get_local_rank(), count=2)
-    models.assert_same_state(
-        model.state_dict(), reference.state_dict(), count=len(reference.state_dict()), atol=ADAM_ATOL
-    )
+    references: dict[bool, Any] = {}
+    for tied in (False, True):
+        references[tied] = models.seeded(functools.partial(models.GPT, tied=tied, depth=1 if tied else 2))
+        models.train(references[tied], adam(references[tied].parameters()), task)
+    for tied, options in (
+        (False, "default"),
+        (False, "static_graph"),
+        (False, "gradient_as_bucket_view"),
+        (True, "default"),
+        (True, "static_graph"),
+        (True, "tiny_buckets"),
+    ):
+        with case(f"{options}, {'tied' if tied else 'untied'}"):
+            reference = references[tied]
+            model = models.seeded(functools.partial(models.GPT, depth=1 if tied else 2))
+            models.parallelize_gpt(model, mesh["tp"])
+            if tied:  # torch's parallelize_module unties; tie what it made
+                model.head.weight = model.embedding.weight
+            optimizer = adam(model.parameters())
+            ddp = wrap_ddp(model, mesh=mesh, optimizers=optimizer, **MLP_OPTIONS[options])
+            assert len(list(ddp.parameters())) == len(list(reference.parameters()))
+            assert check_optimizer(ddp, optimizer) == len(list(reference.parameters()))
+            models.train(ddp, optimizer, task, index=mesh["dp"].get_local_rank(), count=2)
+            models.assert_same_state(
+                model.state_dict(), reference.state_dict(), count=len(reference.state_dict()), atol=ADAM_ATOL
+            )
 
 
 class Branches(nn.Module):
@@ -154,15 +181,15 @@ def two_forwards(ddp: Any, reference: Any, task: models.Task, index: int) -> Non
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("how", ["accumulation", "two_forwards"])
-def test_ways_to_step(ranks: Ranks, how: str) -> None:
+def test_ways_to_step(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     task = models.vectors(steps=20)
-    reference = models.seeded(models.MLP)
-    ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
-    loop = {"accumulation": accumulate, "two_forwards": two_forwards}[how]
-    loop(ddp, reference, task, mesh["dp"].get_local_rank())
-    compare(ranks, ddp, reference, count=6, atol=2e-6 if how == "accumulation" else SGD_ATOL)  # 20 backward passes
+    for loop, atol in ((accumulate, 2e-6), (two_forwards, SGD_ATOL)):  # the first has 20 backward passes
+        with case(loop.__name__):
+            reference = models.seeded(models.MLP)
+            ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
+            loop(ddp, reference, task, mesh["dp"].get_local_rank())
+            compare(ranks, ddp, reference, count=6, atol=atol)
 
 
 @pytest.mark.ranks(4)
@@ -216,17 +243,17 @@ HOOKS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], float]] = {
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("hook", list(HOOKS))
-def test_communication_hooks(ranks: Ranks, hook: str) -> None:
+def test_communication_hooks(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     task = models.vectors()
     reference = models.seeded(models.MLP)
     models.train(reference, sgd(reference.parameters()), task)
-    ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
-    make, atol = HOOKS[hook]
-    ddp.register_comm_hook(*make(ddp.process_group))
-    models.train(ddp, sgd(ddp.parameters()), task, index=mesh["dp"].get_local_rank(), count=2)
-    compare(ranks, ddp, reference, count=6, atol=atol)
+    for hook, (make, atol) in HOOKS.items():
+        with case(hook):
+            ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
+            ddp.register_comm_hook(*make(ddp.process_group))
+            models.train(ddp, sgd(ddp.parameters()), task, index=mesh["dp"].get_local_rank(), count=2)
+            compare(ranks, ddp, reference, count=6, atol=atol)
 
 
 @pytest.mark.ranks(4)
@@ -244,15 +271,14 @@ def test_hooks_over_the_wrong_ranks_are_refused(ranks: Ranks) -> None:
 @pytest.mark.ranks(4)
 def test_zero_1(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
-    task = models.tokens()
-    reference = models.seeded(models.GPT)
+    task = models.vectors()
+    reference = models.seeded(models.MLP)
     models.train(reference, adam(reference.parameters()), task)
-    ddp = wrap_ddp(models.parallelize_gpt(models.seeded(models.GPT), mesh["tp"]), mesh=mesh)
+    ddp = wrap_ddp(models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"]), mesh=mesh)
     optimizer = zero_optimizer(ddp.parameters(), process_group=ddp.process_group)
-    count = len(list(reference.parameters()))
-    assert check_optimizer(ddp, optimizer) == count
+    assert check_optimizer(ddp, optimizer) == 6
     models.train(ddp, optimizer, task, index=mesh["dp"].get_local_rank(), count=2)
-    compare(ranks, ddp, reference, count=count, atol=ADAM_ATOL)
+    compare(ranks, ddp, reference, count=6, atol=ADAM_ATOL)
     wrong = zero_optimizer(ddp.parameters())
     with pytest.raises(ValueError, match="groups-mix"):
         check_optimizer(ddp, wrong)
@@ -272,20 +298,24 @@ class Checkpointed(models.GPT):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
-@pytest.mark.parametrize("options", ["default", "static_graph"])
-def test_activation_checkpointing(ranks: Ranks, kind: str, options: str) -> None:
+def test_activation_checkpointing(ranks: Ranks) -> None:
     # The seed had plain tensors back in the module when backward recomputed the block.
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     task = models.tokens()
-    reference = models.seeded(models.GPT)
-    models.train(reference, adam(reference.parameters()), task)
-    model = models.seeded(Checkpointed)
-    model.reentrant = kind == "reentrant"
-    models.parallelize_gpt(model, mesh["tp"])
-    ddp = wrap_ddp(model, mesh=mesh, **MLP_OPTIONS[options])
-    models.train(ddp, adam(ddp.parameters()), task, index=mesh["dp"].get_local_rank(), count=2)
-    compare(ranks, ddp, reference, count=len(reference.state_dict()), atol=ADAM_ATOL)
+    references: dict[int, Any] = {}
+    for depth in (1, 2):
+        references[depth] = models.seeded(functools.partial(models.GPT, depth=depth))
+        models.train(references[depth], adam(references[depth].parameters()), task)
+    for kind, options in itertools.product(("reentrant", "non_reentrant"), ("default", "static_graph")):
+        with case(f"{kind}, {options}"):
+            depth = 2 if options == "default" else 1
+            reference = references[depth]
+            model = models.seeded(functools.partial(Checkpointed, depth=depth))
+            model.reentrant = kind == "reentrant"
+            models.parallelize_gpt(model, mesh["tp"])
+            ddp = wrap_ddp(model, mesh=mesh, **MLP_OPTIONS[options])
+            models.train(ddp, adam(ddp.parameters()), task, index=mesh["dp"].get_local_rank(), count=2)
+            compare(ranks, ddp, reference, count=len(reference.state_dict()), atol=ADAM_ATOL)
 
 
 @pytest.mark.ranks(4)
@@ -317,7 +347,7 @@ def test_autocast(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_sequence_parallel(ranks: Ranks) -> None:
+def test_sequence_and_loss_parallel(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     task = models.tokens()
     reference = models.seeded(models.GPT)
@@ -328,21 +358,8 @@ def test_sequence_parallel(ranks: Ranks) -> None:
     compare(ranks, ddp, reference, count=len(reference.state_dict()), atol=ADAM_ATOL)
     assert check_replicas(ddp, mesh["tp"].get_group()) == 2 * (2 * 2 + 2) + 2  # norms, and the biases after a sum
 
-
-@contextlib.contextmanager
-def on_shards(mesh: Any) -> Iterator[None]:
-    with loss_parallel():
-        yield
-
-
-@pytest.mark.ranks(4)
-def test_loss_parallel(ranks: Ranks) -> None:
-    mesh = ranks.mesh((2, 2), ("dp", "tp"))
-    task = models.tokens()
-    reference = models.seeded(models.GPT)
-    models.train(reference, adam(reference.parameters()), task)
     model = models.parallelize_gpt(models.seeded(models.GPT), mesh["tp"], loss_parallel=True)
     ddp = wrap_ddp(model, mesh=mesh)
-    with on_shards(mesh["tp"]):
+    with loss_parallel():
         models.train(ddp, adam(ddp.parameters()), task, index=mesh["dp"].get_local_rank(), count=2)
     compare(ranks, ddp, reference, count=len(reference.state_dict()), atol=ADAM_ATOL)

@@ -503,9 +503,10 @@ def test_a_step_between_forward_and_backward_raises(ranks: Ranks) -> None:
     model = bridged_mlp(ranks)
     out = model(torch.ones(2, 16)).sum()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"between forward and backward|modified by an inplace operation"):
+        for name, parameter in model.named_parameters():
+            if not name.startswith("head"):  # of plain ones autograd notices
+                parameter.add_(1.0)
+    with pytest.raises(RuntimeError, match="between forward and backward"):
         out.backward()
 
 
