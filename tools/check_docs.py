@@ -4,8 +4,9 @@
     python tools/check_docs.py links site     every link inside the built site
 
 Python blocks of one page run in order, in one process and one namespace. `<!-- run: torchrun 4 -->` before a block runs
-it, with the page's earlier torchrun blocks, on that many ranks. Of shell blocks, the packages' own commands run; what
-installs, launches sessions or needs a cluster is listed as not run.
+it, with the page's earlier torchrun blocks, on that many ranks. Of shell blocks, the packages' own commands run, a
+page's in one folder with the files of `docs_samples.py`; `# exits 1` behind a command is checked. What installs,
+launches sessions or needs a cluster is listed as not run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import docs_samples
 import repo
 
 FENCE = re.compile(
@@ -56,24 +58,22 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run_page(page: Path) -> tuple[int, list[str], list[str]]:
-    """Returns the number of blocks run, what failed, and what was not run."""
-    failed, left = [], []
+    """Returns the number of blocks and commands run, what failed, and what was not run."""
     python: dict[int, list[str]] = {}
-    num_run = 0
+    commands, left = [], []
     for block in blocks(page):
         if block.language in ("python", "py"):
             python.setdefault(block.ranks, []).append(block.code)
-            num_run += 1
         elif block.language in ("sh", "bash", "shell", "console"):
             for line in filter(None, map(str.strip, block.code.replace("\\\n", " ").splitlines())):
                 if line.removeprefix("$ ").startswith(COMMANDS):
-                    num_run += 1
-                    failed += _call(["bash", "-ec", line.removeprefix("$ ")], page)
+                    commands.append(line.removeprefix("$ "))
                 elif not line.startswith("#"):
                     left.append(line)
+    failed = _run_commands(commands, page)
     for ranks, codes in python.items():
         failed += _run_python("\n".join(codes), ranks, page)
-    return num_run, failed, left
+    return len(commands) + sum(map(len, python.values())), failed, left
 
 
 def _run_python(code: str, ranks: int, page: Path) -> list[str]:
@@ -81,20 +81,28 @@ def _run_python(code: str, ranks: int, page: Path) -> list[str]:
         script = Path(folder) / "page.py"
         script.write_text(code)
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-        return _call([sys.executable, *launch, str(script)], page)
+        return _call([sys.executable, *launch, str(script)], page, Path(folder))
 
 
-def _call(command: list[str], page: Path) -> list[str]:
+def _run_commands(commands: list[str], page: Path) -> list[str]:
+    if not commands:
+        return []
     with tempfile.TemporaryDirectory() as folder:
-        variables = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300
-        )
-    return (
-        []
-        if done.returncode == 0
-        else [f"{page.relative_to(repo.ROOT)}: {command[-1][:80]}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"]
-    )
+        docs_samples.write(Path(folder))
+        failed = []
+        for command in commands:
+            told = re.search(r"# exits (\d+)", command)
+            failed += _call(["bash", "-ec", command], page, Path(folder), int(told[1]) if told else 0)
+        return failed
+
+
+def _call(command: list[str], page: Path, folder: Path, status: int = 0) -> list[str]:
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode == status:
+        return []
+    said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return [f"{page.relative_to(repo.ROOT)}: exit {done.returncode}: {command[-1][:120]}\n{said}"]
 
 
 def run(chosen: list[Path]) -> int:

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,11 @@ def main() -> int:
         probes = mutations.using(rows_of, row)
         tried = []
         for change in [*mutations.CHANGES, mutations.CARELESS]:
-            outcome = in_child(
-                lambda row=row, change=change, probes=probes: mutations.try_mutation(row, change, probes)
-            )  # type: ignore[misc]
+            outcome = in_child(partial(mutations.try_mutation, row, change, probes))
             tried.append((change, outcome))
         target = mutations.shape_argument_of(row)
         if target is not None:
-            outcome = in_child(lambda t=target, probes=probes: mutations.try_shape_argument(t, probes))  # type: ignore[misc]
+            outcome = in_child(partial(mutations.try_shape_argument, target, probes))
             tried.append(("shape argument left global", outcome))
         tried = [(change, outcome) for change, outcome in tried if outcome["result"]]
         alive = [change for change, outcome in tried if outcome["result"] == "survived"]
