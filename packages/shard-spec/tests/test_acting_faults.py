@@ -323,7 +323,8 @@ def test_any_dtype_any_shape_bytes_exactly(ranks: Ranks) -> None:
     dtypes = [torch.int8, torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
     compared = 0
     for number, dtype in enumerate([*dtypes, torch.int64, torch.float64]):
-        for shape, dim in [((9, 3), 0), ((3, 9), -1), ((2, 3), 0), ((0, 3), 0), ((5,), 0), ((4, 3, 2), 1)]:
+        shapes = [((9, 3), 0), ((3, 9), -1), ((2, 3), 0), ((0, 3), 0), ((5,), 0), ((4, 3, 2), 1)]
+        for shape, dim in shapes[number % 2 :: 2]:  # each shape with 4 or 5 dtypes
             src, order = number % 4, [2, 0, 3, 1]
             own, full = (torch.randint(0, 2, shape, generator=seeded(at)).to(dtype) for at in (ranks.rank, src))
             spec = chunk(ranks, dim, order)
@@ -341,7 +342,7 @@ def test_any_dtype_any_shape_bytes_exactly(ranks: Ranks) -> None:
             handle.undo()
             assert not isinstance(holder.value, DTensor)
             compared += 1
-    assert compared == 54
+    assert compared == 27
     holder = nn.Module()
     holder.weight = nn.Parameter(torch.randn(9, 3))
     shard_parameter(holder, "weight", chunk(ranks))  # makes its groups once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 STEPS = 5
+ALL = bool(os.environ.get("SHARD_SPEC_ALL"))  # every case on every number of ranks
 # Sums over columns and ranks are formed in another order than in one process.
 CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -135,6 +137,8 @@ def test_every_way_of_sharding_two_linears(ranks: Ranks) -> None:
         ({"fc1.weight": 1}, {"fc1": 0}, ["fc1"], turned, True),
     ]
     for number, (dims, outputs, local, order, bias) in enumerate(cases):
+        if world > 2 and number not in (0, 2, 3, 5) and not ALL:
+            continue
         torch.manual_seed(number)
         spec = {dim: ChunkShardingSpec(dim, devices(ranks, order)) for dim in range(-2, 2)}
         plan = ShardingPlan(
@@ -207,7 +211,7 @@ def ids_of(rows: Callable[[int], int], length: int = 4, num: int = 9) -> Callabl
 @pytest.mark.ranks(2, 4)
 def test_tied_frozen_integer_and_buffers(ranks: Ranks) -> None:
     """torch: the tie is cut, frozen parameters become trainable, int8 parameters and buffers fail."""
-    for dim in (0, 1):
+    for dim in (0, 1) if ALL or ranks.world_size == 2 else (1,):
         torch.manual_seed(dim)
         spec = {at: ChunkShardingSpec(at, devices(ranks)) for at in (0, 1)}
         plan = ShardingPlan(

@@ -7,6 +7,9 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -218,40 +221,34 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.extra("rich")
-def test_a_terminal_gets_tables_and_a_bar_on_long_work(factory: Any, tmp_path: Any) -> None:
+def test_a_terminal_gets_tables_and_a_bar_on_long_work(factory: Any, monkeypatch: Any) -> None:
     import pty
 
-    from shard_spec.report.progress import bar
+    from shard_spec.report.progress import bar, progress
 
     assert len({len(bar(seconds / 10)) for seconds in range(100)}) == 1
-    code = """
-import sys, time
-from shard_spec.cli import main
-from shard_spec.report.progress import progress
-assert main(sys.argv[1:]) == 0
-with progress("quick", after=9.0):
-    pass
-with progress("waiting", after=0.1):
-    time.sleep(0.4)
-"""
     master, slave = pty.openpty()
-    arguments = ["plan", factory, "--mesh", "dp=2,tp=2"]
-    environment = {**os.environ, "COLUMNS": "160", "TERM": "xterm-256color", "PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=slave, stderr=slave, cwd=tmp_path, env=environment
-    ) as process:
-        os.close(slave)
-        shown = b""
-        while True:
-            try:
-                data = os.read(master, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not data:
-                break
-            shown += data
+    shown = bytearray()
+
+    def read() -> None:
+        with suppress(OSError):  # the other end is closed
+            while data := os.read(master, 65536):
+                shown.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for name, value in (("COLUMNS", "160"), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value)
+    with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", terminal)
+        patched.setattr(sys, "stderr", terminal)
+        assert main(["plan", factory, "--mesh", "dp=2,tp=2"]) == 0
+        with progress("quick", after=9.0):
+            pass
+        with progress("waiting", after=0.1):
+            time.sleep(0.4)
+    reader.join()
     os.close(master)
-    assert process.returncode == 0, shown.decode()
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown.decode())
     assert "\x1b[" in shown.decode()
     assert "global shape" in text

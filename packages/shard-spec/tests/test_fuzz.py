@@ -254,7 +254,11 @@ def test_any_text_is_a_plan_or_a_plan_error() -> None:
     values = st.fixed_dictionaries({key: documents | st.just(value) for key, value in PLAN.items()})
 
     @settings(
-        max_examples=COUNT // 5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=COUNT // 10,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
     )
     @given(st.one_of(st.text(), values.map(json.dumps)))
     def check(text: str) -> None:
