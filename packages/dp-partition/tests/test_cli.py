@@ -29,6 +29,11 @@ def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert json.loads(out)["num_messages"] == {"all_gather": 1, "reduce_scatter": 1}
 
 
+def test_parameters_gathered_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*STEP, "fully_shard", "--json", "--quiet", "--reshard-after-forward", "always"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_messages"] == {"all_gather": 2, "reduce_scatter": 1}
+
+
 def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*STEP, "zero9", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "unknown-style"

@@ -20,7 +20,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 STYLES = ["replicate", "zero1", "zero2", "fully_shard", "default"]
 
 
@@ -94,7 +94,7 @@ class Drawn(nn.Module):
 
 
 OPTIMIZERS: list[Any] = [
-    ADAMW,
+    partial(torch.optim.AdamW, lr=1e-2),
     partial(torch.optim.AdamW, lr=0.01, foreach=True, amsgrad=True),
     partial(torch.optim.Adam, lr=0.01, fused=True),
     partial(torch.optim.SGD, lr=0.1),
@@ -113,7 +113,7 @@ def measured_peak(run: Callable[[], object], repeat: int = 2) -> int:
     for _ in range(repeat):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             run()
-        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
         now = most = 0
         for event in sorted(events, key=lambda event: event.start_ns()):
             now += event.nbytes()
@@ -130,7 +130,8 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks) -> None:
     dice = random.Random(seed)
     make = partial(Drawn, random.Random(dice.random()))
     optim, style, semantics = dice.choice(OPTIMIZERS), dice.choice(STYLES), dice.choice(["local", "local", "global"])
-    settings = {"style": style, "semantics": semantics, "bucket_mb": dice.choice([0, 0.02, 25])}
+    settings: dict[str, Any] = {"style": style, "semantics": semantics, "bucket_mb": dice.choice([0, 0.02, 25])}
+    settings["reshard_after_forward"] = dice.choice([True, False, "auto"])
     model = models.seeded(make).to(ranks.device)
     ids = torch.randint(0, 50, (2, dice.randrange(1, 5), dice.randrange(3, 20)), device=ranks.device)
     batch = (ids[0], ids[1] % 5)
@@ -207,7 +208,7 @@ def test_times_follow_the_link() -> None:
         assert ends == sorted(ends), "one message after the other"
     assert found[0.01].seconds > found[1].seconds > found[1e6].seconds
     assert found[1e6].exposed_seconds < 0.01 * found[1e6].seconds
-    assert found[1].overlap > 0.3, "issued early, awaited late"
+    assert found[1].overlap > 0.25, "issued early, awaited late"
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ranktest import Ranks
 from torch import nn
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
 class Contrast(nn.Module):

@@ -18,11 +18,20 @@ STYLES = {"replicate": dp.DataParallelStyle.REPLICATE, "fully_shard": dp.DataPar
           "default": dp.DataParallelStyle.DEFAULT}  # fmt: skip
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("style", "optim"), [("replicate", "adam-foreach"), ("fully_shard", "adamw-fused"), ("default", "momentum")]
 )
 def test_decorated_steps_equal_one_device(ranks: Ranks, style: str, optim: str) -> None:
+    train_decorated(ranks, style, optim)
+
+
+@pytest.mark.ranks(4)
+def test_decorated_steps_on_four_ranks(ranks: Ranks) -> None:
+    train_decorated(ranks, "fully_shard", "momentum")
+
+
+def train_decorated(ranks: Ranks, style: str, optim: str) -> None:
     make: Any = {
         "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),

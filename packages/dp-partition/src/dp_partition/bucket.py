@@ -30,7 +30,8 @@ class Traffic:
 
     Attributes:
         bucket_bytes: Greatest size of a bucket; a larger tensor travels alone. 0: no buckets.
-        prefetch: How many buckets of parameters are on their way ahead of the one that compute needs.
+        prefetch: How many buckets of parameters are on their way ahead of the one that compute needs, and how many
+            buckets of gradients on their way to becoming shards.
     """
 
     bucket_bytes: int = 25 << 20
@@ -58,13 +59,29 @@ def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) 
     timing = _Timing(nodes, positions)
     gather_buckets = _group(gathers, timing, traffic.bucket_bytes, timing.first_use)
     reduce_buckets = _group(reductions, timing, traffic.bucket_bytes, timing.ready)
-    issues: list[tuple[fx.Node, _Bucket]] = []
+    issues: list[tuple[fx.Node, _Bucket, fx.Node]] = []
     for index, bucket in enumerate(gather_buckets):
         ahead = gather_buckets[max(index - traffic.prefetch, 0)]
-        issues.append((nodes[max(min(ahead.needed, bucket.needed), bucket.ready + 1)], bucket))
-    issues += [(nodes[bucket.ready + 1], bucket) for bucket in reduce_buckets]
-    for anchor, bucket in issues:
-        _emit(graph, mover, bucket, anchor, nodes[bucket.needed])
+        earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
+        issues.append((nodes[min(max(ahead.needed, earliest), bucket.needed)], bucket, nodes[bucket.needed]))
+    for index, bucket in enumerate(reduce_buckets):
+        awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], traffic))
+        issues.append((nodes[bucket.ready + 1], bucket, nodes[awaited]))
+    for anchor, bucket, wait_at in issues:
+        _emit(graph, mover, bucket, anchor, wait_at)
+
+
+def _place_is_wanted(buckets: list[_Bucket], traffic: Traffic) -> int:
+    """Where a bucket of whole gradients must have become one of shards: when the ``prefetch``-th after it is sent.
+
+    What is sent lives until it is awaited; waiting only in the optimizer would keep all gradients whole until then. A
+    bucket that is all-reduced stays as large as it is.
+    """
+    first, ahead = buckets[0], max(traffic.prefetch, 1)
+    scattered = [bucket for bucket in buckets if isinstance(bucket.moves[0].wanted, Shard)]
+    if first not in scattered or len(scattered) <= ahead:
+        return first.needed
+    return scattered[ahead].ready + 1
 
 
 def _is_gather(move: Move) -> bool:
@@ -103,6 +120,12 @@ class _Timing:
             roots |= {tagged, root_of(tagged)}
         writes = [p for root in roots for p in self.writes.get(root, ()) if start < p < end]
         return max(start, self.last_placeholder, *writes) if writes else max(start, self.last_placeholder)
+
+    def start_of_backward(self, bucket: _Bucket) -> int:
+        """Where backward begins, for a bucket that backward needs: fetched earlier, it would lie in memory for long."""
+        if self.nodes[bucket.needed].meta.get("phase") != "backward":
+            return 0
+        return next(i for i, node in enumerate(self.nodes) if node.meta.get("phase") == "backward")
 
     def segment(self, move: Move) -> str:
         """The part of the step that needs the result."""

@@ -26,8 +26,6 @@ def canonicalise(capture: Capture) -> None:
     erase_profiler(graph)
     merge_aliases(graph)
     eliminate_dead(graph)
-    graph.lint()
-    capture.module.recompile()
 
 
 def connect_hypers(graph: fx.Graph) -> None:

@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--rank", type=int, default=0, help="the rank that numbers are of (default 0)")
     estimate.add_argument("--bucket-mb", type=float, default=25, help="size of buckets, 0 for none (default 25)")
     estimate.add_argument("--prefetch", type=int, default=1, help="buckets gathered ahead of compute (default 1)")
+    again = ["auto", "always", "never"]
+    estimate.add_argument("--reshard-after-forward", default="auto", choices=again, help="gather twice (default auto)")
     estimate.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default 1)")
     estimate.add_argument("--device", help="where tensors seem to be, for example cuda (default cpu)")
     estimate.add_argument("--gbps", type=float, help="bandwidth of a rank's link, in gigabits per second")
@@ -113,6 +115,7 @@ def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> 
         semantics=options.semantics,
         bucket_mb=options.bucket_mb,
         prefetch=options.prefetch,
+        reshard_after_forward={"auto": "auto", "always": True, "never": False}[options.reshard_after_forward],
         accumulate=options.accumulate,
     )
 

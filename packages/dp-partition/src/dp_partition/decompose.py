@@ -41,7 +41,6 @@ def decompose(module: GraphModule, mode: FakeTensorMode) -> None:
         if recipe is not None:
             pending += _splice(module, node, recipe, mode)
     eliminate_dead(module.graph)
-    module.recompile()
 
 
 def _recipe(node: fx.Node) -> Callable[..., Any] | None:

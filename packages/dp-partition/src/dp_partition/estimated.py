@@ -170,7 +170,7 @@ def estimate(
         device: Where tensors seem to be, for example ``"cuda"``; default: where they are, the CPU for meta tensors.
         progress: Where to show how far it is, for example ``sys.stderr``.
         settings: What else `compile` takes: ``semantics``, ``batch``, ``placements``, ``bucket_mb``, ``prefetch``,
-            ``accumulate``, ...
+            ``reshard_after_forward``, ``accumulate``, ...
 
     Raises:
         PlanError: Where `compile` or its first call would.

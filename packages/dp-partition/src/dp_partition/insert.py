@@ -20,6 +20,7 @@ from dp_partition.collectives import Move, Mover, local_shape
 from dp_partition.ops import aten, is_random, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
+from dp_partition.reshard import MARK
 from dp_partition.styles import NodeType
 from dp_partition.zero import OWN_ROWS, SHARE_ROWS
 
@@ -47,6 +48,7 @@ class Inserter:
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
+        self.gathered: dict[fx.Node, str] = {}  # in which phase a source was moved last
 
     def run(self) -> None:
         """Rewrite the whole graph."""
@@ -132,8 +134,12 @@ class Inserter:
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
         """The node that holds ``source`` where it is wanted, moved there if need be."""
         known = self.versions[source]
-        if wanted in known:
+        phase = before.meta.get("phase")
+        again = MARK in source.meta and wanted == Replicate() and phase == "backward"
+        if wanted in known and not (again and self.gathered.get(source) == "forward"):
             return known[wanted]
+        if again:
+            known.pop(Replicate(), None)
         origin = _best_origin(known, wanted)
         if isinstance(origin, PerRank) or isinstance(wanted, PerRank):
             return known[origin]
@@ -148,6 +154,7 @@ class Inserter:
         kind, like = source.meta.get("node_type"), source.meta["val"]
         self.moves.append(Move(start, result, origin, wanted, shape, kind, before, like))
         known[wanted] = result
+        self.gathered[source] = str(phase)
         return result
 
     def describe(self, start: fx.Node, result: fx.Node, source: fx.Node, before: fx.Node) -> None:

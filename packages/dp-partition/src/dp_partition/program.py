@@ -26,6 +26,7 @@ from dp_partition.placements import PerRank
 from dp_partition.plan import PartitionPlan
 from dp_partition.problems import PlanError, Problem
 from dp_partition.propagate import Homes, NodePlan, propagate
+from dp_partition.reshard import reshard_after_forward
 from dp_partition.styles import NodeType
 from dp_partition.zero import update_own_rows
 
@@ -90,10 +91,11 @@ def build_program(
     batch_dim: int = 0,
     traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
     accumulate: int = 1,
+    reshard: str | bool = False,
 ) -> Program:
     """Trace a step and partition it for this rank. Communicates nothing and changes no object of the caller."""
     capture = capture_single_device(function, args, kwargs, subject, plan, batch_dim, accumulate)
-    homes, plans = plan_nodes(capture, plan, batch_dim)
+    homes, plans = plan_nodes(capture, plan, batch_dim, traffic, reshard)
     output = next(node for node in plans if node.op == "output")
     returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
     mark_graph(plans, mesh)
@@ -130,10 +132,17 @@ def capture_single_device(
     return capture
 
 
-def plan_nodes(capture: Capture, plan: PartitionPlan, batch_dim: int) -> tuple[Homes, dict[fx.Node, NodePlan]]:
+def plan_nodes(
+    capture: Capture,
+    plan: PartitionPlan,
+    batch_dim: int,
+    traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
+    reshard: str | bool = False,
+) -> tuple[Homes, dict[fx.Node, NodePlan]]:
     """Where every value of a single-device graph lies when it runs on ``plan.world`` ranks."""
     local = plan.semantics == "local"
     homes = home_placements(capture, plan, PerRank() if local else Shard(batch_dim))
+    reshard_after_forward(capture.module.graph, homes.placements, reshard, traffic, plan.world, local=local)
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     place_new_states(capture, plan, plans)
     return homes, plans

@@ -60,7 +60,9 @@ class Step:
         rng: str | None = None,
         share: Step | None = None,
         passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+        reshard: str | bool = "auto",
     ) -> None:
+        self.reshard = reshard
         self.accumulate, self.rng, self.share = accumulate, rng, share
         self.stream: Stream | None = None
         self.passes, self.traffic = passes, traffic
@@ -133,7 +135,7 @@ class Step:
     def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Trace and partition for the arguments at hand."""
         self.num_traces += 1
-        settings = (self.batch_dim, self.traffic, self.accumulate)
+        settings = (self.batch_dim, self.traffic, self.accumulate, self.reshard)
         program = build_program(self.function, args, kwargs, subject, plan, self.mesh, *settings)
         if self.passes is not None:
             program.capture.module = self.passes(program.module)
@@ -320,6 +322,7 @@ def compile(
     equal: str = "broadcast",
     bucket_mb: float = 25,
     prefetch: int = 1,
+    reshard_after_forward: str | bool = "auto",
     accumulate: int = 1,
     rng: str | None = None,
     share: Step | None = None,
@@ -343,7 +346,9 @@ def compile(
         placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
         equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
         bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
-        prefetch: How many buckets of parameters are on their way ahead of compute.
+        prefetch: How many buckets of parameters are on their way ahead of compute, and of gradients behind it.
+        reshard_after_forward: Whether sharded parameters are let go after forward and gathered again for backward:
+            ``True`` all, ``False`` none, ``"auto"`` those that are idle where most memory is live.
         accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
         rng: Random numbers of the step: ``None`` draws from the rank's default generator, as DDP does; ``"same"`` and
             ``"per_rank"`` draw from a stream of the step's own that starts from rank 0's seed.
@@ -360,6 +365,7 @@ def compile(
         mesh, style = share.mesh, share.style
     problems += _choice("semantics", semantics, ("local", "global"))
     problems += _choice("equal", equal, ("broadcast", "check"))
+    problems += _choice("reshard_after_forward", reshard_after_forward, ("auto", True, False))
     problems += _choice("rng", rng, (None, "same", "per_rank"))
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
@@ -383,7 +389,20 @@ def compile(
         raise PlanError(problems, "dp_partition.compile")
     traffic = Traffic(int(bucket_mb * (1 << 20)), prefetch)
     dim = (batch or Batch()).dim
-    return Step(train_step, mesh, parsed, semantics, placements or {}, equal, dim, traffic, accumulate, rng, share)
+    return Step(
+        train_step,
+        mesh,
+        parsed,
+        semantics,
+        placements or {},
+        equal,
+        dim,
+        traffic,
+        accumulate,
+        rng,
+        share,
+        reshard=reshard_after_forward,
+    )
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:

@@ -394,7 +394,6 @@ def _name_placeholders(module: fx.GraphModule, inputs: list[Input], groups: dict
         node.meta["input"] = entry
         if entry.kind == "param" and entry.name in groups:
             node.meta["group"] = groups[entry.name]
-    module.recompile()
 
 
 def _check_constants(module: fx.GraphModule) -> None:
