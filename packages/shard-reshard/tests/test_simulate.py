@@ -12,7 +12,7 @@ from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
 from shard_reshard.bind import bind
 from shard_reshard.plan import make_plan
 
-NUM_PAIRS = 2_000
+NUM_PAIRS = 800
 
 
 def test_random_pairs() -> None:
@@ -30,7 +30,7 @@ def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shard_reshard.plan.SMALLEST_PART_BYTES", 1)
     rng = random.Random(2)
     relayed = shared = reduced = 0
-    for _ in range(600):
+    for _ in range(260):
         world_size, shape = rng.randint(2, 6), random_shape(rng)
         src: BoundLayout | str = random_layout(rng, shape, world_size)
         dst = rng.choice(["{n}: R", "2x{h}: R, S(0)", "2x{h}: S(-1), R", "{n}: P"]).format(
@@ -69,7 +69,7 @@ def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyP
         assert plan.wire_bytes == plan.lower_bound or (plan.reduce_op is not None and not plan.relays)
         relayed += plan.relays
         shared += plan.src.max_replicas > 1
-    assert min(relayed, shared, reduced) > 60
+    assert min(relayed, shared, reduced) > 25
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks
-from shard_reshard import Part, PlanError, Progress, reshard_state_dict, state_version
+from shard_reshard import Part, PlanError, Progress, StateDictResharder, reshard_state_dict, state_version
 from shard_spec import InterleavedShard, Layout, MeshSpec
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -187,6 +187,46 @@ def test_out_in_another_dtype_and_a_loop(ranks: Ranks) -> None:
         if ranks.rank == 1:
             assert torch.equal(out["w"], full.to(torch.bfloat16))
             assert state_version(out) == step
+
+
+@pytest.mark.ranks(2)
+def test_a_kept_resharder_and_versions_that_differ(ranks: Ranks) -> None:
+    # Rows to columns, step after step: fresh tensors, the same ones changed in place, and both ways to fill `out`.
+    def rows(step: int) -> dict[str, torch.Tensor]:
+        full = {f"w{at}": torch.arange(48.0).view(8, 6) + 100 * step + at for at in range(3)}
+        return {name: tensor.chunk(2)[ranks.rank].to(ranks.device) for name, tensor in full.items()}
+
+    layouts = {f"w{at}": "2: S(0)" for at in range(3)}
+    shapes = dict.fromkeys(layouts, (8, 6))
+    out = {name: torch.zeros(8, 3, device=ranks.device) for name in layouts}
+    given = rows(0)
+    resharder = StateDictResharder(
+        given, dict.fromkeys(layouts, "2: S(1)"), src_layouts=layouts, shapes=shapes, out=out, bucket_bytes=256
+    )
+    assert len(resharder.plan.buckets) > 1
+    for step in range(12):
+        for name, tensor in rows(step).items():
+            if step % 4 == 3:
+                given[name] = tensor  # other memory
+            else:
+                given[name].copy_(tensor)
+        with ranks.record() as log:
+            moved = resharder(given, out=out, version=step, atomic=step % 3 == 0)
+        assert log.count("all_to_all") == len(resharder.plan.buckets)
+        for at, name in enumerate(layouts):
+            wanted = (torch.arange(48.0).view(8, 6) + 100 * step + at).chunk(2, 1)[ranks.rank].to(ranks.device)
+            assert torch.equal(out[name], wanted), step
+            assert moved[name] is out[name]
+        assert moved.version == state_version(out) == step
+    before = {name: out[name].clone() for name in layouts}
+    for name, tensor in rows(20).items():
+        given[name].copy_(tensor)
+    for atomic in (True, False):
+        with pytest.raises(PlanError, match="versions"):
+            resharder(given, out=out, version=30 + ranks.rank, atomic=atomic)
+        assert state_version(out) == (11 if atomic else None)
+        assert all(torch.equal(out[name], before[name]) is atomic for name in layouts)
+    assert resharder(given, out=out, version=40).version == 40  # and goes on
 
 
 @pytest.mark.ranks(2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import foreach_copy_, is_fake
 from shard_reshard.dtypes import torch_dtype
 from shard_reshard.kept_views import KeptViews, strided_views
-from shard_reshard.packing import Run, Side, StepMemory, dense_strides, lay_out_step
+from shard_reshard.packing import Run, Side, StepMemory, lay_out_step
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.program import Program, Step, accumulates_apart, reduction_dtype
 
@@ -70,6 +70,12 @@ class Exchange:
             torch_dtype(plan.wire_dtype) if self._as_values(plan) else _carrier(plan) for plan in program.plans
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
+        # Whether tensors are copied as they are: no dtype that could be conjugated, none that travels as integers.
+        self._as_they_are = all(
+            self._as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex32", "complex64", "complex128"}
+            for plan in program.plans
+        )
+        self._repeated: _Call | None = None
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._kept_views = (KeptViews(), KeptViews()) if keep_workspace else None
         self._src_plan = _plan_numbers(program.src_base)
@@ -95,14 +101,25 @@ class Exchange:
         collective: Collective,
         device: torch.device,
         async_op: bool,
+        fresh_outs: bool = True,
+        repeated: bool = False,
     ) -> Callable[[], None]:
         """Move ``sources`` into ``outs``.
+
+        Args:
+            sources: This rank's source tensors.
+            outs: Its destination tensors.
+            collective: What sends.
+            device: Where buffers are to be.
+            async_op: Return when the last collective is under way.
+            fresh_outs: No call will come with the memory of these ``outs``, so nothing is kept for them.
+            repeated: These tensors look as those of the call before: same memory, shapes, strides and dtypes.
 
         Returns:
             A function that waits for what is still under way and unpacks it. With ``async_op`` that is the last
             collective, else nothing.
         """
-        steps = self.steps(sources, outs, collective, device, async_op)
+        steps = self._call(sources, outs, collective, device, async_op, fresh_outs, repeated).steps()
         left = sum(step.exchanges for step in self.program.steps)
         for flying in steps:
             left -= 1
@@ -127,6 +144,29 @@ class Exchange:
     ) -> Iterator[_Flying]:
         """The same step by step: yields each collective when it is time to wait for it."""
         return _Call(self, sources, outs, collective, device, async_op).steps()
+
+    def _call(
+        self,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        collective: Collective,
+        device: torch.device,
+        async_op: bool,
+        fresh_outs: bool,
+        repeated: bool,
+    ) -> _Call:
+        """A call, the one before once more where nothing of it has changed."""
+        if not repeated or self._kept is None:
+            self._repeated = None
+            return _Call(self, sources, outs, collective, device, async_op, fresh_outs)
+        call = self._repeated
+        if call is None or not call.is_of(sources, outs):
+            # Kept without their graphs: what was computed before a tensor is not held on to.
+            sources, outs = [t.detach() for t in sources], [t.detach() for t in outs]
+            call = self._repeated = _Call(self, sources, outs, collective, device, async_op, fresh_outs)
+        else:
+            call.begin_again(collective, async_op)
+        return call
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
@@ -171,18 +211,19 @@ class Exchange:
                 dtype = self._wire_dtypes[entry.plan]
                 if dtype not in typed:
                     typed[dtype] = buffer.view(dtype)
-                sizes = entry.region.sizes
-                found.append(typed[dtype].as_strided(sizes, dense_strides(sizes), entry.byte_offset // dtype.itemsize))
+                place = entry.byte_offset // dtype.itemsize
+                found.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
             if self._kept is not None:
                 self._views[key] = found
         return found
 
     def carried(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
         """The tensors in the dtype in which they are copied: their own, or a plain one of the same size."""
+        if self._as_they_are:
+            return [tensor.resolve_neg() for tensor in tensors]  # the tensor itself, where nothing is negated
         found = []
         for tensor, plan in zip(tensors, plans, strict=True):
-            if tensor.is_complex():
-                tensor = tensor.resolve_conj()
+            tensor = tensor.resolve_conj().resolve_neg()
             if not self._as_values(self.program.plans[plan]):
                 tensor = tensor.view(self._wire_dtypes[plan])
             found.append(tensor)
@@ -200,6 +241,7 @@ class _Call:
         collective: Collective,
         device: torch.device,
         async_op: bool,
+        fresh_outs: bool = True,
     ) -> None:
         self.exchange, self.collective, self.device = exchange, collective, device
         program = exchange.program
@@ -211,16 +253,29 @@ class _Call:
         self.reduces = any(self.reducing)
         self.targets = self._accumulators() if self.reduces else self.dst
         self._fill()
-        self.src_views, self.dst_views = self._local_views()
+        self.src_views, self.dst_views = self._local_views(fresh_outs)
 
-    def _local_views(self) -> tuple[KeptViews, KeptViews]:
+    def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> bool:
+        """Whether the call is of tensors in this memory still; what it holds may have been moved meanwhile."""
+        if self.reduces or len(sources) != len(self.src) or len(outs) != len(self.dst):
+            return False
+        given = [tensor.data_ptr() for tensors in (sources, outs) for tensor in tensors]
+        return given == [tensor.data_ptr() for tensors in (self.src, self.dst) for tensor in tensors]
+
+    def begin_again(self, collective: Collective, async_op: bool) -> None:
+        """Make ready for the same call once more."""
+        self.collective = collective
+        self.async_op = async_op or self.exchange.program.overlaps
+        self._fill()
+
+    def _local_views(self, fresh_outs: bool) -> tuple[KeptViews, KeptViews]:
         """The views of source and destination tensors; kept ones where the exchange keeps a workspace."""
         kept = self.exchange._kept_views
         if kept is None or is_fake((*self.src, *self.dst)):
             return KeptViews(), KeptViews()
         kept[0].begin(self.src)
-        kept[1].begin(self.dst)
-        return kept
+        kept[1].begin(() if fresh_outs else self.dst)
+        return kept[0], (KeptViews() if fresh_outs else kept[1])
 
     def _accumulators(self) -> list[torch.Tensor]:
         """Where values are reduced: the result itself, or tensors of a dtype that holds sums without rounding."""
@@ -278,6 +333,7 @@ class _Call:
         side, buffer = memory.receives, None
         if side.run is not None:
             received = _bytes_of(self.dst[side.run.tensor], side.run)
+            _note_writing(self.dst[side.run.tensor])
         else:
             buffer = self.exchange.buffer("receive", slot, side.num_bytes, self.device)
             received = buffer[: side.num_bytes]
@@ -377,6 +433,12 @@ def _bytes_of(tensor: torch.Tensor, run: Run) -> torch.Tensor:
     """A stretch of a tensor's memory as bytes."""
     flat = tensor.as_strided((run.numel,), (1,), tensor.storage_offset() + run.offset)
     return flat.view(torch.uint8)
+
+
+def _note_writing(tensor: torch.Tensor) -> None:
+    """Tell autograd, which does not see what a collective writes: a graph that saved the tensor is stale now."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _strided_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Mover:
         self._agreed: set[tuple[str, str]] = set()
         self._busy = False
         self._seen: object = None  # what the tensors of the last good call looked like
+        self._repeated = False  # whether those of the call that comes look the same
         self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
 
     @property
@@ -79,13 +80,16 @@ class Mover:
         """What is wrong with the tensors of this rank."""
         looks = (
             torch.is_grad_enabled(),
-            [_look(tensors) for tensors in sources],
-            None if outs is None else [_look(tensors) for tensors in outs],
+            [*map(len, sources)],
+            _looks(sources),
+            [] if outs is None else _looks(outs),
+            outs is None,
         )
-        if looks == self._seen:
+        self._repeated = looks == self._seen and None not in looks
+        if self._repeated:
             return []
         found = self._problems(sources, outs)
-        self._seen = None if found or is_fake([t for listed in sources for t in listed]) else looks
+        self._seen = None if found else looks
         return found
 
     def _problems(
@@ -127,8 +131,15 @@ class Mover:
         sources: Sequence[torch.Tensor],
         outs: Sequence[torch.Tensor] | None,
         async_op: bool,
+        fresh_outs: bool = False,
     ) -> tuple[list[torch.Tensor], Callable[[], None]]:
         """Move checked tensors.
+
+        Args:
+            sources: This rank's source tensors.
+            outs: Tensors to fill; None for fresh ones.
+            async_op: Return when the last collective is under way.
+            fresh_outs: ``outs`` were allocated for this call, so that nothing made for them is of use again.
 
         Returns:
             The destination tensors, and a function that has to be called before they are read.
@@ -143,6 +154,8 @@ class Mover:
             )
         device = self.device(sources, outs or ())
         exchange = self.exchange
+        fresh = fresh_outs or outs is None
+        repeated, self._repeated = self._repeated and not fresh, False
         number = self.num_calls = self.num_calls + 1
         self._busy = self.keep_workspace
         try:
@@ -150,7 +163,7 @@ class Mover:
                 if self._freed is not None:
                     torch.cuda.current_stream(device).wait_event(self._freed)
                 targets = exchange.allocate(device) if outs is None else list(outs)
-                finish = exchange.start(sources, targets, self._collective(number), device, async_op)
+                finish = exchange.start(sources, targets, self._collective(number), device, async_op, fresh, repeated)
         except BaseException:
             self._busy = False
             raise
@@ -205,11 +218,19 @@ class Mover:
         )
 
 
-def _look(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
-    """What decides whether tensors are good for a plan."""
-    if is_fake(tensors):
-        return []
-    return [(t.shape, t.dtype, t.device, t.stride(), t.data_ptr(), t.requires_grad, t.layout) for t in tensors]
+def _looks(listed: Sequence[Sequence[torch.Tensor]]) -> list[tuple[object, ...]] | None:
+    """What decides whether tensors are good for a plan, and whether views of them can be used again.
+
+    A view that negates or conjugates on reading has the address of what it is a view of, and counts as another tensor.
+    None for tensors that have no memory to look at.
+    """
+    tensors = [tensor for tensors in listed for tensor in tensors]
+    if is_fake(tensors) or any(tensor.layout != torch.strided for tensor in tensors):
+        return None
+    return [
+        (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj())
+        for t in tensors
+    ]
 
 
 class _NamedWork:
@@ -237,6 +258,10 @@ def _writable_problems(rank: int, outs: Sequence[torch.Tensor], sources: Sequenc
         if held and tensor.numel() and tensor.untyped_storage().data_ptr() in held:
             hint = "the source is still read while out is written; pass other memory"
             problems.append(Problem("out-is-source", f"rank {rank}, out", found="memory of the source", hint=hint))
+        if tensor.is_conj() or tensor.is_neg():
+            hint = "its memory holds other values than it shows; pass a tensor of its own"
+            found = "a view that conjugates or negates on reading"
+            problems.append(Problem("out-lazy-view", f"rank {rank}, out", found=found, hint=hint))
         if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
             hint = "write into parameters under torch.no_grad()"
             problems.append(

@@ -5,7 +5,7 @@ Pure: works on shapes, strides and numbers. `Exchange` turns the answer into ten
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class Packed(NamedTuple):
     byte_offset: int
     plan: int
     addend: int
+    strides: Index  # of the place in the buffer, in elements
 
 
 class Run(NamedTuple):
@@ -74,6 +75,23 @@ def lay_out_step(
         send_strides: Strides of the tensors that are sent from (the destination's, in a relayed step).
         dst_strides: Strides of the destination tensors.
     """
+    itemsizes = [plan.itemsize for plan in plans]
+    reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
+    memory = _chosen(step, plans, rank, send_strides, dst_strides)
+    return memory._replace(
+        sends=_joined(memory.sends, itemsizes, [False] * len(plans)),
+        receives=_joined(memory.receives, itemsizes, reducing),
+    )
+
+
+def _chosen(
+    step: Step,
+    plans: Sequence[ReshardPlan],
+    rank: int,
+    send_strides: Sequence[Index],
+    dst_strides: Sequence[Index],
+) -> StepMemory:
+    """Which sides are used in place, and whether the own bytes take part in the collective."""
     own = tuple(
         (
             _region(copy.src_tensor, copy.src_start, copy.sizes, send_strides),
@@ -129,7 +147,10 @@ def _region(tensor: int, start: Index, sizes: Index, strides: Sequence[Index]) -
 
 
 def _packed(segments: Iterable[Segment], strides: Sequence[Index]) -> tuple[Packed, ...]:
-    return tuple(Packed(_region(s.tensor, s.start, s.sizes, strides), s.offset, s.plan, s.addend) for s in segments)
+    return tuple(
+        Packed(_region(s.tensor, s.start, s.sizes, strides), s.offset, s.plan, s.addend, dense_strides(s.sizes))
+        for s in segments
+    )
 
 
 def _with_own(side: Side, own: list[Region], rank: int, itemsize: int) -> Side:
@@ -139,13 +160,55 @@ def _with_own(side: Side, own: list[Region], rank: int, itemsize: int) -> Side:
     packed = [entry for entry in side.packed if entry.byte_offset < begin]
     offset = begin
     for region in own:
-        packed.append(Packed(region, offset, 0, 0))
+        packed.append(Packed(region, offset, 0, 0, dense_strides(region.sizes)))
         offset += prod(region.sizes) * itemsize
     packed.extend(
         entry._replace(byte_offset=entry.byte_offset + own_bytes) for entry in side.packed if entry.byte_offset >= begin
     )
     splits = (*side.splits[:rank], own_bytes, *side.splits[rank + 1 :])
     return Side(None, tuple(packed), splits, side.num_bytes + own_bytes)
+
+
+def _joined(side: Side, itemsizes: Sequence[int], apart: Sequence[bool]) -> Side:
+    """The side with regions of one tensor that follow each other in equal steps as one region of one dim more.
+
+    What goes to several peers is then one copy: a copy of a few kilobytes costs less than calling it. Plans that are
+    ``apart`` reduce what arrives, region by region.
+    """
+    if side.run is not None or len(side.packed) < 2:
+        return side
+    alike: dict[tuple[object, ...], list[Packed]] = {}
+    for entry in side.packed:
+        region = entry.region
+        key = (region.tensor, region.sizes, region.strides) if not apart[entry.plan] else (len(alike),)
+        alike.setdefault((*key, entry.plan), []).append(entry)
+    joined = [entry for entries in alike.values() for entry in _series(entries, itemsizes[entries[0].plan])]
+    return side._replace(packed=tuple(joined))
+
+
+def _series(entries: list[Packed], itemsize: int) -> Iterator[Packed]:
+    """Entries of one shape, those that are equally far apart as one."""
+    at = 0
+    while at < len(entries):
+        first, end = entries[at], at + 1
+        steps = _apart(first, entries[end]) if end < len(entries) else (0, 0)
+        while end < len(entries) and _apart(entries[end - 1], entries[end]) == steps:
+            end += 1
+        if end - at == 1 or min(steps) <= 0 or steps[1] % itemsize:
+            yield first
+            at += 1
+            continue
+        region = first.region
+        sizes, strides = (end - at, *region.sizes), (steps[0], *region.strides)
+        yield first._replace(
+            region=region._replace(sizes=sizes, strides=strides), strides=(steps[1] // itemsize, *first.strides)
+        )
+        at = end
+
+
+def _apart(one: Packed, other: Packed) -> tuple[int, int]:
+    """How far two entries are from each other: in elements of the tensor, in bytes of the buffer."""
+    return other.region.offset - one.region.offset, other.byte_offset - one.byte_offset
 
 
 def _in_place(side: Side, allowed: bool) -> Side:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,7 +34,7 @@ def agreed_plan(
     """The plan for what all ranks know. Facts travel only when a rank's have changed; a digest of them always."""
     asked = repr(sorted((key_map or {}).items())) + repr((bucket_bytes, strict)) + _layouts_text(dst_layouts)
     digest = hashlib.sha256(pickle.dumps((facts, asked), protocol=4)).digest()
-    rows = gather_rows(members, digest + version_row(version))
+    rows = gather_rows(members, digest + version_row(version))()
     stamp = agreed_version([row[32:] for row in rows])
     key = tuple(row[:32] for row in rows)
     plans = _plans.setdefault(members.group, {})
@@ -98,8 +98,15 @@ def _layouts_text(dst_layouts: DstLayouts) -> str:
     return f"function {id(dst_layouts)}" if callable(dst_layouts) else repr(dst_layouts)
 
 
-def gather_rows(members: Members, row: bytes) -> list[bytes]:
+def gather_rows(members: Members, row: bytes) -> Callable[[], list[bytes]]:
+    """Begin to exchange one row of bytes each; the function that is returned waits and gives all ranks' rows."""
     mine = torch.tensor(list(row), dtype=torch.uint8, device=message_device(members.group))
     everyone = [torch.empty_like(mine) for _ in range(members.size)]
-    dist.all_gather(everyone, mine, group=members.group)
-    return [bytes(row.tolist()) for row in everyone]
+    work = dist.all_gather(everyone, mine, group=members.group, async_op=True)
+
+    def rows() -> list[bytes]:
+        if work is not None:
+            work.wait()
+        return [bytes(row.tolist()) for row in everyone]
+
+    return rows

@@ -15,6 +15,7 @@ from shard_reshard.problems import PlanError, Problem
 from shard_reshard.state_dict_plan import Facts, Known
 
 VERSION_KEY = "_shard_reshard_version"
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -113,12 +114,14 @@ def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str,
 
 
 def local_tensor(value: Any) -> torch.Tensor:
-    local = value.to_local() if hasattr(value, "to_local") else value
+    """The local part of a tensor: of a DTensor its own, else the tensor; without a graph."""
+    local = value if type(value) in _PLAIN_TENSORS or not hasattr(value, "to_local") else value.to_local()
     assert isinstance(local, torch.Tensor)
     return local.detach() if local.requires_grad else local
 
 
 def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: Members) -> torch.device:
+    """Where the tensors lie; for a rank without any, where the group's do."""
     for value in (*state_dict.values(), *outs.values()):
         return local_tensor(value).device
     return data_device(members.group)

@@ -52,12 +52,14 @@ class Arriving:
     def __init__(self, plan: StateDictPlan, rank: int, outs: Mapping[str, Any] | None, device: torch.device) -> None:
         self.tensors: dict[str, list[torch.Tensor]] = {}
         self.fresh = not outs
+        self.in_place: set[str] = set()  # names that are filled where the caller has them
         for name, (layout, dtype) in plan.targets.items():
             if name in plan.aliases:
                 continue
             shapes = layout.local_shapes(rank)
             if outs and name in outs and len(shapes) == 1:
                 self.tensors[name] = [local_tensor(outs[name])]
+                self.in_place.add(name)
             else:
                 self.tensors[name] = [torch.empty(s, dtype=torch_dtype(dtype), device=device) for s in shapes]
 
@@ -89,7 +91,7 @@ def move_buckets(
     total_bytes = 0 if progress is None else sum(size_of(move.plan) for move in plan.moves)
     for mover, bucket, (given, outs) in zip(movers, plan.buckets, calls, strict=True):
         flat_given, flat_outs = [t for ts in given for t in ts], [t for ts in outs for t in ts]
-        mover.start(flat_given, flat_outs, async_op=False)
+        mover.start(flat_given, flat_outs, async_op=False, fresh_outs=arriving.fresh)
         for at in bucket if progress is not None else ():
             done += 1
             done_bytes += size_of(plan.moves[at].plan)
@@ -132,7 +134,10 @@ def deliver(
 ) -> MovedStateDict:
     """The answer of this rank; fills ``outs`` where tensors arrived beside them."""
     result = MovedStateDict()
-    for name, (layout, _) in sorted(plan.targets.items()):
+    for name, (layout, _) in plan.targets.items():  # in the order of their names
+        if name in arriving.in_place:
+            result[name] = outs[name]
+            continue
         tensors = arriving.tensors[plan.aliases.get(name, name)]
         if not tensors:
             continue

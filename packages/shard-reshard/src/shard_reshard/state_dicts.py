@@ -50,7 +50,9 @@ def reshard_state_dict(
         key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out.
         bucket_bytes: About how many buffer bytes a rank may use for one exchange.
         group: The union of all ranks; None is the default group.
-        version: A number that says which state this is; ranks with sources give the same, receivers read it.
+        version: A number that says which state this is; ranks with sources give the same, receivers read it. Numbers
+            that differ raise on all ranks before ``out`` is filled; where it is filled as tensors arrive
+            (``atomic=False``), it then has no version.
         progress: Called on each rank after each tensor.
         atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
             dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive.
@@ -78,7 +80,7 @@ def reshard_state_dict(
         check=check,
         keep_workspace=False,
     )
-    return resharder._run(state_dict, out, progress, atomic, resharder._first_version)
+    return resharder._run(state_dict, out, progress, atomic, lambda: resharder._first_version)
 
 
 class StateDictResharder:
@@ -129,8 +131,8 @@ class StateDictResharder:
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
-        stamp = agreed_version(gather_rows(self._members, version_row(version)))
-        return self._run(state_dict, out, progress, atomic, stamp)
+        rows = gather_rows(self._members, version_row(version))  # under way while the tensors move
+        return self._run(state_dict, out, progress, atomic, lambda: agreed_version(rows()))
 
     def _run(
         self,
@@ -138,7 +140,7 @@ class StateDictResharder:
         out: torch.nn.Module | Mapping[str, Any] | None,
         progress: Callable[[Progress], None] | None,
         atomic: bool,
-        stamp: int | None,
+        agreed_stamp: Callable[[], int | None],
     ) -> MovedStateDict:
         plan, members = self.plan, self._members
         tensors, targets = tensors_of(state_dict), tensors_of(out)
@@ -149,6 +151,7 @@ class StateDictResharder:
             sources = {name: local_tensor(value) for name, value in tensors.items()}
             arriving = Arriving(plan, members.rank, None if atomic else targets, device)
             move_buckets(plan, members, self._movers, sources, arriving, progress, self._check)
+            stamp = agreed_stamp()
             result = deliver(plan, arriving, targets, self._dst_layouts)
         result.plan, result.version = plan, stamp
         if out is not None and stamp is not None:
