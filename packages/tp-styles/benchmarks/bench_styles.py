@@ -228,7 +228,7 @@ ROWS: dict[str, tuple[Callable[[DeviceMesh], dict[str, Any]], tuple[int, ...]]] 
     "attention": (attention, (2, 4)),
     "grouped": (grouped, (2, 4, 8)),
     "undo": (undo, (2,)),
-    "families": (families, (2, 4)),
+    "families": (families, (2,)),
 }
 
 

@@ -112,7 +112,7 @@ def check(family: str, mesh: DeviceMesh, plan: Any = None) -> float:
     """Logits, all gradients and greedy generation; returns the share of matmul-weight bytes that are sharded."""
     model = build(family)
     alone = copy.deepcopy(model)
-    styles = tp.auto_plan(model) if plan is None else plan(model)
+    styles = tp.auto_plan(model, tp_size=mesh.size()) if plan is None else plan(model)
     handle = tp.apply_plan(model, mesh, styles)
     ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(1))
     found, wanted = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)

@@ -19,11 +19,11 @@ EXACT = 1e-12
 
 @pytest.mark.ranks(2, 4)
 def test_multihead_attention(ranks: Ranks) -> None:
-    """Every ninth of the 288 cells, others at each tp size. torch has no style for this module."""
+    """Every 17th of the 288 cells, others at each tp size. torch has no style for this module."""
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
-    chosen = list(mha_grid.cells())[ranks.world_size // 2 :: 9]
-    assert len(chosen) == 32
-    assert sum(mha_grid.check(cell, mesh) for cell in chosen) > 25_000
+    chosen = list(mha_grid.cells())[ranks.world_size // 2 * 5 :: 17]
+    assert len(chosen) >= 15
+    assert sum(mha_grid.check(cell, mesh) for cell in chosen) > 12_000
 
 
 @pytest.mark.ranks(2)
@@ -62,9 +62,13 @@ def transformer(kind: str) -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the model alone
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("kind", ["encoder", "decoder", "both"])
-def test_transformer_layers(ranks: Ranks, kind: str) -> None:
+def test_transformer_layers(ranks: Ranks) -> None:
     """5 steps of training, then evaluation, where torch's fast path reads the children's weights past their hooks."""
+    for kind in ("encoder", "decoder", "both"):
+        check_transformer(ranks, kind)
+
+
+def check_transformer(ranks: Ranks, kind: str) -> None:
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
     model = models.seeded(lambda: transformer(kind))
     alone = copy.deepcopy(model)

@@ -20,20 +20,26 @@ Mode = Literal["dtensor", "local"]
 
 
 class Net(nn.Module):
-    """An uneven pair and a fused weight."""
+    """An uneven pair, a fused weight, and two heads that four ranks hold twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mlp = models.MLP(8, 10)
         self.fused = nn.Linear(8, 24)
         self.norm = nn.LayerNorm(24)
+        self.keys = nn.Linear(8, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.norm(self.fused(self.mlp(x)))
         return result
 
 
-PLAN = {
+def plan_for(tp_size: int) -> dict[str, tp.ParallelStyle]:
+    """Two key-value heads of three rows."""
+    return {**PLAN, "keys": tp.FusedColwiseParallel((6,), unit=3, copies=max(tp_size // 2, 1))}
+
+
+PLAN: dict[str, tp.ParallelStyle] = {
     "mlp.up": tp.ColwiseParallel(),
     "mlp.down": tp.RowwiseParallel(),
     "fused": tp.FusedColwiseParallel((16, 8), unit=4, output_layouts=Replicate()),
@@ -60,7 +66,7 @@ def test_names_shapes_and_values(ranks: Ranks, params: Mode) -> None:
         state = model.state_dict()
     assert log.count() == 0
     assert list(state) == list(wanted)
-    assert [isinstance(value, DTensor) for value in state.values()] == [True] * 4 + [False] * 4
+    assert [isinstance(value, DTensor) for value in state.values()] == [True] * 4 + [False] * 6
     assert all(value.shape == wanted[name].shape for name, value in state.items())
     assert_equal(whole_state(model), wanted)
     x = torch.randn(2, 8)
@@ -80,7 +86,7 @@ def test_names_shapes_and_values(ranks: Ranks, params: Mode) -> None:
     elsewhere = {
         name: DTensor.from_local(value, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
         for name, value in wanted.items()
-        if not name.startswith("norm")
+        if not name.startswith(("norm", "keys"))
     }
     model.load_state_dict(elsewhere, strict=False)
     assert torch.equal(model(x), before)
@@ -95,11 +101,11 @@ def test_checkpoint_to_another_tp_size(ranks: Ranks, params: Mode, tmp_path: Pat
     folder = ranks.gather(str(tmp_path))[0]
     model = models.seeded(Net)
     wanted = copy.deepcopy(model.state_dict())
-    tp.apply_plan(model, ranks.mesh((4,), ("tp",)), PLAN, params=params)
+    tp.apply_plan(model, ranks.mesh((4,), ("tp",)), plan_for(4), params=params)
     save({"model": model.state_dict()}, checkpoint_id=f"{folder}/four")
     square = ranks.mesh((2, 2), ("dp", "tp"))
     other = models.seeded(Net, seed=ranks.rank + 1)
-    tp.apply_plan(other, square["tp"], PLAN, params=params)
+    tp.apply_plan(other, square["tp"], plan_for(2), params=params)
     state = {"model": other.state_dict()}
     load(state, checkpoint_id=f"{folder}/four")
     other.load_state_dict(state["model"])

@@ -18,6 +18,7 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.parameters import Mode, full_tensor, make_parameter, split_of
+from tp_styles.runtime.regions import install_regions
 from tp_styles.spec import ParameterSpec
 from tp_styles.split import Split
 from tp_styles.state import GlobalOnSave, LocalOnLoad
@@ -231,6 +232,7 @@ def _act(model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank
                 changes += _apply_foreign(found, modules[found.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(found, modules[found.name], axis, made)
+        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis)))
     except BaseException:
         _restore(changes)
         raise

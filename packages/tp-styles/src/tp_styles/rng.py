@@ -29,14 +29,25 @@ def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterat
 @contextmanager
 def rank_dependent(rank: int, device: torch.device) -> Iterator[None]:
     """`tp_rng` for a rank number on a device."""
+    outside = enter_region(rank, device)
+    try:
+        yield
+    finally:
+        leave_region(outside, device)
+
+
+def enter_region(rank: int, device: torch.device) -> torch.Tensor:
+    """Make the default generator the rank's own; returns what `leave_region` takes back."""
     generator = default_generator(device)
     seed = _drawn_seed(generator)
     outside = generator.get_state()
     generator.manual_seed(_mixed(seed, rank))
-    try:
-        yield
-    finally:
-        generator.set_state(outside)
+    return outside
+
+
+def leave_region(outside: torch.Tensor, device: torch.device) -> None:
+    """Make the default generator that of all ranks again."""
+    default_generator(device).set_state(outside)
 
 
 def default_generator(device: torch.device) -> torch.Generator:

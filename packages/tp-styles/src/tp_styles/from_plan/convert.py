@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shard_spec import ShardingPlan
 
 Unproven = Literal["refuse", "gather"]
+Choice = Literal["refuse", "gather", "leave"]
 
 
 def from_sharding_plan(
@@ -65,6 +66,8 @@ def from_sharding_plan(
         PlanError: Layouts that no style has a meaning for, regions that cannot be divided, remarks of the planner
             that are not carried out; all of them at once. A plan for a data-parallel axis (FSDP) is refused, too.
     """
+    if unproven not in ("refuse", "gather"):
+        raise PlanError(Problem("unproven", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
     cuts = cuts_on_axis(plan, module, axis)
     conversion = _Conversion(module, cuts, unproven, call)
     if getattr(plan, "certificate", None) is not None:
@@ -72,12 +75,30 @@ def from_sharding_plan(
     return conversion.styles(getattr(plan, "notes", ()))
 
 
+def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> dict[str, ParallelStyle]:
+    """Styles of every region that the planner recognises among some parameters and that can be rehearsed.
+
+    Args:
+        module: The model.
+        tp_size: Number of ranks.
+        free: FQNs of parameters that no style has yet.
+    """
+    from shard_spec.planners import MegatronPlanner
+
+    planner = MegatronPlanner({"tp": tp_size}, vocabulary=False)
+    units = [unit for unit in planner.analyse(module).units if unit.rows and unit.columns]
+    chosen = {cut.name for unit in units if {c.name for c in unit.cuts} <= free for cut in unit.cuts}
+    cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
+    conversion = _Conversion(
+        module, replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen}), "leave", None
+    )
+    return conversion.styles(())
+
+
 class _Conversion:
     """One plan and one model."""
 
-    def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Unproven, call: Call | None) -> None:
-        if unproven not in ("refuse", "gather"):
-            raise PlanError(Problem("unproven", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
+    def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Choice, call: Call | None) -> None:
         self.module, self.cuts, self.unproven, self.call = module, cuts, unproven, call
         self.found: dict[str, ParallelStyle] = {}
         self.problems: list[Problem] = []
@@ -139,7 +160,7 @@ class _Conversion:
                 self.cuts.tp_size,
             )
             if verdict.right:
-                self._localise(region, sizes)
+                self._localise(sizes)
                 return verdict
             first = first if first is not None else verdict
             if verdict.right is None:
@@ -149,11 +170,12 @@ class _Conversion:
 
     # ------------------------------------------------------------------ styles
 
-    def _localise(self, region: Region, sizes: Mapping[str, Mapping[str, int]]) -> None:
-        """Counts of the modules around the layers; an attention's always says for how many ranks it is."""
+    def _localise(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
+        """Counts of the modules around the layers; each says for how many ranks it was rehearsed."""
         for name, values in sizes.items():
-            if values or region.kind == "attention":
-                self.found[name] = RegionParallel(self.cuts.tp_size, values)
+            known = self.found.get(name)
+            before = known.attributes if isinstance(known, RegionParallel) else {}
+            self.found[name] = RegionParallel(self.cuts.tp_size, {**before, **values})
 
     def _divide(self, region: Region, verdict: Verdict) -> None:
         self.divided.append(region)
@@ -213,6 +235,8 @@ class _Conversion:
 
     def _alone(self, names: set[str]) -> None:
         """Cut layers that are part of no region."""
+        if self.unproven == "leave":
+            return
         for name in dict.fromkeys(n.rpartition(".")[0] for n in self.cuts.splits if n in names):
             module = self.module.get_submodule(name)
             keys = {key for key in module._parameters if f"{name}.{key}".lstrip(".") in names}

@@ -7,6 +7,7 @@ import importlib.util
 from torch import nn
 
 from tp_styles.hf.plan import from_hf_tp_plan
+from tp_styles.plan.planned import plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.mha import MultiheadAttentionParallel
@@ -16,11 +17,14 @@ from tp_styles.styles.transformer import TransformerLayerParallel
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
     """Styles for a model: its own Hugging Face plan, else torch's transformer layers, else `[shard-spec]`'s planner.
 
+    Blocks that a model's own plan leaves whole (shared experts, attention of some mixtures of experts) are added where
+    the planner is installed, recognises them, and their rehearsal is right (see `from_sharding_plan`).
+
     `plan_styles(model, auto_plan(model), tp_size).left_alone` lists what stays whole.
 
     Args:
         model: The model; on the meta device too.
-        tp_size: Number of ranks that the planner plans for.
+        tp_size: Number of ranks. What the planner finds is for this number alone; `apply_plan` refuses another.
 
     Returns:
         FQN -> style, for `apply_plan`.
@@ -30,7 +34,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     """
     plan = getattr(model, "tp_plan", None) or {}
     if any("*" in pattern for pattern in plan):  # some models have one for their head alone
-        return from_hf_tp_plan(model)
+        return _with_what_it_leaves(model, from_hf_tp_plan(model), tp_size)
     layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
     if blocks:
@@ -53,3 +57,16 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     else:
         hint = "write a plan, or install tp-styles[shard-spec] for its planner"
     raise PlanError(Problem("nothing-recognised", type(model).__name__, found="no block that is known", hint=hint))
+
+
+def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+    if importlib.util.find_spec("shard_spec") is None:
+        return styles
+    from tp_styles.from_plan.convert import styles_of_free_regions
+
+    planned = plan_styles(model, styles, tp_size)
+    free = {left.name for left in planned.left_alone}
+    whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
+    more = styles_of_free_regions(model, tp_size, free)
+    blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in whole)}
+    return styles if blocks else {**styles, **more}

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.rng import tp_rng
 from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.draws import Draws, what_draws
 from tp_styles.runtime.moves import Move, as_dtensor
 from tp_styles.runtime.parameters import computing_parameter, local_parameter
 from tp_styles.spec import Flow, StyleSpec
@@ -230,6 +231,7 @@ class OwnForward(Forward):
         self.kind = type(module)
         owners = {id(owner): owner for owner, _, _ in self.places}
         self.kinds = [(owner, type(owner)) for owner in owners.values()]
+        self.draws = what_draws(module) if spec.shards_randomness else Draws()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with its parameters replaced by local ones for as long as it runs."""
@@ -271,8 +273,8 @@ class OwnForward(Forward):
                 object.__setattr__(owner, "__class__", view)
 
     def randomness(self) -> AbstractContextManager[None]:
-        """Random numbers of its own for each rank, where ranks hold different parts and the module is training."""
-        if self.spec.shards_randomness and self.module.training:
+        """Random numbers of its own for each rank, where ranks hold different parts and something may draw."""
+        if self.draws.now():
             return tp_rng(self.axis.mesh)
         return nullcontext()
 

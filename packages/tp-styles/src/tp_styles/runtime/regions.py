@@ -1,0 +1,165 @@
+"""Random numbers between column-wise and row-wise layers, where each rank works on its own part.
+
+Dropout of attention weights or of hidden channels draws there, often in a function that no style stands on. A mask that
+is the same on every rank would drop the same places of every rank's heads or channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.rng import enter_region, leave_region
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.draws import Draws, what_draws
+
+
+class Region:
+    """Hooks of one module: after its column-wise layers and before a row-wise one, the generator is the rank's own.
+
+    Only there: what draws before, on whole inputs, and after, on whole outputs, draws the same on every rank. Where
+    the module does not call all of its column-wise layers first, nothing is switched.
+
+    Args:
+        axis: Over which ranks.
+        draws: What may draw inside.
+        columns: Names of the column-wise layers.
+    """
+
+    def __init__(self, axis: Axis, draws: Draws, columns: tuple[str, ...]) -> None:
+        self.axis = axis
+        self.draws = draws
+        self.columns = frozenset(columns)
+        self.missing = set(columns)
+        self.outside: torch.Tensor | None = None
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of the module."""
+        self.leave()
+        self.missing = set(self.columns)
+
+    def called(self, name: str) -> None:
+        """A column-wise layer has given its output."""
+        self.missing.discard(name)
+        if not self.missing and self.outside is None and self.draws.now():
+            self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
+
+    def leave(self) -> None:
+        """A row-wise layer is about to start, or the module has ended."""
+        if self.outside is not None:
+            leave_region(self.outside, torch.device(self.axis.mesh.device_type))
+            self.outside = None
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of the module, called after an error, too."""
+        self.leave()
+
+
+class AfterColumns:
+    """Hook of a column-wise layer."""
+
+    def __init__(self, region: Region, name: str) -> None:
+        self.region = region
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The layer has given its output."""
+        self.region.called(self.name)
+
+
+class BeforeRows:
+    """Pre-hook of a row-wise layer."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """The layer is about to start."""
+        self.region.leave()
+
+
+def install_regions(model: nn.Module, plan: TPPlan, axis: Axis) -> list[Callable[[], None]]:
+    """Hooks of all regions of a plan in which something may draw.
+
+    Returns:
+        Functions that take them back.
+    """
+    columns = [found.name for found in plan.modules if _is_column(found)]
+    rows = [found.name for found in plan.modules if _is_row(found)]
+    homes: dict[str, list[str]] = {}
+    for name in columns:
+        home = _home(name, rows)
+        if home is not None:
+            homes.setdefault(home, []).append(name)
+    styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
+    removers: list[Callable[[], None]] = []
+    for home, inside in homes.items():
+        ends = [row for row in rows if _is_below(row, home)]
+        apart = {*inside, *ends, *styled, *(other for other in homes if other != home and _is_below(other, home))}
+        draws = what_draws(model.get_submodule(home), frozenset(model.get_submodule(name) for name in apart))
+        if draws:
+            removers += _install(model, home, _groups(model, inside, ends), ends, draws, axis)
+    return removers
+
+
+def _install(
+    model: nn.Module, home: str, groups: list[list[str]], rows: list[str], draws: Draws, axis: Axis
+) -> list[Callable[[], None]]:
+    module, removers = model.get_submodule(home), []
+    for columns in groups:
+        region = Region(axis, draws, tuple(columns))
+        removers.append(module.register_forward_pre_hook(region.open).remove)
+        removers.append(module.register_forward_hook(region.close, always_call=True).remove)
+        for name in columns:
+            hook = AfterColumns(region, name)
+            removers.append(model.get_submodule(name).register_forward_hook(hook).remove)
+        for name in rows:
+            removers.append(model.get_submodule(name).register_forward_pre_hook(BeforeRows(region)).remove)
+    return removers
+
+
+def _is_column(found: PlannedModule) -> bool:
+    """Whole input, a shard out."""
+    spec = found.spec
+    leaves_shard = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].wanted, Shard)
+    comes_whole = bool(spec.inputs) and not isinstance(spec.inputs[0][1].wanted, Shard)
+    return leaves_shard and comes_whole and bool(spec.parameters)
+
+
+def _is_row(found: PlannedModule) -> bool:
+    """A shard in, a sum out."""
+    spec = found.spec
+    sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].source, Partial)
+    return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].source, Shard)
+
+
+def _home(column: str, rows: list[str]) -> str | None:
+    """The innermost module around a column-wise layer that has a row-wise one, too."""
+    home = column
+    while home:
+        home = home.rpartition(".")[0]
+        if any(_is_below(row, home) for row in rows):
+            return home
+    return None
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return name != parent and (not parent or name.startswith(f"{parent}."))
+
+
+def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:
+    """Columns up to the next row, in the order of registration, where every group has both; else all together."""
+    order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in (*columns, *rows)]
+    groups: list[list[str]] = [[]]
+    for name in order:
+        if name in columns:
+            groups[-1].append(name)
+        elif groups[-1]:
+            groups.append([])
+    complete = not groups[-1] and len(groups) - 1 == len(rows)
+    return groups[:-1] if complete else [list(columns)]
