@@ -191,6 +191,13 @@ MUTATIONS = [
         "test_norms.py::test_clip_is_that_of_one_process",
     ),
     Mutation(
+        "each rank skips a scaled step by its own shards",
+        "scaler.py",
+        "            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)\n",
+        "            pass\n",
+        "test_scaler.py::test_ranks_skip_a_step_together",
+    ),
+    Mutation(
         "an optimizer step between forward and backward goes unseen",
         "view.py",
         "        if leaf._version != version:\n",

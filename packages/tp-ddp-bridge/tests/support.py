@@ -36,6 +36,11 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     ("activation checkpointing, reentrant and not", RIGHT, "test_matrix.py::test_activation_checkpointing"),
     ("autocast", RIGHT, "test_matrix.py::test_autocast"),
+    (
+        "float16 loss scaling with `tp_ddp_bridge.GradScaler`, fused optimizers too",
+        RIGHT,
+        "test_scaler.py::test_ranks_skip_a_step_together",
+    ),
     ("`SequenceParallel`", RIGHT, "test_matrix.py::test_sequence_and_loss_parallel"),
     ("`loss_parallel`", RIGHT, "test_matrix.py::test_sequence_and_loss_parallel"),
     ("a `transformers` model", RIGHT, "test_forward.py::test_a_transformers_model"),
@@ -64,7 +69,7 @@ ROWS: list[tuple[str, str, str]] = [
         "test_views.py::test_submodules_called_directly_and_writes_in_place",
     ),
     ("`torch.func.functional_call` with local parts or DTensors", RIGHT, "test_views.py::test_functional_call"),
-    ("`parametrize`, `weight_norm` before the bridge", RIGHT, "test_views.py::test_weight_norm_and_parametrize"),
+    ("`parametrize` before the bridge", RIGHT, "test_views.py::test_weight_norm_and_parametrize"),
     (
         "`parametrize`, `weight_norm` on a bridged module",
         "refused: `RuntimeError`",

@@ -2,7 +2,7 @@
 
 Values: ``problems``, ``layout``, ``plan``. Planning: ``survey``, ``axes``. Acting: ``transform`` and what it is made of
 (``view_class``, ``view``, ``cache``, ``marks``, ``hooks``, ``stale``, ``loading``, ``optimizers``), ``wrap``,
-``norms``, ``replicas``, ``checkpoint``.
+``norms``, ``scaler``, ``replicas``, ``checkpoint``.
 """
 
 from tp_ddp_bridge.__about__ import __version__
@@ -12,6 +12,7 @@ from tp_ddp_bridge.optimizers import check_optimizer
 from tp_ddp_bridge.plan import BridgePlan, ViewEntry
 from tp_ddp_bridge.problems import PlanError, Problem
 from tp_ddp_bridge.replicas import check_replicas
+from tp_ddp_bridge.scaler import GradScaler
 from tp_ddp_bridge.survey import bridge_plan
 from tp_ddp_bridge.transform import (
     _pre_dp_module_transform,
@@ -32,6 +33,7 @@ __all__ = [
     "bridge_plan",
     "clip_grad_norm_",
     "grad_norm",
+    "GradScaler",
     "check_replicas",
     "check_optimizer",
     "optimizer_state_to_dtensor",

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
 __all__ = [
     "DTensorSpec",
+    "ScalerOfOneProcess",
     "default_axis_order",
     "flatten_axes",
     "foreach_norms",
@@ -138,3 +140,17 @@ def torch_bridge_hooks(hooks: Iterable[Any]) -> bool:
     from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 
     return any(hook is _localize_dtensor or hook is _reconstruct_dtensor for hook in hooks)
+
+
+class ScalerOfOneProcess(torch.amp.GradScaler):
+    """Torch's loss scaler with a say in what it found; ``unscale_`` and the fused optimizers' path both ask here."""
+
+    def share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
+        """Change in place what was found in the gradients of ``optimizer``, one 0-dim float a device."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self.share(optimizer, found)
+        return found

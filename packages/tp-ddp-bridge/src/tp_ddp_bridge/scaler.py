@@ -1,0 +1,56 @@
+"""Loss scaling for float16: ranks that hold different shards skip a step together.
+
+Torch's scaler looks for infinities in the gradients that its own process has. Under tensor parallelism one rank's shard
+can overflow while another's does not: one rank then skips the step, the other takes it, and the model falls apart
+without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._torch_compat import ScalerOfOneProcess
+from tp_ddp_bridge.layout import layout_of
+from tp_ddp_bridge.optimizers import parameters_of
+
+
+class GradScaler(ScalerOfOneProcess):
+    """``torch.amp.GradScaler`` whose verdict is that of all ranks that hold parts of the model.
+
+    Same arguments and use. ``unscale_`` (or ``step``, if that was not called) sends one all-reduce of one number per
+    tensor-parallel group that a parameter of the optimizer is sharded over. Data-parallel ranks have equal gradients
+    already.
+    """
+
+    def share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
+        """Let every rank know whether any rank's shard has an infinity or a NaN.
+
+        Args:
+            optimizer: Whose gradients were looked at; the same parameters on all ranks.
+            found_inf: For each device a 0-dim float, 1.0 if something was found; changed in place.
+        """
+        parameters = list(parameters_of(optimizer))
+        groups = sharded_groups(parameters)
+        if not groups:
+            return
+        device = parameters[0].device
+        verdict = torch.zeros((), device=device)
+        for found in found_inf.values():
+            verdict = torch.maximum(verdict, found.to(device))
+        for group in groups.values():
+            dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
+        for found in found_inf.values():
+            found.copy_(verdict)
+
+
+def sharded_groups(parameters: list[torch.Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Every group that a parameter is sharded over, in the order of parameters and of their mesh's axes."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for parameter in parameters:
+        layout = layout_of(parameter)
+        for axis in () if layout is None else layout.sharded_axes():
+            group = layout.mesh.get_group(axis)  # type: ignore[union-attr]  # no axes without a layout
+            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return groups
