@@ -5,7 +5,9 @@
 
 A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--json FILE` and writes
 `{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares
-against its peers in one interleaved run. A row without a peer's or a floor's figure is an error here.
+against its peers in one interleaved run. A row without a peer's or a floor's figure is an error here. It may add
+`"curves": [{"name": str, "title": str, "x": str, "y": str, "series": {label: [[x, y], ...]}}, ...]`, of at least two
+series, which are drawn on logarithmic axes.
 """
 
 from __future__ import annotations
@@ -56,6 +58,9 @@ def run(script: Path) -> dict[str, Any]:
     bare = [row["what"] for row in result["rows"] if not row.get("peer")]
     if bare:
         raise SystemExit(f"bench: {script.name} has rows without a peer: {', '.join(bare)}")
+    lonely = [curve["name"] for curve in result.get("curves", ()) if len(curve["series"]) < 2]
+    if lonely:
+        raise SystemExit(f"bench: {script.name} has curves without a peer: {', '.join(lonely)}")
     return result
 
 
@@ -72,19 +77,41 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def draw(name: str, curve: dict[str, Any]) -> str:
+    """Draw one plot beside the page; returns the line that shows it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "shardworks"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for (label, points), marker in zip(curve["series"].items(), "osD^vP*X" * 4, strict=False):
+        axes.loglog(*zip(*points, strict=True), marker=marker, label=label)
+    axes.set(title=curve["title"], xlabel=curve["x"], ylabel=curve["y"])
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend()
+    file = f"{name}-{curve['name']}.svg"
+    figure.savefig(OUT / file, metadata={"Date": None})
+    pyplot.close(figure)
+    return f"![{curve['title']}]({file})\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package", nargs="*")
     arguments = parser.parse_args()
     pages: dict[str, list[str]] = {}
+    OUT.mkdir(parents=True, exist_ok=True)
     for name, script in scripts(arguments.package):
         print(f"bench: {script.relative_to(repo.ROOT)}", flush=True)
-        pages.setdefault(name, []).append(table(run(script)))
+        result = run(script)
+        plots = [draw(name, curve) for curve in result.get("curves", ())]
+        pages.setdefault(name, []).append("\n".join([table(result), *plots]))
     for name, tables in pages.items():
         head = (
             f"# Benchmarks of {name}\n\n{machine()}; {date.today().isoformat()}. Repeat: `nox -s bench -- {name}`.\n\n"
         )
-        OUT.mkdir(parents=True, exist_ok=True)
         (OUT / f"{name}.md").write_text(head + "\n".join(tables))
         print(head + "\n".join(tables))
     return 0
