@@ -154,6 +154,13 @@ def test_faults_of_layouts_and_modules(ranks: Ranks) -> None:
     for name in ("in_proj_weight", "out_proj.weight"):
         plan = ShardingPlan({name: spec})
         refused(ranks, attention, lambda p=plan: shard_module(attention, p), "module-not-shardable")  # type: ignore[misc]  # mypy cannot type the default
+    for parametrized in (
+        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    ):
+        for name in ("bias", "parametrizations.weight.original*"):
+            plan = ShardingPlan({name: spec})
+            refused(ranks, parametrized, lambda m=parametrized, p=plan: shard_module(m, p), "module-not-shardable")  # type: ignore[misc]  # as above
     sparse = nn.Embedding(9, 4, sparse=True)
     refused(ranks, sparse, lambda: shard_parameter(sparse, "weight", spec), "option-not-shardable")
     unplanned = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 9))

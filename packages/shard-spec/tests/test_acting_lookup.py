@@ -188,4 +188,6 @@ def test_wrong_ids_raise_on_every_rank(ranks: Ranks) -> None:
         assert len(set(ranks.gather(str(error.value)))) == 1
     with pytest.raises(PlanError, match="grad mode"), torch.set_grad_enabled(ranks.rank == 0):
         model[0](torch.tensor([1]))
+    with pytest.raises(PlanError, match="autocast"), torch.autocast(ranks.device.type, enabled=ranks.rank == 0):
+        model[0](torch.tensor([1]))
     assert model[0](torch.tensor([1, 2])).shape == (2, 4)

@@ -19,6 +19,7 @@ from shard_spec.problems import PlanError, Problem
 
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims
+_HEAD = 3  # whether something is wrong, grad mode, autocast
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,16 @@ def exchange_facts(
 
     Raises:
         PlanError: ``bad-batch`` on every rank: some rank found a problem, dtypes or trailing dims differ, a tensor is
-            missing on some ranks, or grad modes differ.
+            missing on some ranks, or grad modes or autocast differ.
     """
-    line = [int(bool(problem)), int(torch.is_grad_enabled())]
+    given = next(tensor for tensor in tensors if tensor is not None)
+    line = [int(bool(problem)), int(torch.is_grad_enabled()), _autocast(given.device.type)]
     for tensor in tensors:
         line += _encode(tensor)
-    given = next(tensor for tensor in tensors if tensor is not None)
     table = _all_gather_line(line, group, given.device)
     inputs = tuple(
-        tuple(_decode(row[2 + at * _FIELDS : 2 + (at + 1) * _FIELDS]) for at in range(len(tensors))) for row in table
+        tuple(_decode(row[_HEAD + at * _FIELDS : _HEAD + (at + 1) * _FIELDS]) for at in range(len(tensors)))
+        for row in table
     )
     wrong = [rank for rank, row in enumerate(table) if row[0]]
     if wrong:
@@ -87,6 +89,9 @@ def exchange_facts(
     if len({row[1] for row in table}) > 1:
         modes = [bool(row[1]) for row in table]
         raise PlanError(_bad(name, f"grad mode by rank: {modes}", "use no_grad on every rank or on none"))
+    if len({row[2] for row in table}) > 1:
+        casts = [None if row[2] < 0 else str(_dtypes()[row[2]]).removeprefix("torch.") for row in table]
+        raise PlanError(_bad(name, f"autocast by rank: {casts}", "use autocast alike on every rank or on none"))
     for at in range(len(tensors)):
         kinds = {None if facts[at] is None else (facts[at].dtype, facts[at].shape[1:]) for facts in inputs}  # type: ignore[union-attr]  # None is handled first
         if len(kinds) > 1:
@@ -108,6 +113,13 @@ def _bad(name: str, found: str, hint: str) -> Problem:
 def _dtypes() -> tuple[torch.dtype, ...]:
     found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return tuple(sorted(found, key=str))
+
+
+def _autocast(device_type: str) -> int:
+    """The dtype that autocast computes in, as a number; -1 without autocast."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return -1
+    return _dtypes().index(torch.get_autocast_dtype(device_type))
 
 
 def _encode(tensor: torch.Tensor | None) -> list[int]:

@@ -40,6 +40,8 @@ def reader_problem(root: nn.Module, path: str, name: str, fqn: str) -> Problem |
     """
     module = root.get_submodule(path)
     forward = forward_for(module)
+    if forward is not None and "weight" not in module._parameters:
+        return _problem(fqn, f"the weight of this {type(module).__name__} is computed, by a parametrization or a hook")
     if forward is not None and name in forward.tensors:
         parent = _parent(root, path)
         if isinstance(parent, nn.MultiheadAttention):
