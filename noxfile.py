@@ -213,6 +213,17 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def multi_node(session: nox.Session) -> None:
+    """The launch files on two hosts made of this machine; a host cut off; going on with fewer ranks."""
+    house = wheelhouse.build_current(PACKAGES)
+    _install(session, house, TORCH, "numpy", "matplotlib", "pyyaml", *PACKAGES)
+    session.install("pytest")
+    session.chdir("docs/howto/multi-node")
+    command = ("python", "-m", "pytest", "-c", "pytest.ini", *session.posargs)
+    session.run(*command, env=RANK_ENV)
+
+
+@nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Every package's benchmarks, side by side with their peers; tables and plots into docs/benchmarks."""
     extras = ["matplotlib", "rich", "highspy", "transformers>=5,<6", "safetensors"]

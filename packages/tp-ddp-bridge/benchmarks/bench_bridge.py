@@ -80,6 +80,7 @@ def _rank(rank: int, folder: str, sizes: list[int], repeats: int, results: Any) 
     rows = []
     for size in sizes:
         rows += _steps(mesh, size, max(5, repeats if size < 500 else repeats // 3))
+    rows += _collectives(mesh, 100)
     rows += _optimizer_steps(mesh, 100, repeats)
     rows += _clipping(mesh, 100, repeats)
     if rank == 0:
@@ -234,6 +235,38 @@ def _step(model: Any, reduce: Callable[[], None], x: torch.Tensor) -> Callable[[
         reduce()
 
     return step
+
+
+def _plain_ddp(mesh: Any, tensors: int) -> tuple[Any, Callable[[], None]]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = nn.Sequential(*(Block() for _ in range(tensors // 4)))
+    return DistributedDataParallel(model, process_group=mesh["dp"].get_group()), _nothing
+
+
+def _collectives(mesh: Any, tensors: int) -> list[dict[str, str]]:
+    """All-reduces of a step as the profiler counts them; those of tensor parallelism are in `by hand` too."""
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.randn(BATCH, WIDTH)
+    counts = {}
+    for name, make in {"bridge": _bridge, "hand": _by_hand, "plain": _plain_ddp}.items():
+        step = _step(*make(mesh, tensors), x)
+        for _ in range(3):  # DDP arranges its buckets anew after the first
+            step()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            step()
+        counts[name] = sum(event.count for event in seen.key_averages() if event.key == "c10d::allreduce_")
+    data = counts["bridge"] - (counts["hand"] - 1)  # by hand sends one bucket
+    return [
+        _row(
+            f"{tensors} tensors: all-reduces over the data axis per step",
+            "as plain DDP",
+            str(data),
+            f"plain DDP {counts['plain']}, by hand 1; with tensor parallelism's {counts['bridge']}, "
+            f"by hand {counts['hand']}",
+        )
+    ]
 
 
 def _optimizer_steps(mesh: Any, tensors: int, repeats: int) -> list[dict[str, str]]:
