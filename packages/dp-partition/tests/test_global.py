@@ -86,6 +86,24 @@ def test_rows_that_see_each_other(ranks: Ranks, make: type[nn.Module]) -> None:
     models.compare_with_one_device(ranks, loss_step, make, ADAMW, models.vectors, style=style, semantics="global")
 
 
+def penalty_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+    loss: Any = model(x).square().mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    total: Any = loss + torch.stack([grad.square().sum() for grad in grads]).sum()
+    total.backward()
+    optim.step()
+    optim.zero_grad()
+    return total
+
+
+# A tag whose derivative autograd does not know would drop the penalty.
+@pytest.mark.ranks(2)
+def test_second_derivatives(ranks: Ranks) -> None:
+    models.compare_with_one_device(
+        ranks, penalty_step, models.mlp, ADAMW, models.vectors, style="replicate", semantics="global"
+    )
+
+
 @pytest.mark.ranks(2)
 def test_batch_statistics_are_those_of_the_whole_batch(ranks: Ranks) -> None:
     step = models.compare_with_one_device(

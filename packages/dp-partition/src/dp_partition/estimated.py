@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
+from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.subject import find_subject
 from dp_partition.imagined import Stand, imagined_mesh, stand_in_arguments, standing_in
 from dp_partition.link import Link, Machine
@@ -177,6 +178,8 @@ def estimate(
     """
     _check_request(world, rank, device, settings)
     shown = Progress(progress)
+    given = find_subject(train_step, args, {})
+    check_traceable(given)
     stand = Stand(device)
     shown.begin("tracing")
     arguments = stand_in_arguments(stand, args)

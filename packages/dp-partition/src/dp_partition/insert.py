@@ -17,6 +17,7 @@ from dp_partition._torch_compat import pytree
 from dp_partition.bucket import Traffic, arrange
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, local_shape
+from dp_partition.fused import lay_out_alike
 from dp_partition.ops import aten, is_random, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
@@ -224,6 +225,7 @@ def partition_for_rank(module: GraphModule, world: int, rank: int, group: str, t
     """Turn a marked graph into the graph of ``rank``, in place, and arrange its communication."""
     inserter = Inserter(module, world, rank, group)
     inserter.run()
+    lay_out_alike(module.graph)
     arrange(module.graph, inserter.moves, inserter.mover, traffic)
     erase_tags(module.graph)
     module.graph.lint()

@@ -99,6 +99,7 @@ class _Walk:
         self.problems: list[Problem] = []
         tags = [position for position, node in enumerate(graph.nodes) if is_gradient(node)]
         self.last_tag = max(tags, default=-1)
+        self.from_gradient: dict[fx.Node, str] = {}  # what depends on a gradient -> whose
 
     def visit(self, position: int, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -120,6 +121,10 @@ class _Walk:
             self.visit_call(position, node)
         if is_gradient(node):
             self.tag(node)
+        elif self.local and node.op == "call_function":
+            for source in node.all_input_nodes:
+                if source in self.from_gradient:
+                    self.from_gradient[node] = self.from_gradient[source]
 
     def at(self, node: fx.Node) -> State:
         return self.states.get(node)
@@ -160,6 +165,17 @@ class _Walk:
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
         if isinstance(self.states[node], PerRank):
             self.states[node] = self.plans[node].output = AVG
+        if self.local:
+            self.refuse_second_derivative(node)
+
+    def refuse_second_derivative(self, node: fx.Node) -> None:
+        """A gradient of a loss that depends on a gradient: the ranks' own was meant, and the average was taken."""
+        earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
+        if earlier:
+            hint = 'use semantics="global", which takes every derivative of the loss over all rows'
+            found = f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}"
+            self.complain("second-derivative", node, found, hint)
+        self.from_gradient[node] = gradient_name(node)
 
     def visit_python(self, node: fx.Node) -> None:
         """``getitem`` of a list, or arithmetic on scalars."""

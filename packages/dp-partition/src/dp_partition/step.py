@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from dp_partition._torch_compat import pytree
 from dp_partition.binding import Binding, as_dtensor, local_of
 from dp_partition.bucket import Traffic
+from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.hypers import find_hypers, static_signature
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import fill_result
@@ -89,6 +90,7 @@ class Step:
         subject = find_subject(self.function, args, kwargs)
         if self.share is not None:
             return self.start_shared(self.share.bound(), subject, args, kwargs)
+        check_traceable(subject)
         plan = self.plan_for(subject, self.mesh.size())
         program = self.build(subject, plan, args, kwargs)
         binding = Binding(subject, plan, self.mesh)
@@ -169,7 +171,8 @@ class Step:
         trained = tuple(p.requires_grad for p in subject.params.values())
         signature = static_signature(subject.optimizers)
         autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-        return tuple(map(_leaf_key, leaves)), spec, training, states, trained, signature, autocast
+        constants = (signature, autocast, subject.attributes())
+        return tuple(map(_leaf_key, leaves)), spec, training, states, trained, constants
 
     def check_subject(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""

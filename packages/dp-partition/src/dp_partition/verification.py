@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition._torch_compat import pytree
 from dp_partition.binding import local_of
+from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.capture.trace import Capture, Input
@@ -94,6 +95,8 @@ def _add(one: Verified, other: Verified) -> Verified:
 
 def _verify_world(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Verified:
     subject = find_subject(step.function, args, kwargs)
+    if step.binding is None:
+        check_traceable(subject)
     plan = step.plan_for(subject, world)
     capture = capture_single_device(step.function, args, kwargs, subject, plan, step.batch_dim, step.accumulate)
     return verify_capture(step, capture, plan, input_values(step, capture, subject, args, kwargs, world))

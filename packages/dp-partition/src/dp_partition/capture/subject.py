@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
+from dp_partition.capture.attributes import Attributes
 from dp_partition.problems import PlanError, Problem
 
 
@@ -32,6 +33,13 @@ class Subject:
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    _attributes: Attributes | None = None
+
+    def attributes(self) -> tuple[Any, ...]:
+        """Plain Python values that the modules keep beside their tensors: constants of a trace."""
+        if self._attributes is None:
+            self._attributes = Attributes(self.modules)
+        return self._attributes.read()
 
     def slots(self) -> Iterator[tuple[str, nn.Module, str, bool]]:
         """Every place a tensor is registered in: ``(fqn, owner module, attribute, is it a parameter)``."""

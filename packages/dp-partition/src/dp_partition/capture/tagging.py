@@ -40,9 +40,22 @@ def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
             handle.remove()
 
 
+class _DifferentiableTag(torch.autograd.Function):
+    """The tag on a gradient that is differentiated again: the identity, whose derivative is the identity."""
+
+    @staticmethod
+    def forward(context: Any, grad: torch.Tensor, name: str) -> torch.Tensor:
+        return TAG_GRAD(grad, name)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
 def _tagger(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     def tag(grad: torch.Tensor) -> torch.Tensor:
-        tagged: torch.Tensor = TAG_GRAD(grad, name)
+        apply: Any = _DifferentiableTag.apply
+        tagged: torch.Tensor = apply(grad, name) if grad.requires_grad else TAG_GRAD(grad, name)
         return tagged
 
     return tag

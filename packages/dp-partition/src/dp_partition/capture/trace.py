@@ -21,11 +21,12 @@ from dp_partition._torch_compat import (
     symbolic_scalar,
     without_onednn,
 )
+from dp_partition.capture.attributes import attributes_kept
 from dp_partition.capture.hypers import Hyper, find_hypers
 from dp_partition.capture.phases import Phases, mark_phases
 from dp_partition.capture.states import initial_state
 from dp_partition.capture.subject import Subject
-from dp_partition.capture.tagging import gradients_tagging
+from dp_partition.capture.tagging import TAG_GRAD, gradients_tagging
 from dp_partition.problems import PlanError, Problem
 
 
@@ -136,7 +137,7 @@ def trace_step(
             return _collect_outputs(result, subject, fakes, phases, record)
 
     try:
-        with mode, _recurrent_layers_taken_apart(subject):
+        with attributes_kept(subject.modules), mode, _recurrent_layers_taken_apart(subject):
             module = make_fx(body)(*flat)
     except PlanError:
         raise
@@ -157,6 +158,7 @@ def trace_step(
         record["symbols"],
     )
     _check_constants(module)
+    _check_gradients(module)
     return capture
 
 
@@ -394,6 +396,18 @@ def _name_placeholders(module: fx.GraphModule, inputs: list[Input], groups: dict
         node.meta["input"] = entry
         if entry.kind == "param" and entry.name in groups:
             node.meta["group"] = groups[entry.name]
+
+
+def _check_gradients(module: fx.GraphModule) -> None:
+    """Gradients that no bucket can hold are refused."""
+    problems = []
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.target is TAG_GRAD and isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            hint = "use dense gradients (sparse=False)"
+            problems.append(Problem("sparse-gradient", str(node.args[1]), found=f"{value.layout}", hint=hint))
+    if problems:
+        raise PlanError(problems)
 
 
 def _check_constants(module: fx.GraphModule) -> None:

@@ -1,0 +1,86 @@
+"""Steps off the beaten track: right in every style or refused by name. All steps in all styles: ODD_ALL=1."""
+
+from __future__ import annotations
+
+import os
+
+import dp_odd
+import dp_partition as dp
+import pytest
+import torch
+from dp_odd import ODD
+from ranktest import Ranks
+from torch import nn
+
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+# Two markers cannot stand for parameters that one call updates twice; the error says which style can.
+ALSO_REFUSED = {("two updates", "zero1"), ("two updates", "zero2")}
+
+
+def chosen(style: str) -> list[str]:
+    """Each step in one style, in turn; with ODD_ALL set, each in all."""
+    names = list(ODD)
+    if os.environ.get("ODD_ALL"):
+        return names
+    return [name for index, name in enumerate(names) if STYLES[index % len(STYLES)] == style]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", STYLES)
+def test_right_or_refused(ranks: Ranks, style: str) -> None:
+    results = {name: dp_odd.run_odd(ranks, ODD[name], style) for name in chosen(style)}
+    for name, result in results.items():
+        wanted = ODD[name].refused
+        if wanted:
+            assert result == f"refused: {wanted}", name
+        elif (name, style) in ALSO_REFUSED:
+            assert result.startswith("refused"), name
+        else:
+            assert not result.startswith("refused"), (name, result)
+    assert len(results) >= 9
+
+
+class Warm(nn.Module):
+    """Has a plain number that the user changes between calls, and a cache that forward fills in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.temperature = nn.Linear(8, 8), 1.0
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x) / self.temperature
+        self.last = out
+        return out
+
+
+@pytest.mark.ranks(2)
+def test_a_number_in_an_attribute_is_part_of_the_trace(ranks: Ranks) -> None:
+    """The original keeps the number of its only trace."""
+    torch.manual_seed(0)
+    model = Warm().to(ranks.device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = dp.compile(dp_odd.plain, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    x, y = torch.ones(4, 8, device=ranks.device), torch.zeros(4, 8, device=ranks.device)
+    losses = []
+    for temperature, traces in [(1.0, 1), (2.0, 2), (1.0, 2)]:
+        model.temperature = temperature
+        losses.append(step(model, optim, x, y).item())
+        assert step.num_traces == traces
+        assert model.last is None, "a trace leaves nothing behind"
+    assert losses[0] == losses[2] == pytest.approx(4 * losses[1], rel=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_distributed_already_is_refused(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = dp_odd.mlp().to(ranks.device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 8, device=ranks.device)
+    dp.compile(dp_odd.plain, mesh=mesh, style="fully_shard")(model, optim, x, x)
+    with pytest.raises(dp.PlanError, match="already-parallel") as caught:
+        dp.compile(dp_odd.plain, mesh=mesh)(model, optim, x, x)
+    assert len(caught.value.problems) == 4
+    wrapped = nn.parallel.DistributedDataParallel(dp_odd.mlp().to(ranks.device))
+    with pytest.raises(dp.PlanError, match="already-parallel"):
+        dp.compile(dp_odd.plain, mesh=mesh)(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), x, x)
