@@ -1,6 +1,7 @@
-"""The long runs behind the tests' samples: random layout pairs in one process, and broken safetensors files.
+"""The long runs behind the tests' samples: random layout pairs, programs on odd tensors, broken safetensors files.
 
-    python packages/shard-reshard/benchmarks/grids.py [--pairs 10000] [--files 20000] [--markdown FILE]
+    python packages/shard-reshard/benchmarks/grids.py [--pairs 10000] [--programs 12000] [--files 20000]
+        [--markdown FILE]
 
 The tests of the package walk the same code on smaller samples. Exits with an error at the first wrong result.
 """
@@ -17,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 
 def main() -> None:
-    """Run both grids and say what was run."""
+    """Run the grids and say what was run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=10_000)
+    parser.add_argument("--programs", type=int, default=12_000)
     parser.add_argument("--files", type=int, default=20_000)
     parser.add_argument("--markdown", metavar="FILE")
     arguments = parser.parse_args()
@@ -31,6 +33,7 @@ def main() -> None:
         "| what | how many | seconds |",
         "|---|---|---|",
         _pairs(arguments.pairs),
+        _programs(arguments.programs),
         _files(arguments.files),
     ]
     text = "\n".join(lines) + "\n"
@@ -51,6 +54,19 @@ def _pairs(count: int) -> str:
         f"{counts.most_rounds} rounds"
     )
     return f"| {about} | {counts.pairs} | {time.perf_counter() - begin:.0f} |"
+
+
+def _programs(count: int) -> str:
+    from random_moves import check_programs
+
+    begin = time.perf_counter()
+    counts = check_programs(count, seed=1)
+    often = ", ".join(f"{kind} {times}" for kind, times in sorted(counts.odd.items()))
+    about = (
+        f"programs of one to three random plans ({counts.plans} plans) on 1 to 5 ranks, {counts.elements} elements "
+        f"compared byte for byte, {counts.guards} bytes beside strided destinations found untouched; how often: {often}"
+    )
+    return f"| {about} | {counts.programs} | {time.perf_counter() - begin:.0f} |"
 
 
 def _files(count: int) -> str:

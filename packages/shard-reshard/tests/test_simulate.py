@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
+from random_moves import check_programs
 from random_pairs import check_pairs
 from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
 from shard_reshard.bind import bind
+from shard_reshard.dtypes import ITEMSIZES
 from shard_reshard.plan import make_plan
 
 NUM_PAIRS = 800
@@ -22,6 +24,18 @@ def test_random_pairs() -> None:
     assert counts.elements > 10 * NUM_PAIRS
     assert counts.bounded > NUM_PAIRS // 5
     assert counts.in_rounds > NUM_PAIRS // 40
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_random_programs_on_odd_tensors() -> None:
+    # benchmarks/grids.py runs 12,000. Every dtype, odd strides on both sides, casts, sums, fused plans.
+    counts = check_programs(250, seed=0)
+    assert counts.plans > counts.programs == 250
+    assert counts.elements > 5_000
+    assert counts.guards > 10_000
+    assert set(ITEMSIZES) <= set(counts.odd)
+    kinds = ["fused", "expanded", "negated", "conjugated", "turned destination", "cast", "pending", "partial product"]
+    assert min(counts.odd[kind] for kind in (*kinds, "0-dim", "no elements")) > 2
 
 
 def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:

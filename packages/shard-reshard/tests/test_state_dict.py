@@ -183,7 +183,7 @@ def test_out_in_another_dtype_and_a_loop(ranks: Ranks) -> None:
         with ranks.record() as log:
             reshard_state_dict(state, {"w": "rank 1"}, out=out, version=step)
         if step:
-            assert list(log.ops) == ["all_gather", "all_to_all"]  # one row of 41 bytes, and the data
+            assert list(log.ops) == ["all_gather", "all_to_all"]  # one row of 42 bytes, and the data
         if ranks.rank == 1:
             assert torch.equal(out["w"], full.to(torch.bfloat16))
             assert state_version(out) == step

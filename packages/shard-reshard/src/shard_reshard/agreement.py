@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
-from shard_reshard.members import Members, message_device
+from shard_reshard.members import Members
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.rows import Topic, exchange_rows
 
 CHECKS = ("first", "always")
 
+_TOLD = "shard_reshard_all_ranks_raise_it"  # attribute of an error
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
@@ -44,17 +45,30 @@ def agree(members: Members, facts: str, problems: Sequence[Problem], check: str 
         if problems:
             raise PlanError(problems)  # the others are past comparing
         return
-    mine = torch.tensor([len(problems) > 0, *digest.digest()], dtype=torch.uint8, device=message_device(members.group))
-    everyone = [torch.empty_like(mine) for _ in range(members.size)]
-    dist.all_gather(everyone, mine, group=members.group)
-    rows = [row.tolist() for row in everyone]
-    if all(row == rows[0] for row in rows) and not rows[0][0]:
+    rows = exchange_rows(members, Topic.CALL, bytes([len(problems) > 0]) + digest.digest())()
+    if rows is not None and len(set(rows)) == 1 and not rows[0][0]:
         agreed.add(digest.hexdigest())
         return
-    _raise_together(members, facts, problems)
+    raise_together(members, facts, problems)
 
 
-def _raise_together(members: Members, facts: str, problems: Sequence[Problem]) -> None:
+def tell(members: Members, error: Exception) -> NoReturn:
+    """Raise ``error`` on all ranks, which wait for this one's row; or as it is, where all have raised it already."""
+    if not getattr(error, _TOLD, False):
+        agree(members, "", problems_of(error), "always")
+    raise error
+
+
+def problems_of(error: Exception) -> tuple[Problem, ...]:
+    """An error as problems that other ranks can be told: whatever keeps one rank from going on must stop them all."""
+    if isinstance(error, PlanError):
+        return error.problems
+    found = f"{type(error).__name__}: {error}"
+    return (Problem("bad-argument", found=found, hint="see the error that this one was raised after"),)
+
+
+def raise_together(members: Members, facts: str, problems: Sequence[Problem]) -> NoReturn:
+    """Raise one error on all ranks, with the problems of each and what each said; every member calls this."""
     said: list[Any] = [None] * members.size
     dist.all_gather_object(said, (facts, tuple(problems)), group=members.group)
     found: list[Problem] = []
@@ -70,4 +84,6 @@ def _raise_together(members: Members, facts: str, problems: Sequence[Problem]) -
             who = f"ranks {', '.join(map(str, ranks))} say {text}"
             hint = "call with the same shape, dtype, layouts and options on every rank of the group"
             found.append(Problem("ranks-disagree", found=who, hint=hint))
-    raise PlanError(found, "nothing was moved: found before the exchange, the same on every rank")
+    error = PlanError(found, "nothing was moved: found before the exchange, the same on every rank")
+    setattr(error, _TOLD, True)
+    raise error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_reshard.agreement import agree
+from shard_reshard.agreement import agree, problems_of
 from shard_reshard.bind import LayoutLike
 from shard_reshard.load_plan import LoadPlan, Read, plan_load
 from shard_reshard.members import Members, members_of
@@ -123,11 +123,13 @@ def _agreed_load(
     problems: list[Problem] = []
     facts = facts_of({}, targets, {}, {}, members)
     listed: list[tuple[str, int, tuple[int, ...]]] = []
+    asked = ""
     try:
         listed = _listed(files)
         problems += _stranger_problems(listed, members)
-    except PlanError as error:
-        problems += error.problems
+        asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
+    except Exception as error:
+        problems += problems_of(error)
     tables: list[FileTable] = []
     for at, (path, _, readers) in enumerate(listed):
         if readers == (members.rank,) or (not readers and at % members.size == members.rank):
@@ -135,15 +137,14 @@ def _agreed_load(
                 tables.append(file_table(path))
             except PlanError as error:
                 problems += error.problems
-    asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
     agree(members, f"a load of {asked}", [*problems, *facts.problems], "always")
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, (tables, facts.outs), group=members.group)
     plan, problems = None, []
     try:
         plan = _planned(members, listed, everyone, dst_layouts, stored_as, shapes, key_map, bucket_bytes, strict)
-    except PlanError as error:
-        problems += error.problems
+    except Exception as error:  # layouts may be a function of the caller's
+        problems += problems_of(error)
     agree(members, plan.digest if plan is not None else "", problems, "always")
     assert plan is not None
     return plan
@@ -230,8 +231,8 @@ def _read_and_move(
             if name not in held:
                 try:
                     held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device)
-                except PlanError as error:
-                    problems += error.problems
+                except Exception as error:
+                    problems += problems_of(error)
         agree(members, f"bucket {number} of load {plan.digest}", problems, "always")
         sources = [tensor for at in bucket for tensor in held[moves[at].source]]
         outs = [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]]

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from shard_reshard.plan import ReshardPlan
-from shard_reshard.problems import Problem
+from shard_reshard.problems import PlanError, Problem
 
 Shards = torch.Tensor | Sequence[torch.Tensor] | None
 
 
 def as_list(shards: Shards) -> list[torch.Tensor]:
-    """Local tensors as a list, however few there are."""
+    """Local tensors as a list, however few there are.
+
+    Raises:
+        PlanError: ``not-a-tensor``.
+    """
     if shards is None:
         return []
-    return [shards] if isinstance(shards, torch.Tensor) else list(shards)
+    if isinstance(shards, torch.Tensor):
+        return [shards]
+    given: Any = shards  # whatever the caller has passed
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    for value in listed:
+        if not isinstance(value, torch.Tensor):
+            hint = "pass a tensor, a list of tensors for several boxes, or None"
+            raise PlanError(Problem("not-a-tensor", found=f"a {type(value).__qualname__}", hint=hint))
+    return listed
 
 
 def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shards:
@@ -45,6 +58,9 @@ def local_problems(plan: ReshardPlan, rank: int, tensors: Sequence[torch.Tensor]
             found = f"{tensor.dtype}, the plan is for {dtype}"
             hint = "plan for this dtype, or pass dtype= to cast on the way"
             problems.append(Problem("local-dtype", which, found=found, hint=hint))
+        if hasattr(tensor, "device_mesh"):
+            hint = "pass its to_local(), or use redistribute()"
+            problems.append(Problem("local-layout", which, found="a DTensor", hint=hint))
         if tensor.layout != torch.strided:
             found = f"a {tensor.layout} tensor"
             problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))

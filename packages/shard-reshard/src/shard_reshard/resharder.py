@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from shard_spec import Layout
 
-from shard_reshard.agreement import agree
+from shard_reshard.agreement import problems_of, raise_together, tell
 from shard_reshard.bind import LayoutLike, OnRank, bind
 from shard_reshard.bound import BoundLayout
 from shard_reshard.compiled import exchange, operator_key
 from shard_reshard.differentiable import differentiable_start, gradient_problems
 from shard_reshard.dtypes import ITEMSIZES, dtype_name
 from shard_reshard.local_tensors import Shards, as_list, as_result
-from shard_reshard.members import Members, members_of, message_device
+from shard_reshard.members import Members, members_of
 from shard_reshard.mover import Mover, ReshardWork
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.planner import bind_both, cached_plan
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.rows import Topic, exchange_rows
 
 
 def reshard(
@@ -66,12 +67,11 @@ def reshard(
         operator = _operator_for(first.dtype, src, dst, size, group, dtype, max_workspace_bytes, check)
         return _compiled_move(operator, tensor, out, async_op)
     members = members_of(group)
-    tensor, src, shape = _unwrapped(tensor, src, shape)
     try:
+        tensor, src, shape = _unwrapped(tensor, src, shape)
         mover = _mover_for(members, as_list(tensor), src, dst, shape, as_list(out), dtype, max_workspace_bytes, check)
-    except PlanError as error:
-        agree(members, "", error.problems, "always")  # the others are told; all raise
-        raise
+    except Exception as error:
+        tell(members, error)
     return _move(mover, tensor, out, async_op)
 
 
@@ -107,14 +107,19 @@ class Resharder:
 def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     """One checked call."""
     src_shapes, dst_shapes = mover.local_shapes
-    given = as_list(tensor)
-    # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
-    sources = [] if not src_shapes and len(given) == 1 and given[0].numel() == 0 else given
-    outs = None if out is None else as_list(out)
-    problems = mover.problems([sources], None if outs is None else [outs])
-    grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-    if grad:
-        problems += gradient_problems(mover, outs is not None)
+    given: list[torch.Tensor] = []
+    sources, outs, grad = given, None, False
+    try:
+        given = as_list(tensor)
+        outs = None if out is None else as_list(out)
+        # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
+        sources = [] if not src_shapes and len(given) == 1 and given[0].numel() == 0 else given
+        problems = mover.problems([sources], None if outs is None else [outs])
+        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if grad:
+            problems += gradient_problems(mover, outs is not None)
+    except Exception as error:
+        problems = list(problems_of(error))
     mover.agree(problems, mover.device(given, outs or ()), " with gradients" if grad else "")
     if grad:
         results, finish = differentiable_start(mover, given, async_op)
@@ -234,10 +239,10 @@ def _dtypes(
     # Some rank has nothing to tell the dtype from: those that have tell it.
     names = sorted(ITEMSIZES)
     mine = [names.index(dtype_name(found[0].dtype)) if found else 255 for found in (given, out)]
-    row = torch.tensor(mine, dtype=torch.uint8, device=message_device(members.group))
-    rows = [torch.empty_like(row) for _ in range(members.size)]
-    dist.all_gather(rows, row, group=members.group)
-    told = [[code for code in column if code != 255] for column in zip(*(row.tolist() for row in rows), strict=True)]
+    rows = exchange_rows(members, Topic.DTYPES, bytes(mine))()
+    if rows is None:
+        raise_together(members, f"a tensor {'of unknown' if shape is None else f'of {shape} from'} {src}", ())
+    told = [[row[at] for row in rows if row[at] != 255] for at in range(2)]
     own = mine[0] if mine[0] != 255 else told[0][0] if told[0] else None
     if own is None:
         hint = "the ranks of the source layout pass their local tensors"

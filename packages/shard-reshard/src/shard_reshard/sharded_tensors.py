@@ -7,6 +7,7 @@ from typing import Any
 from shard_spec.specs import as_spec, from_torch, to_torch
 
 from shard_reshard import _torch_compat
+from shard_reshard.agreement import tell
 from shard_reshard.bound import BoxBound
 from shard_reshard.local_tensors import as_list
 from shard_reshard.members import members_of
@@ -33,12 +34,12 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     if not _torch_compat.is_sharded_tensor(st):
         hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
         raise PlanError(Problem("not-a-sharded-tensor", "st", found=type(st).__qualname__, hint=hint))
+    metadata, group = _torch_compat.sharded_tensor_parts(st)
+    members = members_of(group)
     wanted = as_spec(spec)
     if wanted is None:
         hint = "a chunk or enumerable spec, of shard-spec or torch"
-        raise PlanError(Problem("unknown-spec", "spec", found=repr(spec), hint=hint))
-    metadata, group = _torch_compat.sharded_tensor_parts(st)
-    members = members_of(group)
+        tell(members, PlanError(Problem("unknown-spec", "spec", found=repr(spec), hint=hint)))
     shape = tuple(metadata.size)
     # What lies where is in the tensor's metadata, whatever spec it was made from.
     boxes: dict[int, list[Any]] = {}

@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shard_reshard.agreement import agree
-from shard_reshard.members import Members, message_device
+from shard_reshard.agreement import agree, problems_of, raise_together
+from shard_reshard.members import Members
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.rows import Topic, exchange_rows
 from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, StateDictPlan, plan_state_dict
 
 _MAX_PLANS = 16
@@ -34,7 +35,9 @@ def agreed_plan(
     """The plan for what all ranks know. Facts travel only when a rank's have changed; a digest of them always."""
     asked = repr(sorted((key_map or {}).items())) + repr((bucket_bytes, strict)) + _layouts_text(dst_layouts)
     digest = hashlib.sha256(pickle.dumps((facts, asked), protocol=4)).digest()
-    rows = gather_rows(members, digest + version_row(version))()
+    rows = exchange_rows(members, Topic.STATE_DICT, digest + version_row(version))()
+    if rows is None:
+        raise_together(members, f"a state dict of {sorted(facts.sources)}", ())
     stamp = agreed_version([row[32:] for row in rows])
     key = tuple(row[:32] for row in rows)
     plans = _plans.setdefault(members.group, {})
@@ -45,8 +48,8 @@ def agreed_plan(
         problems = _plain_problems(members, facts, tensors)
         try:
             plan = plan_state_dict(everyone, dst_layouts, key_map, bucket_bytes, members.to_group, strict)
-        except PlanError as error:
-            problems += error.problems
+        except Exception as error:  # layouts may be a function of the caller's
+            problems += problems_of(error)
         agree(members, plan.digest if plan is not None else "", problems, "always")
         assert plan is not None
         plans[key] = plan
@@ -61,7 +64,7 @@ def version_row(version: int | None) -> bytes:
 
 def agreed_version(rows: list[bytes]) -> int | None:
     """The version that those who give one give; on all ranks the same."""
-    stamps = sorted({number for given, number in (struct.unpack("<?q", row) for row in rows) if given})
+    stamps = sorted({number for given, number in (struct.unpack("<?q", row[:9]) for row in rows) if given})
     if len(stamps) > 1:
         hint = "every rank that sends gives the same version"
         raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
@@ -98,15 +101,15 @@ def _layouts_text(dst_layouts: DstLayouts) -> str:
     return f"function {id(dst_layouts)}" if callable(dst_layouts) else repr(dst_layouts)
 
 
-def gather_rows(members: Members, row: bytes) -> Callable[[], list[bytes]]:
-    """Begin to exchange one row of bytes each; the function that is returned waits and gives all ranks' rows."""
-    mine = torch.tensor(list(row), dtype=torch.uint8, device=message_device(members.group))
-    everyone = [torch.empty_like(mine) for _ in range(members.size)]
-    work = dist.all_gather(everyone, mine, group=members.group, async_op=True)
+def exchange_version(members: Members, version: int | None) -> Callable[[], int | None]:
+    """Begin to compare versions; the function that is returned waits and gives the one that all agree on."""
+    waiting = exchange_rows(members, Topic.VERSION, version_row(version))
 
-    def rows() -> list[bytes]:
-        if work is not None:
-            work.wait()
-        return [bytes(row.tolist()) for row in everyone]
+    def agreed() -> int | None:
+        rows = waiting()
+        if rows is None:
+            hint = "make the same calls in the same order on every rank of the group"
+            raise PlanError(Problem("ranks-disagree", "version", found="a rank that made another call", hint=hint))
+        return agreed_version(rows)
 
-    return rows
+    return agreed

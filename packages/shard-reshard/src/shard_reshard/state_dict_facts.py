@@ -38,6 +38,10 @@ def facts_of(
     members: Members,
 ) -> Facts:
     """What this rank knows of its source and destination tensors, with the problems that it found."""
+    given: list[Any] = [*state_dict, *outs]
+    strange = [name for name in given if not isinstance(name, str)]
+    if strange:
+        raise PlanError(Problem("bad-name", "state_dict", found=repr(strange[0]), hint="names of tensors are text"))
     problems: list[Problem] = []
     for name in src_layouts:
         if name not in state_dict and state_dict:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_reshard.agreement import check_mode
+from shard_reshard.agreement import check_mode, tell
 from shard_reshard.bind import LayoutLike
 from shard_reshard.members import members_of
-from shard_reshard.state_dict_agreement import agreed_plan, agreed_version, gather_rows, version_row
+from shard_reshard.state_dict_agreement import agreed_plan, exchange_version
 from shard_reshard.state_dict_facts import VERSION_KEY, device_of, facts_of, local_tensor, stamp_version, tensors_of
 from shard_reshard.state_dict_moves import Arriving, MovedStateDict, Progress, deliver, move_buckets, mover_for_bucket
 from shard_reshard.state_dict_plan import DstLayouts, KeyMap
@@ -111,8 +111,11 @@ class StateDictResharder:
     ) -> None:
         self._members = members_of(group)
         self._dst_layouts = dst_layouts
-        tensors, targets = tensors_of(state_dict), tensors_of(out)
-        facts = facts_of(tensors, targets, src_layouts or {}, shapes or {}, self._members)
+        try:
+            tensors, targets = tensors_of(state_dict), tensors_of(out)
+            facts = facts_of(tensors, targets, src_layouts or {}, shapes or {}, self._members)
+        except Exception as error:
+            tell(self._members, error)
         self.plan, self._first_version = agreed_plan(
             self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version, strict
         )
@@ -131,8 +134,8 @@ class StateDictResharder:
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
-        rows = gather_rows(self._members, version_row(version))  # under way while the tensors move
-        return self._run(state_dict, out, progress, atomic, lambda: agreed_version(rows()))
+        agreed = exchange_version(self._members, version)  # under way while the tensors move
+        return self._run(state_dict, out, progress, atomic, agreed)
 
     def _run(
         self,
