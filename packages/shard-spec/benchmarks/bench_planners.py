@@ -193,19 +193,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--peer-seconds", type=float, default=20.0, help="time that HiGHS gets for each problem")
     arguments = parser.parse_args()
-    rows = [
-        *exact_rows(arguments.peer_seconds),
-        brute_force_row(),
-        *capped_rows(arguments.peer_seconds),
-        *model_rows(),
-    ]
+    limit = arguments.peer_seconds
+    rows: list[Row] = []
+    for part in (lambda: exact_rows(limit), lambda: [brute_force_row()], lambda: capped_rows(limit), model_rows):
+        found = part()
+        for row in found:
+            print(" | ".join(row.values()), flush=True)
+        rows += found
     result: dict[str, Any] = {
         "title": "Planners",
         "command": "python packages/shard-spec/benchmarks/bench_planners.py",
         "rows": rows,
     }
-    for row in rows:
-        print(" | ".join(row.values()), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))
     return 0

@@ -147,7 +147,8 @@ def main() -> int:
         "GPU; all plans are priced by the same model, so their order is what counts.",
         "",
         f"Topology `{topology.name}`: {topology.ranks_per_host} ranks a host, {topology.intra_bw / 1e9:.0f} GB/s a "
-        f"rank inside a host and {topology.inter_bw / 1e9:.0f} GB/s between hosts, {topology.flops / 1e12:.0f} TFLOP/s, "
+        f"rank inside a host and {topology.inter_bw / 1e9:.0f} GB/s between hosts, "
+        f"{topology.flops / 1e12:.0f} TFLOP/s, "
         f"{topology.hbm_bytes / 1e9:.0f} GB. `{cost}`. {SEQUENCE:,} tokens a sequence, bfloat16, Adam "
         f"({Workload(1, 1).state_bytes} bytes a weight with its gradient and master copy), blocks recompute. Axis "
         "`tp` is the 8 ranks of a host, `dp` the hosts; the names do not bind the planner. What each way means "
