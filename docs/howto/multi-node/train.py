@@ -67,7 +67,7 @@ def start(timeout: float) -> torch.device:
 
 
 def new_mesh(device: torch.device, shape: tuple[int, int], timeout: float) -> DeviceMesh:
-    """A dp x tp mesh whose groups give up after `timeout` seconds; those of `init_device_mesh` wait for 30 minutes."""
+    """A dp x tp mesh whose groups give up after `timeout` seconds; `init_device_mesh` leaves 30 minutes to gloo."""
     ranks = torch.arange(shape[0] * shape[1]).view(shape)
     groups = []
     for lines in (ranks.t().tolist(), ranks.tolist()):  # along dp, along tp; the same order on every rank

@@ -105,6 +105,20 @@ def test_written_at_2x2_and_read_on_every_mesh(ranks: Ranks, tmp_path: Path) -> 
     models.train(single, alone, task, steps=2)
     models.assert_same_state(ddp.module.state_dict(), single.state_dict(), count=names, atol=5e-6)
 
+    # and back: what one device wrote, read at 2x2
+    plain = {"model": single.state_dict(), "optim": optimizer_state_to_dtensor(single, alone)}
+    assert not any(isinstance(value, DTensor) for value in plain["model"].values())
+    if ranks.rank == 0:
+        quietly(save, plain, checkpoint_id=f"{folder}/plain", no_dist=True)
+    ranks.gather(None)  # it is written
+    loaded = {"model": ddp.module.state_dict(), "optim": optimizer_state_to_dtensor(ddp, optimizer)}
+    quietly(load, loaded, checkpoint_id=f"{folder}/plain")
+    ddp.module.load_state_dict(loaded["model"])
+    optimizer_state_to_local(ddp, optimizer, loaded["optim"])
+    got = exact({"model": ddp.module.state_dict(), "optim": optimizer_state_to_dtensor(ddp, optimizer)})
+    wanted = exact(plain)
+    assert sum(torch.equal(got[name], value) for name, value in wanted.items()) == len(wanted) == 4 * names
+
 
 @pytest.mark.ranks(2)
 def test_optimizer_state_of_one_device_and_of_other_kinds(ranks: Ranks) -> None:
