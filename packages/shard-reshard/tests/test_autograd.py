@@ -23,21 +23,23 @@ CASES = [
 
 @pytest.mark.ranks(2)
 def test_backward_is_the_transposed_plan_and_so_is_its_backward(ranks: Ranks) -> None:
-    for src, dst in CASES:
-        plan = plan_reshard(SHAPE, torch.float64, src, dst)
+    # The second time around in rounds of bounded buffers, forth and back and forth again.
+    for src, dst, limit in [(*case, limit) for limit in (None, 96) for case in CASES]:
+        plan = plan_reshard(SHAPE, torch.float64, src, dst, max_workspace_bytes=limit)
+        args: dict[str, Any] = {"shape": SHAPE, "dtype": torch.float64, "max_workspace_bytes": limit}
         shapes, outs = plan.src.local_shapes(ranks.rank), plan.dst.local_shapes(ranks.rank)
         # A rank without source takes part with an empty tensor that requires grad.
         local = torch.randn(shapes[0] if shapes else (0,), dtype=torch.float64, requires_grad=True)
         weight = torch.randn(outs[0], dtype=torch.float64, requires_grad=True)
         with ranks.delayed():
-            moved = reshard(local, src, dst, shape=SHAPE, dtype=torch.float64)
+            moved = reshard(local, src, dst, **args)
             (grad,) = torch.autograd.grad((moved * weight).sum(), local, create_graph=True)
             wanted = _transposed(ranks, plan, weight.detach())
             assert torch.equal(grad.detach(), torch.zeros_like(local) if wanted is None else wanted), (src, dst)
             # d/dweight of <grad, v> is the way forth again.
             v = torch.randn_like(local)
             (second,) = torch.autograd.grad((grad * v).sum(), weight)
-            assert torch.equal(second, reshard(v if shapes else None, src, dst, shape=SHAPE, dtype=torch.float64))
+            assert torch.equal(second, reshard(v if shapes else None, src, dst, **args))
 
 
 def _transposed(ranks: Ranks, plan: Any, weight: torch.Tensor) -> torch.Tensor | None:
@@ -53,6 +55,20 @@ def test_replicated_forward_sums_gradients(ranks: Ranks) -> None:
     (moved * (ranks.rank + 1)).sum().backward()
     assert local.grad is not None
     assert torch.equal(local.grad, torch.full((2, 3), 3.0))
+
+
+@pytest.mark.ranks(2)
+def test_handles_with_gradients_waited_for_out_of_order(ranks: Ranks) -> None:
+    locals_ = [torch.full((2, 6), float(at), requires_grad=True) for at in range(3)]
+    with ranks.delayed():
+        handles = [reshard(t * t, "2: S(0)", "2: S(1)", shape=SHAPE, async_op=True) for t in locals_]
+        moved = {at: handles[at].wait() for at in ((2, 0, 1) if ranks.rank else (1, 2, 0))}
+        # Backward meets the exchanges in the same order on every rank, whatever order they were waited for in.
+        torch.autograd.backward([(moved[at] * (at + 1)).sum() for at in range(3)])
+    for at, local in enumerate(locals_):
+        assert torch.equal(moved[at].detach(), torch.full((4, 3), float(at * at)))
+        assert local.grad is not None
+        assert torch.equal(local.grad, torch.full((2, 6), 2.0 * at * (at + 1)))
 
 
 @pytest.mark.ranks(2)

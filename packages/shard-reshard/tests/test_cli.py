@@ -29,7 +29,9 @@ def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "wq: reshard of 8192 x 8192 float32" in text
     assert "896 MiB as float32, 1.00 x the lower bound" in text
     html = page.read_text()
-    assert html.count("<rect") == 8 + 2
+    assert html.count("on ranks ") == 8 + 2  # a box each
+    assert html.count("<pattern") == 2  # those on several ranks are striped
+    assert html.count("class=bar") == 3 * 8
     assert "http" not in html
     assert main([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
