@@ -123,6 +123,10 @@ def test_safetensors_headers(tmp_path: Any, capsys: Any) -> None:
     assert main(["plan", str(index), "--mesh", "dp=4", "--planner", "fsdp"]) == 0
     index.write_text(json.dumps({"weight_map": {"layers.0.w": "../model.safetensors"}}))
     assert main(["plan", str(index), "--mesh", "dp=4"]) == 2
+    for shape in ([10**30, 0], [2**62, 2**62, 0], [2**60]):
+        text = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+        (tmp_path / "huge.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+        assert main(["plan", str(tmp_path / "huge.safetensors"), "--mesh", "dp=4"]) == 2
     (tmp_path / "bad.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     assert main(["plan", str(tmp_path / "bad.safetensors"), "--mesh", "dp=4"]) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import struct
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MAX_HEADER = 1 << 28
+_MAX_NUMEL = 1 << 58  # in any dtype, bytes that fit torch's 64 bits
 _MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
 _SAFETENSORS_DTYPES = {
     "BOOL": "bool",
@@ -170,6 +172,8 @@ def _header(path: Path) -> list[TensorFacts]:
         shape = entry.get("shape") if dtype else None
         if dtype is None or not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise UsageError(f"{path}: tensor {name!r} has no dtype and shape that can be read")
+        if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
+            raise UsageError(f"{path}: tensor {name!r} has more elements than torch can count")
         tensors.append(TensorFacts(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat"))))
     return tensors
 

@@ -33,8 +33,9 @@ _MAX_ROWS, _MAX_RANKS = 200, 64
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1180px;padding:0 1rem;color:#1d2430;background:#fff}
 h1{font-size:1.5rem;margin:0 0 .2rem}h2{font-size:1.1rem;margin:2rem 0 .5rem;border-bottom:1px solid #d8dde6}
-.cards{display:flex;flex-wrap:wrap;gap:.7rem;margin:1rem 0 0;padding:0;list-style:none}
-.cards li{border:1px solid #d8dde6;border-radius:8px;padding:.5rem .9rem;min-width:8.5rem}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(10rem,1fr));gap:.7rem;list-style:none;
+margin:1rem 0 0;padding:0}
+.cards li{border:1px solid #d8dde6;border-radius:8px;padding:.5rem .8rem}
 .cards b{display:block;font-size:1.25rem;font-weight:650;font-variant-numeric:tabular-nums}
 .cards span{color:#5a6475;font-size:12px}
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 14px 2px 0;text-align:left;white-space:nowrap}
@@ -271,10 +272,12 @@ def _tensors(found: Resolution) -> str:
         layout = found.layouts.get(tensors[0].name)
         local = "?" if layout is None else str(list(layout.local_shape(layout.mesh.ranks[0], shape)))
         rule = found.rule_of.get(tensors[0].name, "") or "–"
+        shown = '<span class="note">its name</span>' if rule == stem else f"<code>{escape(rule)}</code>"
         cells = [f"<code>{escape(stem)}</code>", f"<code>{escape(said)}</code>", escape(str(list(shape))), local]
         numbers = f'<td class="n">{len(tensors)}</td>'
         rows.append(
-            f"<tr><td>{cells[0]}</td>{numbers}<td>{cells[1]}</td><td>{cells[2]}</td><td>{cells[3]}</td><td><code>{escape(rule)}</code></td></tr>"
+            f"<tr><td>{cells[0]}</td>{numbers}<td>{cells[1]}</td><td>{cells[2]}</td><td>{cells[3]}</td>"
+            f"<td>{shown}</td></tr>"
         )
     head = "<tr><th>tensor<th>count<th>layout<th>global shape<th>local shape<th>rule</tr>"
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
