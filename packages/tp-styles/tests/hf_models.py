@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -108,11 +109,26 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def check(family: str, mesh: DeviceMesh, plan: Any = None) -> float:
-    """Logits, all gradients and greedy generation; returns the share of matmul-weight bytes that are sharded."""
+def check(family: str, mesh: DeviceMesh) -> float:
+    """`check_by` for `auto_plan`; only the share."""
+    share: float = check_by(family, mesh, "auto_plan")["share"]
+    return share
+
+
+def check_by(family: str, mesh: DeviceMesh, way: str) -> dict[str, Any]:
+    """Logits, all gradients and greedy generation by one kind of plan.
+
+    Args:
+        family: Model type.
+        mesh: 1-D mesh.
+        way: `"auto_plan"`, or `"own"` for the model's own plan and nothing else.
+
+    Returns:
+        The share of matmul-weight bytes that are divided, and patterns of those that are not.
+    """
     model = build(family)
     alone = copy.deepcopy(model)
-    styles = tp.auto_plan(model, tp_size=mesh.size()) if plan is None else plan(model)
+    styles = tp.auto_plan(model, tp_size=mesh.size()) if way == "auto_plan" else tp.from_hf_tp_plan(model)
     handle = tp.apply_plan(model, mesh, styles)
     ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(1))
     found, wanted = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)
@@ -128,21 +144,23 @@ def check(family: str, mesh: DeviceMesh, plan: Any = None) -> float:
     with torch.no_grad():
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(ids, **options), alone.generate(ids, **options))  # type: ignore[operator]
-    return share(alone, handle.plan)
+    share, left = divided(alone, handle.plan)
+    return {"share": share, "left": left}
 
 
-def share(model: nn.Module, plan: tp.TPPlan) -> float:
-    """Bytes of matmul weights (two dims or more, no lookups) that are divided, of all of them."""
-    divided = {
+def divided(model: nn.Module, plan: tp.TPPlan) -> tuple[float, list[str]]:
+    """The share of bytes of matmul weights (two dims or more, no lookups) that are divided, and the others' names."""
+    parts = {
         module.info.where(name)
         for module in plan.modules
         for name, parameter in module.spec.parameters
         if not parameter.split.is_replicated
     }
     lookups = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    total = part = 0
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dim() > 1 and name not in lookups:
-            total += parameter.numel()
-            part += parameter.numel() if name in divided else 0
-    return part / total
+    weights = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.dim() > 1 and name not in lookups
+    }
+    whole = {re.sub(r"\.\d+\.", ".*.", name) for name in weights if name not in parts}
+    return sum(size for name, size in weights.items() if name in parts) / sum(weights.values()), sorted(whole)

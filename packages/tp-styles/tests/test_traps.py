@@ -220,6 +220,46 @@ def test_replicated_parameters_in_a_sharded_region(ranks: Ranks) -> None:
             alone(x).square().sum().backward()
         wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
         assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 148
+    model, pair = models.seeded(Heads), {"q": tp.ColwiseParallel(), "o": tp.RowwiseParallel()}
+    tp.apply_plan(model, mesh, pair)  # the norm is forgotten
+    with torch.no_grad():
+        model(torch.ones(2, 3, 8))
+    with pytest.raises(tp.PlanError, match=r"partial-gradient.*norm.*NoParallel\(sum_gradient=True\)"):
+        model(torch.ones(2, 3, 8))
+    frozen = models.seeded(Heads)
+    frozen.get_parameter("norm.weight").requires_grad_(False)
+    tp.apply_plan(frozen, mesh, pair)
+    frozen(torch.ones(2, 3, 8))
+
+
+@pytest.mark.ranks(2)
+def test_unstyled_norms_outside_of_sharded_regions(ranks: Ranks) -> None:
+    """The ranks compare the norms' inputs once, and find them equal; gradients are those of the module alone."""
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.LayerNorm(8), nn.RMSNorm(8)
+            self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.after(self.down(torch.relu(self.up(self.before(x)))))
+            return result
+
+    model = models.seeded(Flat).double()
+    alone = copy.deepcopy(model)
+    tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    x = x64(2, 3, 8)
+    for first in (True, False):
+        with ranks.record() as log:
+            out = model(x)
+        assert log.count("all_reduce") == 1
+        assert (log.count() > 1) == first
+    out.square().sum().backward()
+    alone(x).square().sum().backward()
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) > 200
 
 
 @pytest.mark.ranks(2)

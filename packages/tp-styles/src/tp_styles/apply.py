@@ -45,7 +45,8 @@ def apply_plan(
         src_data_rank: Rank in the group whose values count; None takes each rank's own, which have to be equal where
             they are replicated.
         strict: A pattern that means no module is a problem.
-        check: Compare the plan between the ranks first (`"never"`: do not).
+        check: Compare the plan between the ranks first, and in the first forward the inputs of parameters that have no
+            style and may stand inside a sharded region (`"never"`: do not).
 
     Returns:
         A handle with the plan, a report and `undo()`.
@@ -65,7 +66,7 @@ def apply_plan(
     axis = Axis(mesh)
     if check != "never":
         check_agreement(plan, params, axis)
-    return _act(model, plan, axis, params, src_data_rank)
+    return _act(model, plan, axis, params, src_data_rank, check=check != "never")
 
 
 def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, src_data_rank: int | None) -> nn.Module:
@@ -221,7 +222,9 @@ def _take_back(changes: list[ModuleChange]) -> None:
 # ---------------------------------------------------------------------------------------------- acting
 
 
-def _act(model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None) -> TPHandle:
+def _act(
+    model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None, *, check: bool
+) -> TPHandle:
     modules = {found.name: model.get_submodule(found.name) for found in plan.modules}
     # Everything that communicates or may fail comes first; nothing of the model is changed by it.
     made = _new_parameters(plan, modules, axis, params, src_data_rank)
@@ -232,7 +235,7 @@ def _act(model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank
                 changes += _apply_foreign(found, modules[found.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(found, modules[found.name], axis, made)
-        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis)))
+        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, check=check)))
     except BaseException:
         _restore(changes)
         raise

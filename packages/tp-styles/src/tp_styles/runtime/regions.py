@@ -17,6 +17,7 @@ from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.rng import enter_region, leave_region
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.draws import Draws, what_draws
+from tp_styles.runtime.same_input import SameInput
 
 
 class Region:
@@ -83,8 +84,14 @@ class BeforeRows:
         self.region.leave()
 
 
-def install_regions(model: nn.Module, plan: TPPlan, axis: Axis) -> list[Callable[[], None]]:
-    """Hooks of all regions of a plan in which something may draw.
+def install_regions(model: nn.Module, plan: TPPlan, axis: Axis, *, check: bool) -> list[Callable[[], None]]:
+    """Hooks of all regions of a plan in which something may draw, or in which unstyled parameters may stand.
+
+    Args:
+        model: The model, parallel already.
+        plan: What was done to it.
+        axis: Over which ranks.
+        check: Whether ranks compare the inputs of unstyled parameters in the first forward.
 
     Returns:
         Functions that take them back.
@@ -104,6 +111,11 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: Axis) -> list[Callable
         draws = what_draws(model.get_submodule(home), frozenset(model.get_submodule(name) for name in apart))
         if draws:
             removers += _install(model, home, _groups(model, inside, ends), ends, draws, axis)
+    unstyled = dict.fromkeys(left.name.rpartition(".")[0] for left in plan.left_alone)
+    for name in unstyled:
+        if check and any(_is_below(name, home) for home in homes):
+            hook = SameInput(axis, name)
+            removers.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
     return removers
 
 

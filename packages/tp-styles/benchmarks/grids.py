@@ -1,0 +1,166 @@
+"""The whole grids that the tests sample, written as pages.
+
+    python packages/tp-styles/benchmarks/grids.py attention docs/benchmarks/tp-styles-mha.md
+    python packages/tp-styles/benchmarks/grids.py families docs/benchmarks/tp-styles-families.md [tp sizes ...]
+
+Minutes each. Every cell runs on ranks of its own (gloo, CPU) against the module alone, in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import sys
+from collections import Counter
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import TESTS, on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+
+sys.path.insert(0, TESTS)
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def attention(mesh: DeviceMesh) -> dict[str, Any]:
+    """Outcome of all 288 cells of `nn.MultiheadAttention`, and of 64 with the `add_` options."""
+    import mha_grid
+
+    outcomes: Counter[str] = Counter()
+    numbers = 0
+    for cell in [*mha_grid.cells(), *_with_extra_keys()]:
+        kind = "add" if cell.add_bias_kv or cell.add_zero_attn else f"{cell.inputs}, {cell.mask}"
+        try:
+            numbers += mha_grid.check(cell, mesh)
+            outcomes[f"{kind}|right"] += 1
+        except AssertionError:
+            outcomes[f"{kind}|wrong"] += 1
+    return {"outcomes": outcomes, "numbers": numbers}
+
+
+def _with_extra_keys() -> list[Any]:
+    import mha_grid
+
+    cells = list(mha_grid.cells())[::13]  # 13 has no factor of the grid: every value of everything comes up
+    options = [(True, False), (False, True), (True, True)]
+    return [
+        mha_grid.Cell(**{**vars(cell), "add_bias_kv": kv, "add_zero_attn": zero})
+        for cell, (kv, zero) in zip(cells * 3, itertools.cycle(options), strict=False)
+    ][:64]
+
+
+def attention_page(sizes: list[int]) -> str:
+    """The page of the attention grid."""
+    found = {size: on_ranks(attention, size) for size in sizes}
+    kinds = sorted({key.split("|")[0] for result in found.values() for key in result["outcomes"]} - {"add"})
+    lines = [
+        "288 cells: `batch_first` x self, cross, or own sizes of keys and values x four masks x key padding x weights"
+        " (none, mean, of each head) x bias; and 64 with `add_bias_kv` or `add_zero_attn`. 4 heads; output, attention"
+        " weights, gradients of all inputs and parameters within 1e-10 of the module alone. Torch's styles: 0 cells.",
+        "",
+        "| inputs, mask | " + " | ".join(f"tp {size}: right of all" for size in sizes) + " |",
+        "|---|" + "---|" * len(sizes),
+    ]
+    for kind in [*kinds, "add"]:
+        cells = []
+        for result in found.values():
+            right, wrong = (result["outcomes"].get(f"{kind}|{word}", 0) for word in ("right", "wrong"))
+            cells.append(f"{right} of {right + wrong}")
+        name = "extra keys (`add_bias_kv`, `add_zero_attn`)" if kind == "add" else kind
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    total = ", ".join(f"{result['numbers']} at tp {size}" for size, result in found.items())
+    lines += ["", f"Numbers compared: {total}."]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------- families
+
+
+def families(mesh: DeviceMesh, names: list[str]) -> dict[str, Any]:
+    """Outcome for each family: shares divided by the model's own plan and by `auto_plan`, or what went wrong."""
+    import hf_models
+
+    found: dict[str, Any] = {}
+    for family in names:
+        found[family] = {}
+        for way in ("auto_plan", "own"):
+            try:
+                found[family][way] = hf_models.check_by(family, mesh, way)
+            except Exception as error:  # a family that fails is a row that says so
+                found[family][way] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+        print(f"tp {mesh.size()}: {family}: {found[family]}", flush=True) if mesh.get_local_rank() == 0 else None
+    return found
+
+
+def families_page(sizes: list[int]) -> str:
+    """The page of the families of transformers."""
+    import hf_models
+
+    names = list(hf_models.FAMILIES)
+    found = {size: on_ranks(families, size, names) for size in sizes}
+    columns = [(size, way) for size in sizes for way in ("own", "auto_plan")]
+    full = [n for n in names if all(_enough(found[size][n]["auto_plan"]) for size in sizes)]
+    experts = [n for n in full if "num_experts" in hf_models.FAMILIES[n]]
+    latent = [n for n in full if "kv_lora_rank" in hf_models.FAMILIES[n]]
+    lines = [
+        "Tiny random models (2 layers, width 32, 4 query heads, 2 key-value heads): logits within 1e-9 and all"
+        " gradients within 1e-7 of the model alone (routers and some norms compute in float32), and the same 5 tokens"
+        " from `generate()`. The number is the share of matmul-weight bytes that is divided.",
+        "",
+        f"By `auto_plan`, {len(full)} families are equal with at least 95 % divided, {len(experts)} of them mixtures of"
+        f" experts ({', '.join(experts)}), {len(latent)} with latent attention ({', '.join(latent)}).",
+        "",
+        "| model type | "
+        + " | ".join(f"tp {size}, {'its own plan' if way == 'own' else '`auto_plan`'}" for size, way in columns)
+        + " | left whole by `auto_plan` |",
+        "|---|" + "---|" * (len(columns) + 1),
+    ]
+    for name in names:
+        cells = [_cell(found[size][name][way]) for size, way in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {_left(found[sizes[0]][name]['auto_plan'])} |")
+    return "\n".join(lines)
+
+
+def _enough(result: Any) -> bool:
+    return isinstance(result, dict) and result["share"] >= 0.95
+
+
+def _cell(result: Any) -> str:
+    return f"{result['share']:.1%}" if isinstance(result, dict) else str(result).replace("|", "/")
+
+
+def _left(result: Any) -> str:
+    return ", ".join(f"`{name}`" for name in result["left"]) if isinstance(result, dict) else ""
+
+
+PAGES = {
+    "attention": ("nn.MultiheadAttention", attention_page),
+    "families": ("families of transformers", families_page),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one grid and write its page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", choices=PAGES)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("sizes", type=int, nargs="*", default=[2, 4])
+    options = parser.parse_args(argv)
+    title, make = PAGES[options.grid]
+    body = make(options.sizes)
+    versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
+    repeat = f"python packages/tp-styles/benchmarks/grids.py {options.grid} {options.page}"
+    if options.sizes != [2, 4]:
+        repeat += " " + " ".join(map(str, options.sizes))
+    options.page.write_text(
+        f"# tp-styles: {title}\n\n{versions}; {date.today().isoformat()}. Repeat: `{repeat}`.\n\n{body}\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
