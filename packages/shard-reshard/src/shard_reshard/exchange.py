@@ -75,6 +75,16 @@ class Exchange:
             self._as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex32", "complex64", "complex128"}
             for plan in program.plans
         )
+        # What a call asks of the program, worked out once: it costs as much as moving a few kilobytes.
+        self.reducing = [plan.reduce_op is not None for plan in program.plans]
+        self.reduces = any(self.reducing)
+        self.overlaps = program.overlaps
+        self.num_exchanges = sum(step.exchanges for step in program.steps)
+        self.fills = [
+            (range(program.dst_base[at], program.dst_base[at + 1]), value)
+            for at, plan in enumerate(program.plans)
+            if (value := plan.fill(program.rank)) is not None
+        ]
         self._repeated: _Call | None = None
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._kept_views = (KeptViews(), KeptViews()) if keep_workspace else None
@@ -120,7 +130,7 @@ class Exchange:
             collective, else nothing.
         """
         steps = self._call(sources, outs, collective, device, async_op, fresh_outs, repeated).steps()
-        left = sum(step.exchanges for step in self.program.steps)
+        left = self.num_exchanges
         for flying in steps:
             left -= 1
             if left == 0 and async_op:
@@ -244,13 +254,11 @@ class _Call:
         fresh_outs: bool = True,
     ) -> None:
         self.exchange, self.collective, self.device = exchange, collective, device
-        program = exchange.program
-        self.async_op = async_op or program.overlaps
+        self.async_op = async_op or exchange.overlaps
         self.src = exchange.carried(sources, exchange._src_plan)
         self.dst = exchange.carried(outs, exchange._dst_plan)
         self.memories = exchange.memories(self.src, self.dst)
-        self.reducing = [plan.reduce_op is not None for plan in program.plans]
-        self.reduces = any(self.reducing)
+        self.reducing, self.reduces = exchange.reducing, exchange.reduces
         self.targets = self._accumulators() if self.reduces else self.dst
         self._fill()
         self.src_views, self.dst_views = self._local_views(fresh_outs)
@@ -265,7 +273,7 @@ class _Call:
     def begin_again(self, collective: Collective, async_op: bool) -> None:
         """Make ready for the same call once more."""
         self.collective = collective
-        self.async_op = async_op or self.exchange.program.overlaps
+        self.async_op = async_op or self.exchange.overlaps
         self._fill()
 
     def _local_views(self, fresh_outs: bool) -> tuple[KeptViews, KeptViews]:
@@ -289,12 +297,9 @@ class _Call:
         return targets
 
     def _fill(self) -> None:
-        program = self.exchange.program
-        for at, plan in enumerate(program.plans):
-            value = plan.fill(program.rank)
-            if value is not None:
-                for tensor in self.targets[program.dst_base[at] : program.dst_base[at + 1]]:
-                    tensor.fill_(value)
+        for tensors, value in self.exchange.fills:
+            for at in tensors:
+                self.targets[at].fill_(value)
 
     # ---- the steps --------------------------------------------------------------------------------------------
 
@@ -304,7 +309,7 @@ class _Call:
         flying: _Flying | None = None
         settled = not self.reduces
         for number, (step, memory) in enumerate(zip(program.steps, self.memories, strict=True)):
-            if flying is not None and (step.relayed or not program.overlaps):
+            if flying is not None and (step.relayed or not self.exchange.overlaps):
                 yield flying
                 self._land(flying)
                 flying = None
