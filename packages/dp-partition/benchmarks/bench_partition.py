@@ -1,0 +1,352 @@
+"""dp-partition against DistributedDataParallel, FSDP2 and the floor; plans for 1,024 ranks; what tracing costs.
+
+    python packages/dp-partition/benchmarks/bench_partition.py [--json FILE] [--rounds 40]
+
+All steps of a comparison run in one process for each rank, one after the other in an order that is shuffled in every
+round. The floor is the same step without communication, plus the step's collectives timed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import dp_models as models
+import dp_partition as dp
+
+WORLD = 2
+MB = 1 << 20
+
+
+class GPT(models.GPT):
+    """The tests' GPT, with more layers."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int, length: int) -> None:
+        super().__init__(vocabulary=vocabulary, length=length, width=width, heads=max(width // 64, 1))
+        self.blocks = nn.ModuleList(models.Block(width, max(width // 64, 1)) for _ in range(layers))
+
+
+def gpt(device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(layers=4, width=192, vocabulary=512, length=64).to(device)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+Run = Callable[[], Any]
+
+
+# ---- steps that are compared ----------------------------------------------------------------------------------------
+
+
+def ours(mesh: Any, batch: Any, **settings: Any) -> Run:
+    model = gpt()
+    return partial(dp.compile(models.token_step, mesh=mesh, **settings), model, adamw(model), batch)
+
+
+def ddp(batch: Any) -> Run:
+    model = nn.parallel.DistributedDataParallel(gpt())
+    return partial(models.token_step, model, adamw(model), batch)
+
+
+def fsdp2(mesh: Any, batch: Any) -> Run:
+    model: Any = gpt()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return partial(models.token_step, model, adamw(model), batch)
+
+
+def alone(batch: Any) -> Run:
+    model = gpt()
+    return partial(models.token_step, model, adamw(model), batch)
+
+
+def alone_on_shards(batch: Any) -> Run:
+    """Forward and backward on whole parameters, the update on half of each."""
+    model = gpt()
+    halves = [nn.Parameter(p.detach().chunk(WORLD)[0].clone()) for p in model.parameters()]
+    optim = torch.optim.AdamW(halves, lr=1e-3, fused=True)
+
+    def step() -> None:
+        ids, targets = batch
+        loss: Any = nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        for half, param in zip(halves, model.parameters(), strict=True):
+            half.grad = None if param.grad is None else param.grad.chunk(WORLD)[0]
+        optim.step()
+        model.zero_grad()
+
+    return step
+
+
+def collectives(events: list[tuple[str, int]]) -> Run:
+    """The same collectives with nothing around them: kind and elements of the whole tensor."""
+    buffers = [(kind, torch.ones(numel), torch.ones(numel // WORLD)) for kind, numel in events]
+
+    def step() -> None:
+        for kind, whole, part in buffers:
+            if kind == "all_reduce":
+                dist.all_reduce(whole)
+            elif kind == "all_gather":
+                dist.all_gather_into_tensor(whole, part)
+            else:
+                dist.reduce_scatter_tensor(part, whole)
+
+    return step
+
+
+def events_of(step: dp.Step) -> list[tuple[str, int]]:
+    from dp_partition.messages import messages_of
+
+    return [(m.kind, m.whole_bytes // 4 // WORLD * WORLD) for m in messages_of(step.graph.graph, WORLD)]
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def interleaved(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step; the order is shuffled alike on all ranks."""
+    dice = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds + 3):
+        names = list(runs)
+        dice.shuffle(names)
+        for name in names:
+            dist.barrier()
+            start = time.perf_counter()
+            runs[name]()
+            taken = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if number >= 3:
+                seconds[name].append(taken.item())
+    return seconds
+
+
+def peak_bytes(run: Run) -> int:
+    """Most bytes on top of what lives between steps, as the profiler sees the allocator; the least of two runs."""
+    peaks = []
+    for _ in range(2):
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            run()
+        found: Any = seen.profiler
+        events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+        now = most = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            most = max(most, now)
+        peaks.append(most)
+    return min(peaks)
+
+
+def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
+    """One rank's part; rank 0 reports."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=dist.FileStore(folder + "/store", WORLD))
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    (batch,) = models.tokens(torch.Generator().manual_seed(rank), rows=4, vocabulary=512, length=64)
+    runs: dict[str, Run] = {"ddp": ddp(batch), "fsdp2": fsdp2(mesh, batch)}
+    for mb in (25, 2, 0.5):
+        runs[f"replicate {mb}"] = ours(mesh, batch, style="replicate", bucket_mb=mb)
+        runs[f"fully_shard {mb}"] = ours(mesh, batch, style="fully_shard", bucket_mb=mb, reshard_after_forward=True)
+    runs["fully_shard once"] = ours(mesh, batch, style="fully_shard", bucket_mb=2, reshard_after_forward=False)
+    for run in runs.values():
+        run()
+    runs["compute, replicate"], runs["compute, fully_shard"] = alone(batch), alone_on_shards(batch)
+    for style in ("replicate 25", "fully_shard once"):
+        step: Any = runs[style]
+        runs[f"collectives, {style}"] = collectives(events_of(step.func))
+    seconds = interleaved(runs, rounds)
+    peaks = {
+        name: peak_bytes(runs[name]) for name in ("ddp", "fsdp2", "replicate 25", "fully_shard 0.5", "fully_shard 2")
+    }
+    step = runs["fully_shard 2"]
+    from dp_partition.memory import live_memory
+
+    memory = live_memory(step.func.graph.graph)
+    model, optim = step.args[0], step.args[1]
+    states = [s for state in optim.state.values() for s in state.values() if s.ndim]
+    facts = {
+        "seconds": seconds,
+        "peaks": peaks,
+        "predicted": memory.peak_bytes - memory.resident_bytes,
+        "resident": memory.resident_bytes,
+        "state": sum(s.to_local().numel() for s in states),
+        "whole state": 2 * sum(p.numel() for p in model.parameters()),
+    }
+    if rank == 0:
+        queue.put(facts)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(rounds: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.Queue()
+        ranks = [context.Process(target=measure, args=(rank, folder, rounds, queue)) for rank in range(WORLD)]
+        for process in ranks:
+            process.start()
+        facts: dict[str, Any] = queue.get(timeout=600)
+        for process in ranks:
+            process.join()
+    return facts
+
+
+def plan_for_1024(queue: Any) -> None:
+    """A GPT of a billion parameters on 1,024 ranks, from meta tensors."""
+    with torch.device("meta"):
+        model = GPT(layers=18, width=2048, vocabulary=50304, length=1024)
+        ids = torch.zeros(1, 1024, dtype=torch.long)
+    before = time.perf_counter()
+    found = dp.estimate(models.token_step, model, adamw(model), (ids, ids), world=1024, style="fully_shard")
+    taken = time.perf_counter() - before
+    closed = sum(-(-p.info.shape[0] // 1024) * (p.info.num_bytes // p.info.shape[0]) * 1023 for p in found.plan.params)
+    exact = found.sent_bytes("reduce_scatter") == closed
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    queue.put((sum(p.numel() for p in model.parameters()), taken, memory, exact))
+
+
+def compile_overhead(queue: Any) -> None:
+    """First call on one rank, less a later one, after the process has traced something else."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    taken, eager = [], []
+    for attempt in range(4):
+        torch.manual_seed(0)
+        model = GPT(layers=2, width=64, vocabulary=64, length=16)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        (batch,) = models.tokens(torch.Generator(), rows=2, vocabulary=64, length=16)
+        step = dp.compile(models.token_step, mesh=mesh, style="fully_shard")
+        start = time.perf_counter()
+        step(model, optim, batch)
+        first = time.perf_counter() - start
+        start = time.perf_counter()
+        step(model, optim, batch)
+        later = time.perf_counter() - start
+        step.release()
+        start = time.perf_counter()
+        models.token_step(model, optim, batch)
+        eager.append(time.perf_counter() - start)
+        if attempt:
+            taken.append(first - later)
+    queue.put((taken, min(eager)))
+    dist.destroy_process_group()
+
+
+def in_child(function: Callable[[Any], None]) -> Any:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=function, args=(queue,))
+    process.start()
+    found = queue.get(timeout=600)
+    process.join()
+    return found
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def ms(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.1f} ms (min {min(seconds) * 1e3:.1f})"
+
+
+def row(what: str, target: str, measured: str, peer: str) -> dict[str, str]:
+    return {"what": what, "target": target, "measured": measured, "peer": peer}
+
+
+def compared(what: str, target: str, own: list[float], peer_name: str, peer: list[float]) -> dict[str, str]:
+    times = statistics.median(own) / statistics.median(peer)
+    best = min(own) / min(peer)
+    return row(what, target, f"{times:.2f}x (min {best:.2f}x): {ms(own)}", f"{peer_name}: {ms(peer)}")
+
+
+def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
+    seconds, peaks = facts["seconds"], facts["peaks"]
+    rows = []
+    for mb in (25, 2, 0.5):
+        own = seconds[f"replicate {mb}"]
+        rows.append(compared(f"replicate, buckets of {mb} MiB", "<= 1.00x", own, "DDP", seconds["ddp"]))
+    for mb in (25, 2, 0.5):
+        own = seconds[f"fully_shard {mb}"]
+        rows.append(compared(f"fully_shard, reshard, {mb} MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
+    own = seconds["fully_shard once"]
+    rows.append(compared("fully_shard, gathered once, 2 MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
+    for style, compute in (("replicate 25", "compute, replicate"), ("fully_shard once", "compute, fully_shard")):
+        floor = [a + b for a, b in zip(seconds[compute], seconds[f"collectives, {style}"], strict=True)]
+        rows.append(compared(f"{style} against the floor", "<= 1.15x", seconds[style], "compute + collectives", floor))
+    for name, peer in (("replicate 25", "ddp"), ("fully_shard 2", "fsdp2"), ("fully_shard 0.5", "fsdp2")):
+        measured = f"{peaks[name] / MB:.1f} MiB on top of what lives between steps"
+        rows.append(row(f"peak memory, {name}", "<= the peer's", measured, f"{peer}: {peaks[peer] / MB:.1f} MiB"))
+    whole = peaks["fully_shard 2"] + facts["resident"]
+    off = (facts["predicted"] + facts["resident"]) / whole - 1
+    rows.append(row("predicted peak against measured", "within 5 %", f"{off:+.1%}", f"profiler: {whole / MB:.1f} MiB"))
+    part = facts["state"] / facts["whole state"]
+    rows.append(row("optimizer state per rank", "1/2, padding <= 1 %", f"{part:.4f}", "replicated: 1"))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    rows = rows_of(on_ranks(options.rounds))
+    numel, taken, memory, exact = in_child(plan_for_1024)
+    rows.append(
+        row(
+            f"plan of {numel / 1e9:.2f} B parameters for world 1024",
+            "< 60 s, < 4 GiB, bytes exact",
+            f"{taken:.0f} s, {memory / (1 << 30):.1f} GiB, gradient bytes {'exact' if exact else 'WRONG'}",
+            "closed form",
+        )
+    )
+    overhead, eager = in_child(compile_overhead)
+    rows.append(
+        row("compile overhead, GPT of 2 layers, AdamW", "< 2 s", ms(overhead), f"one eager step: {ms([eager])}")
+    )
+    result = {
+        "title": f"Steps on {WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo, one thread a rank",
+        "command": "python packages/dp-partition/benchmarks/bench_partition.py",
+        "rows": rows,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(result))
+    for one in rows:
+        print(f"{one['what']:48} {one['target']:30} {one['measured']:48} {one['peer']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
