@@ -145,12 +145,12 @@ def torch_bridge_hooks(hooks: Iterable[Any]) -> bool:
 class ScalerOfOneProcess(torch.amp.GradScaler):
     """Torch's loss scaler with a say in what it found; ``unscale_`` and the fused optimizers' path both ask here."""
 
-    def share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
+    def _share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Change in place what was found in the gradients of ``optimizer``, one 0-dim float a device."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        self.share(optimizer, found)
+        self._share(optimizer, found)
         return found

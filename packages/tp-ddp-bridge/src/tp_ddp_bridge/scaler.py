@@ -24,7 +24,7 @@ class GradScaler(ScalerOfOneProcess):
     already.
     """
 
-    def share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
+    def _share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Let every rank know whether any rank's shard has an infinity or a NaN.
 
         Args:
