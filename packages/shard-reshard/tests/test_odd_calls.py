@@ -96,14 +96,15 @@ def test_other_calls_on_one_rank(ranks: Ranks) -> None:
         lambda: reshard_state_dict({"a": 3.0}, "3: R"),
         lambda: reshard_state_dict({3: torch.zeros(2)}, "3: R"),  # type: ignore[dict-item]  # that is what is odd
         lambda: load_safetensors(7, "3: R"),  # type: ignore[arg-type]  # that is what is odd
+        lambda: load_safetensors([], "3: R", out=3.0),  # type: ignore[arg-type]  # that is what is odd
         lambda: Resharder(plan_reshard((9,), torch.int8, "rank 2", "3: S(0)"), check="always")(torch.zeros(3)),
     ]
     said = []
     for first in range(len(calls)):
-        for second in {(first + 1) % 6, (first + 4) % 6}:
+        for second in {(first + 1) % 7, (first + 4) % 7}:
             with ranks.record() as log, pytest.raises(PlanError) as caught:
                 calls[first if ranks.rank == 1 else second]()
             assert log.count("all_to_all") == 0
             said.append(str(caught.value))
-    assert len(said) == 12
+    assert len(said) == 14
     assert ranks.gather(said) == [said] * 3

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shard_reshard.agreement import agree, problems_of
+from shard_reshard.agreement import agree, problems_of, tell
 from shard_reshard.bind import LayoutLike
 from shard_reshard.load_plan import LoadPlan, Read, plan_load
 from shard_reshard.members import Members, members_of
@@ -17,7 +17,7 @@ from shard_reshard.problems import PlanError, Problem
 from shard_reshard.safetensors_files import FileTable, file_table, read_rows
 from shard_reshard.state_dict_facts import device_of, facts_of, stamp_version, tensors_of
 from shard_reshard.state_dict_moves import Arriving, Progress, deliver, mover_for_bucket, size_of
-from shard_reshard.state_dict_plan import DstLayouts, KeyMap, Known
+from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, Known
 from shard_reshard.stored_tensors import ReadableFile, stored_tensors
 
 PathLike = str | Path
@@ -87,12 +87,16 @@ def load_safetensors(
         RuntimeError: When an exchange fails because a rank died.
     """
     members = members_of(group)
-    targets = tensors_of(out)
+    try:
+        targets = tensors_of(out)
+        facts = facts_of({}, targets, {}, {}, members)
+    except Exception as error:
+        tell(members, error)
+    plan = _agreed_load(
+        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict
+    )
     if out is not None and not atomic:
         stamp_version(out, None)
-    plan = _agreed_load(
-        members, files, dst_layouts, stored_as or {}, shapes or {}, targets, key_map, bucket_bytes, strict
-    )
     device = device_of({}, targets, members)
     with torch.no_grad():
         arriving = Arriving(plan.moves, members.rank, None if atomic else targets, device)
@@ -114,14 +118,13 @@ def _agreed_load(
     dst_layouts: DstLayouts,
     stored_as: Mapping[str, LayoutLike],
     shapes: Mapping[str, Sequence[int]],
-    targets: Mapping[str, Any],
+    facts: Facts,
     key_map: KeyMap | None,
     bucket_bytes: int,
     strict: bool,
 ) -> LoadPlan:
     """The plan, made on every rank from the tables that each read of some files, and compared."""
     problems: list[Problem] = []
-    facts = facts_of({}, targets, {}, {}, members)
     listed: list[tuple[str, int, tuple[int, ...]]] = []
     asked = ""
     try:
