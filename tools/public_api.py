@@ -19,6 +19,7 @@ from pathlib import Path
 
 import griffe
 import repo
+from lint_layers import PUBLIC_SUBMODULES
 
 LISTS = repo.ROOT / "docs" / "api"
 ANNOUNCING = re.compile(r"^### (?:Changed|Deprecated|Removed)\n(.*?)(?=^### |^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -37,8 +38,13 @@ def load(package: repo.Package, tag: str | None = None) -> griffe.Module:
 
 
 def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
-    """What `__all__` names; names of other distributions stay aliases that lead nowhere."""
-    return {name: module.members[name] for name in sorted(map(str, module.exports or []))}
+    """What `__all__` names, and public submodules beside it; other distributions' names stay aliases to nowhere."""
+    found = {name: module.members[name] for name in sorted(map(str, module.exports or []))}
+    for below in PUBLIC_SUBMODULES:
+        inner = module.members.get(below)
+        if isinstance(inner, griffe.Module):
+            found |= {f"{below}.{name}": member for name, member in exported(inner).items() if name not in found}
+    return found
 
 
 def listing(module: griffe.Module) -> list[str]:
