@@ -55,7 +55,7 @@ def types(session: nox.Session) -> None:
     tests = {
         r for p in repo.packages().values() for r in p.test_requirements if repo.requirement_name(r) not in PACKAGES
     }
-    session.install(TORCH, "numpy", "mypy==2.4.1", "types-PyYAML", "nox", GRIFFE, *sorted(tests))
+    session.install(TORCH, "numpy", "pytest", "mypy==2.4.1", "types-PyYAML", "nox", GRIFFE, *sorted(tests))
     _install_editable(session, PACKAGES)
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"
     mypy = ("mypy", "--config-file", "tools/mypy.ini", cache)
