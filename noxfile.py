@@ -33,6 +33,8 @@ nox.options.sessions = ["lint", "types", "tests", "build", "isolation", "integra
 
 if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local wheels then serve both
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+# The sessions' environments are their own: without bytecode every rank would compile torch anew, 10 seconds each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # One torch thread per process: several ranks share a machine's cores in every multi-rank session.
 RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
 
