@@ -26,7 +26,7 @@ from dp_partition.placements import PerRank
 from dp_partition.plan import PartitionPlan
 from dp_partition.problems import PlanError, Problem
 from dp_partition.propagate import Homes, NodePlan, propagate
-from dp_partition.reshard import reshard_after_forward
+from dp_partition.reshard import MARK, reshard_after_forward
 from dp_partition.styles import NodeType
 from dp_partition.zero import update_own_rows
 
@@ -66,6 +66,10 @@ class Program:
             self.local_fakes = None
         return self.module
 
+    def gathered_again(self) -> frozenset[str]:
+        """The parameters that are let go of after forward and gathered once more for backward."""
+        return frozenset(n.meta["input"].name for n in self.module.graph.nodes if MARK in n.meta)
+
     def holds_for(self, values: dict[Hyper, float]) -> bool:
         """Whether the decisions taken while tracing hold for these hyperparameters."""
         now = tuple(values.values())
@@ -91,7 +95,7 @@ def build_program(
     batch_dim: int = 0,
     traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
     accumulate: int = 1,
-    reshard: str | bool = False,
+    reshard: str | bool | frozenset[str] = False,
 ) -> Program:
     """Trace a step and partition it for this rank. Communicates nothing and changes no object of the caller."""
     capture = capture_single_device(function, args, kwargs, subject, plan, batch_dim, accumulate)
@@ -137,7 +141,7 @@ def plan_nodes(
     plan: PartitionPlan,
     batch_dim: int,
     traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
-    reshard: str | bool = False,
+    reshard: str | bool | frozenset[str] = False,
 ) -> tuple[Homes, dict[fx.Node, NodePlan]]:
     """Where every value of a single-device graph lies when it runs on ``plan.world`` ranks."""
     local = plan.semantics == "local"

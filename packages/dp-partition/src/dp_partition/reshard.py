@@ -62,7 +62,7 @@ class Unit:
 def reshard_after_forward(
     graph: fx.Graph,
     homes: Mapping[fx.Node, Placement],
-    mode: str | bool,
+    mode: str | bool | frozenset[str],
     traffic: Traffic,
     world: int,
     *,
@@ -74,7 +74,7 @@ def reshard_after_forward(
         graph: The single-device graph, with phases.
         homes: Where the placeholders lie.
         mode: ``True``: all that both halves use. ``"auto"``: those that are idle where most memory is live, as long as
-            that lowers the peak. ``False``: none.
+            that lowers the peak. ``False``: none. Names: those, as far as both halves use them.
         traffic: How parameters will travel: what shares a bucket comes back together.
         world: Number of data-parallel ranks.
         local: Whether the graph's activations are one rank's (else those of all ranks together).
@@ -86,6 +86,8 @@ def reshard_after_forward(
     sharded = [node for node in nodes if _is_param(node) and isinstance(homes[node], Shard)]
     idle = [one for node in sharded if (one := _idle(node, place)) is not None]
     chosen = idle
+    if isinstance(mode, frozenset):
+        chosen = [one for one in idle if one.param.meta["input"].name in mode]
     if mode == "auto" and idle:
         live = _live_bytes(nodes, place, idle, {n.meta["input"].name for n in sharded}, world, local=local)
         chosen = _lower_the_peak(live, _units(idle, nodes, traffic))

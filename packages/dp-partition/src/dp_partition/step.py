@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
+from dp_partition.agreement import batch_text, collectives_digest, together
 from dp_partition.binding import Binding, as_dtensor, local_of
 from dp_partition.bucket import Traffic
 from dp_partition.capture.attributes import check_traceable
@@ -72,6 +73,8 @@ class Step:
         self.placements, self.equal = dict(placements), equal
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
+        self.agreed: list[Mapping[str, str]] = []
+        self.gathered_again: frozenset[str] | None = None
         self.latest: Program | None = None
         self.num_traces = 0
 
@@ -87,19 +90,47 @@ class Step:
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Binding, Program]:
         """The first call: plan, trace and partition; only when all that succeeded, place the tensors."""
-        subject = find_subject(self.function, args, kwargs)
-        if self.share is not None:
-            return self.start_shared(self.share.bound(), subject, args, kwargs)
-        check_traceable(subject)
-        plan = self.plan_for(subject, self.mesh.size())
-        program = self.build(subject, plan, args, kwargs)
-        binding = Binding(subject, plan, self.mesh)
-        binding.place(self.equal)
-        if self.rng is not None:
-            self.stream = Stream(self.mesh, self.rng)
+        base = None if self.share is None else self.share.bound()
+        binding, program, facts = together(self.mesh, self.name, lambda: self.prepare(base, args, kwargs))
+        if base is None:
+            binding.place(self.equal)
+            if self.rng is not None:
+                self.stream = Stream(self.mesh, self.rng)
         self.binding = binding
-        self.remember(subject, args, kwargs, program)
+        self.agreed.append(facts)
+        if self.reshard == "auto" and self.semantics == "local":
+            self.gathered_again = program.gathered_again()
+        self.remember(binding.subject, args, kwargs, program)
         return binding, program
+
+    def prepare(
+        self, base: Binding | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
+        """Plan, trace and partition without communication; with the facts that ranks have to agree on."""
+        subject = find_subject(self.function, args, kwargs)
+        if base is None:
+            check_traceable(subject)
+            plan = self.plan_for(subject, self.mesh.size())
+        else:
+            self.check_shared(base, subject)
+            plan = base.plan
+        program = self.build(subject, plan, args, kwargs)
+        facts = self.facts(plan, program, args, kwargs)
+        return (Binding(subject, plan, self.mesh), program, facts), facts
+
+    def facts(
+        self, plan: PartitionPlan, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Mapping[str, str]:
+        """What has to be equal on every rank before a program runs."""
+        settings = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim)
+        facts = {
+            "plan": plan.digest,
+            "settings": ", ".join(map(str, settings)),
+            "collectives": collectives_digest(program.module.graph),
+        }
+        if self.semantics == "global":
+            facts["batch"] = batch_text(pytree.tree_leaves((args, kwargs)))
+        return facts
 
     def plan_for(self, subject: Subject, world: int) -> PartitionPlan:
         """Where everything would lie on ``world`` ranks.
@@ -118,30 +149,28 @@ class Step:
         check_plan(plan)
         return plan
 
-    def start_shared(
-        self, base: Binding, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Binding, Program]:
-        """The first call of a step that uses what another step placed."""
+    def check_shared(self, base: Binding, subject: Subject) -> None:
+        """Raise unless a step that uses what another step placed is given that step's model, and no optimizer."""
         placed = {id(param) for param in base.params.values()}
         foreign = [name for name, param in subject.params.items() if id(param) not in placed]
         if foreign or subject.optimizers:
             hint = "pass the model of the step it shares with, and no optimizer"
             found = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
             raise PlanError(Problem("not-shared", self.name, found=found, hint=hint))
-        binding = Binding(subject, base.plan, self.mesh)
-        program = self.build(subject, base.plan, args, kwargs)
-        self.binding = binding
-        self.remember(subject, args, kwargs, program)
-        return binding, program
 
     def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Trace and partition for the arguments at hand."""
         self.num_traces += 1
-        settings = (self.batch_dim, self.traffic, self.accumulate, self.reshard)
+        settings = (self.batch_dim, self.traffic, self.accumulate, self.resharding)
         program = build_program(self.function, args, kwargs, subject, plan, self.mesh, *settings)
         if self.passes is not None:
             program.capture.module = self.passes(program.module)
         return program
+
+    @property
+    def resharding(self) -> str | bool | frozenset[str]:
+        """What is gathered again for backward; once chosen it stays, so that a rank that retraces alone does as all."""
+        return self.reshard if self.gathered_again is None else self.gathered_again
 
     def remember(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         self.programs.setdefault(self.key(subject, args, kwargs), []).append(program)
@@ -154,9 +183,29 @@ class Step:
             if program.holds_for(hypers):
                 self.latest = program
                 return program
-        program = self.build(binding.subject, binding.plan, args, kwargs)
+        program = self.retrace(binding, args, kwargs)
         self.remember(binding.subject, args, kwargs, program)
         return program
+
+    def retrace(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """A program for new arguments.
+
+        Under global semantics all ranks' batches change together, and agree. Under local semantics a rank may retrace
+        alone, for a last batch of its own, as long as its collectives stay those that were agreed on.
+        """
+
+        def attempt() -> tuple[tuple[Program, Mapping[str, str]], Mapping[str, str]]:
+            program = self.build(binding.subject, binding.plan, args, kwargs)
+            facts = self.facts(binding.plan, program, args, kwargs)
+            return (program, facts), facts
+
+        if self.semantics == "global":
+            return together(self.mesh, self.name, attempt)[0]
+        made, facts = attempt()
+        if facts not in self.agreed:
+            together(self.mesh, self.name, lambda: (made, facts))
+            self.agreed.append(facts)
+        return made[0]
 
     def key(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a trace depends on: shapes, dtypes, structure, constants, modes, which state there is."""
@@ -290,8 +339,9 @@ class Step:
     def release(self) -> None:
         """Give model and optimizer back: plain whole parameters and state, for good."""
         self.bound().release()
-        self.binding, self.latest = None, None
+        self.binding, self.latest, self.gathered_again = None, None, None
         self.programs.clear()
+        self.agreed.clear()
 
 
 def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:

@@ -111,7 +111,7 @@ def verify_capture(step: Step, capture: Capture, plan: PartitionPlan, values: li
         plan: Where parameters lie.
         values: For every rank the values of all placeholders, parameters and state whole.
     """
-    homes, plans = plan_nodes(capture, plan, step.batch_dim, step.traffic, step.reshard)
+    homes, plans = plan_nodes(capture, plan, step.batch_dim, step.traffic, step.resharding)
     mark_graph(plans, imagined_mesh(plan.world, 0, "cpu"))
     for double in (True, False):
         trial = _Trial(step, capture, plan, homes, plans, double)
