@@ -22,6 +22,7 @@ TOOLS = ROOT / "tools"
 RANKTEST = TOOLS / "ranktest"
 TORCH = f"torch=={repo.TORCH}"
 GRIFFE = "griffe==2.4.1"
+PYTEST = ("pytest", "pytest-xdist")
 OTHER_TORCHES = ["2.11.0", "2.14.1", "2.15.0"]
 PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
 
@@ -35,6 +36,8 @@ if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local 
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
 # The sessions' environments are their own: without bytecode every rank would compile torch anew, 10 seconds each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Tests of one process keep one core busy, ranks wait for each other: two tests at a time are quicker.
+WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal")
 # One torch thread per process: several ranks share a machine's cores in every multi-rank session.
 RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
 
@@ -80,20 +83,19 @@ def tests(session: nox.Session, package: str) -> None:
         return
     found = repo.packages()[package]
     third_party = [r for r in found.test_requirements if repo.requirement_name(r) not in PACKAGES]
-    session.install(TORCH, "numpy", "pytest", *third_party)
+    session.install(TORCH, "numpy", *PYTEST, *third_party)
     _install_editable(session, repo.test_closure(package))
     session.chdir(found.path)
-    session.run("python", "-m", "pytest", *session.posargs, env=RANK_ENV)
+    session.run("python", "-m", "pytest", *WORKERS, *session.posargs, env=RANK_ENV)
 
 
 def _tools_tests(session: nox.Session) -> None:
     """The tests of the rank plugin and of the release tools."""
-    session.install(TORCH, "numpy", "pytest", "hatch", GRIFFE)
+    session.install(TORCH, "numpy", *PYTEST, "hatch", GRIFFE)
     _install_editable(session, [])
-    session.run("python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"), str(RANKTEST / "tests"), env=RANK_ENV)
-    session.run(
-        "python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"), "--rootdir", str(TOOLS), str(TOOLS / "tests")
-    )
+    pytest = ("python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"))  # hangs and deaths: one at a time
+    session.run(*pytest, str(RANKTEST / "tests"), env=RANK_ENV)
+    session.run(*pytest, "--rootdir", str(TOOLS), str(TOOLS / "tests"), env=RANK_ENV)
 
 
 @nox.session
@@ -111,13 +113,14 @@ def isolation(session: nox.Session, package: str) -> None:
     house = wheelhouse.build_current(repo.closure(package))
     _install(session, house, TORCH, package)
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
-    session.install("numpy", "pytest", str(RANKTEST))
+    session.install("numpy", *PYTEST, str(RANKTEST))
     _check_requirements(session)
     workplace = Path(session.create_tmp()) / "on-wheel"  # tests and README without src: only the wheel can be imported
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(found.path, workplace, ignore=shutil.ignore_patterns("src", "dist", "__pycache__", ".*"))
     session.chdir(workplace)
-    session.run("python", "-m", "pytest", "--without-extras", "-p", "no:cacheprovider", *session.posargs, env=RANK_ENV)
+    options = (*WORKERS, "--without-extras", "-p", "no:cacheprovider")
+    session.run("python", "-m", "pytest", *options, *session.posargs, env=RANK_ENV)
 
 
 @nox.session

@@ -44,6 +44,19 @@ def test_without_extras_lists_what_it_left_out(pytester: pytest.Pytester) -> Non
     )
 
 
+@pytest.mark.extra("pytest-xdist")
+def test_workers_of_xdist_list_it_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        TESTS.replace('"2"', "2").replace("def test_bad_size", "@pytest.mark.extra('x')\n    def test_x")
+    )
+    found = pytester.runpytest_subprocess("-n2", "--without-extras", "-p", "xdist", "-p", "no:cacheprovider")
+    assert found.ret == 0
+    found.assert_outcomes(passed=1)
+    found.stdout.fnmatch_lines(
+        ["*not run: 3*", "*::test_present: needs pluggy (--without-extras)", "*::test_missing: needs pluggy, no-such*"]
+    )
+
+
 def test_wrong_world_size_is_an_error(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     found = pytester.runpytest_subprocess("-p", "no:cacheprovider")

@@ -331,6 +331,20 @@ def _pickled(funcargs: dict[str, Any]) -> bytes:
 
 
 # ---- the end
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells the process that prints what it has not run."""
+    told: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if told is not None:
+        told["ranktest_not_run"] = session.config.stash[_NOT_RUN]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:  # noqa: ARG001 - the hook's arguments
+    """Hear what a worker has not run; every worker collects every test."""
+    listed = node.config.stash[_NOT_RUN]
+    listed += [entry for entry in map(tuple, getattr(node, "workeroutput", {}).get("ranktest_not_run", ())) if entry not in listed]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """List every test that was not run, and why."""
     not_run: list[tuple[str, str]] = [*config.stash[_NOT_RUN]]
