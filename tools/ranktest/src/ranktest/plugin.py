@@ -339,10 +339,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: object | None) -> None:  # noqa: ARG001 - the hook's arguments
+def pytest_testnodedown(node: Any, error: object | None) -> None:
     """Hear what a worker has not run; every worker collects every test."""
     listed = node.config.stash[_NOT_RUN]
-    listed += [entry for entry in map(tuple, getattr(node, "workeroutput", {}).get("ranktest_not_run", ())) if entry not in listed]
+    told = getattr(node, "workeroutput", {}).get("ranktest_not_run", ())  # nothing from one that died
+    listed += [entry for entry in map(tuple, told) if entry not in listed]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
