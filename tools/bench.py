@@ -2,6 +2,7 @@
 
     python tools/bench.py                        all of them        (nox -s bench)
     python tools/bench.py shard-reshard          one package's      (nox -s bench -- shard-reshard)
+    python tools/bench.py imports                what importing them costs
 
 A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--json FILE` and writes
 `{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares
@@ -28,14 +29,13 @@ OUT = repo.ROOT / "docs" / "benchmarks"
 
 
 def scripts(names: list[str]) -> list[tuple[str, Path]]:
-    """(package, script) of every benchmark of the named packages."""
-    chosen = names or list(repo.packages())
-    unknown = [name for name in chosen if name not in repo.packages()]
+    """(page, script) of every benchmark of the named packages, and of what imports cost."""
+    found = {name: sorted((p.path / "benchmarks").glob("bench_*.py")) for name, p in repo.packages().items()}
+    found["imports"] = [repo.ROOT / "tools" / "bench_imports.py"]
+    unknown = [name for name in names if name not in found]
     if unknown:
-        raise SystemExit(f"bench: no package {', '.join(unknown)}; there are {', '.join(repo.packages())}")
-    return [
-        (name, s) for name in chosen for s in sorted((repo.packages()[name].path / "benchmarks").glob("bench_*.py"))
-    ]
+        raise SystemExit(f"bench: no benchmarks of {', '.join(unknown)}; there are {', '.join(found)}")
+    return [(name, script) for name in names or found for script in found[name]]
 
 
 def machine() -> str:
