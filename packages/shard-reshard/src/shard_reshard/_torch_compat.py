@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def assume_constant_result(function: F) -> F:
+    """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
+    return function
 
 
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from shard_spec import Layout
 
+from shard_reshard._torch_compat import assume_constant_result
 from shard_reshard.agreement import problems_of, raise_together, tell
 from shard_reshard.bind import LayoutLike, OnRank, bind
 from shard_reshard.bound import BoundLayout
@@ -150,7 +151,7 @@ def _compiled_move(operator: tuple[str, int, str], tensor: Shards, out: Shards, 
     return outs if num_outs else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+@assume_constant_result
 def _operator_for(
     tensor_dtype: torch.dtype,
     src: LayoutLike,
