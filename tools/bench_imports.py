@@ -12,7 +12,7 @@ from statistics import median
 import repo
 
 BASE = "import torch, torch.distributed.tensor"
-ROUNDS = 5
+ROUNDS = 3
 TARGET = 0.3  # seconds
 HELP = """
 import sys
