@@ -21,6 +21,7 @@ import traceback
 import warnings
 from datetime import date
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def run_pool(world: int, todo: list[Cell], results: dict[str, str]) -> None:
                 try:
                     cell, result = queue.get(timeout=5)
                     break
-                except Exception:
+                except Empty:
                     if not all(process.is_alive() for process in ranks):
                         raise SystemExit("a rank ended before its cells were done") from None
             results[cell] = result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -63,15 +64,28 @@ def test_batches_of_different_sizes(ranks: Ranks) -> None:
 def test_a_rank_may_retrace_alone_where_batches_are_its_own(ranks: Ranks) -> None:
     """The last batch of an epoch is shorter on one rank: each gradient is still the mean of the ranks'."""
     model, optim = started(ranks)
+    reference = models.seeded(models.mlp)
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
-    step(model, optim, torch.ones(4, 8, device=ranks.device))
-    with ranks.record() as usual:
-        step(model, optim, torch.ones(4, 8, device=ranks.device))
-    with ranks.record() as alone:
-        step(model, optim, torch.ones(4 - ranks.rank, 8, device=ranks.device))
+    generator = torch.Generator().manual_seed(7)
+    logs = []
+    for shorter in (0, 0, 1, 0, 1):
+        batches = [torch.randn(4 - shorter * rank, 8, generator=generator) for rank in range(2)]
+        with ranks.record() as log:
+            step(model, optim, batches[ranks.rank].to(ranks.device))
+        logs.append(log)
+        steps_alone = [copy.deepcopy(reference) for _ in batches]
+        for alone, batch in zip(steps_alone, batches, strict=True):
+            models.mean_step(alone, SGD(alone.parameters()), batch)
+        with torch.no_grad():  # a step of SGD is linear in the gradient: the mean of steps is the step of the mean
+            for parameter, *moved in zip(*(m.parameters() for m in (reference, *steps_alone)), strict=True):
+                parameter.copy_(torch.stack(moved).mean(0))
     assert step.num_traces == 1 + ranks.rank
-    assert alone.ops == usual.ops
-    assert alone.bytes_sent() == usual.bytes_sent()
+    assert logs[1].ops == logs[2].ops == logs[4].ops
+    assert logs[1].bytes_sent() == logs[2].bytes_sent() == logs[4].bytes_sent()
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    assert len(pairs) == 4
+    for found, expected in pairs:
+        torch.testing.assert_close(found.full_tensor().cpu(), expected)  # type: ignore[attr-defined]  # a DTensor
 
 
 @pytest.mark.ranks(2)

@@ -8,23 +8,11 @@ from typing import Any
 import dp_models as models
 import pytest
 import torch
-import torch.nn.functional as F
+from dp_cells import Contrast
 from ranktest import Ranks
 from torch import nn
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
-
-
-class Contrast(nn.Module):
-    """Every row against every other row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        u, v = F.normalize(self.left(x), dim=1), F.normalize(self.right(x), dim=1)
-        return F.cross_entropy(3 * u @ v.T, torch.arange(x.shape[0], device=x.device))
 
 
 class Centred(nn.Module):

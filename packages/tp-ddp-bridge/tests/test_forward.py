@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import bridge_models as models
@@ -125,26 +126,24 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_compiles_without_a_break(ranks: Ranks) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
     # The seed crashed; the private autograd function that makes DTensors breaks the graph 10 to 13 times.
     mesh = ranks.mesh((2,), ("tp",))
-    torch._dynamo.reset()
-    counter: Any = CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
     eager = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
     model = pre_dp_module_transform(models.parallelize_mlp(models.seeded(models.MLP), mesh))
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     mine, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(eager.parameters(), 0.1)
-    for _ in range(5):
-        for run, optimizer in ((compiled, mine), (eager, theirs)):
-            optimizer.zero_grad()
-            run(x).pow(2).sum().backward()
-            optimizer.step()
+    for count in range(5):
+        # fullgraph: one graph or an error; the stance: no other one in the steps after the first, or an error
+        with torch.compiler.set_stance("fail_on_recompile") if count else nullcontext():
+            for run, optimizer in ((compiled, mine), (eager, theirs)):
+                optimizer.zero_grad()
+                run(x).pow(2).sum().backward()
+                optimizer.step()
     models.assert_same_state(
         model.state_dict(), {n: models.whole(v) for n, v in eager.state_dict().items()}, count=6, atol=1e-6
     )
-    assert counter.frame_count == 1  # one graph, and no other one in the steps after the first
 
 
 @pytest.mark.ranks(2)

@@ -244,6 +244,10 @@ def graph(mesh: DeviceMesh) -> dict[str, Any]:
 Row = dict[str, str]
 
 
+def _row(what: str, target: str, measured: str, peer: str) -> Row:
+    return {"what": what, "target": target, "measured": measured, "peer": peer}
+
+
 def overhead_rows() -> list[Row]:
     """Four rows: forward, and forward and backward, for both kinds of parameters."""
     result = on_ranks(overhead, 2)
@@ -275,12 +279,12 @@ def attention_rows() -> list[Row]:
     found = {size: on_ranks(attention, size) for size in (2, 4)}
     cells = ", ".join(f"{result['cells']} cells at tp {size}" for size, result in found.items())
     return [
-        {
-            "what": "`nn.MultiheadAttention` (all 288 cells: [tp-styles-mha](tp-styles-mha.md))",
-            "target": "forward 1e-5, gradients 1e-4 of the unsharded module",
-            "measured": f"{cells}: within 1e-10 in float64, {sum(r['numbers'] for r in found.values())} numbers",
-            "peer": "torch's styles: 0 cells",
-        }
+        _row(
+            "`nn.MultiheadAttention` (all 288 cells: [tp-styles-mha](tp-styles-mha.md))",
+            "forward 1e-5, gradients 1e-4 of the unsharded module",
+            f"{cells}: within 1e-10 in float64, {sum(r['numbers'] for r in found.values())} numbers",
+            "torch's styles: 0 cells",
+        )
     ]
 
 
@@ -289,12 +293,12 @@ def grouped_rows() -> list[Row]:
     found = {size: on_ranks(grouped, size) for size in (2, 4, 8)}
     text = "; ".join(f"tp {size}: {r['exact']} exact, {r['refused']} refused" for size, r in found.items())
     return [
-        {
-            "what": "every grouped-query shape (heads <= 32, key-value heads divide heads)",
-            "target": "exact, or PlanError",
-            "measured": f"{text}; 0 wrong",
-            "peer": "torch's styles: an error inside view",
-        }
+        _row(
+            "every grouped-query shape (heads <= 32, key-value heads divide heads)",
+            "exact, or PlanError",
+            f"{text}; 0 wrong",
+            "torch's styles: an error inside view",
+        )
     ]
 
 
@@ -302,12 +306,12 @@ def explain_rows() -> list[Row]:
     """One row."""
     found = on_ranks(explained, 2)
     return [
-        {
-            "what": "`explain` predicts collectives",
-            "target": "counts equal CommDebugMode in 100 % of plans (bytes: tests, with the recording group)",
-            "measured": f"{found['equal']} of {found['plans']} whole models equal",
-            "peer": "torch: no prediction",
-        }
+        _row(
+            "`explain` predicts collectives",
+            "counts equal CommDebugMode in 100 % of plans (bytes: tests, with the recording group)",
+            f"{found['equal']} of {found['plans']} whole models equal",
+            "torch: no prediction",
+        )
     ]
 
 
@@ -315,12 +319,12 @@ def undo_rows() -> list[Row]:
     """One row."""
     found = on_ranks(undo, 2)
     return [
-        {
-            "what": "undo of random plans",
-            "target": "state_dict bit-equal, hooks back, 100 plans",
-            "measured": f"{found['bit-equal']} of {found['plans']}",
-            "peer": "torch: no undo",
-        }
+        _row(
+            "undo of random plans",
+            "state_dict bit-equal, hooks back, 100 plans",
+            f"{found['bit-equal']} of {found['plans']}",
+            "torch: no undo",
+        )
     ]
 
 
@@ -328,12 +332,12 @@ def families_rows() -> list[Row]:
     """One row."""
     found = on_ranks(families, 2)
     return [
-        {
-            "what": "Hugging Face (all families: [tp-styles-families](tp-styles-families.md))",
-            "target": "forward, backward, generate equal; >= 95 % of matmul-weight bytes divided",
-            "measured": ", ".join(f"{name} {share:.1%}" for name, share in found.items()),
-            "peer": "the unsharded model",
-        }
+        _row(
+            "Hugging Face (all families: [tp-styles-families](tp-styles-families.md))",
+            "forward, backward, generate equal; >= 95 % of matmul-weight bytes divided",
+            ", ".join(f"{name} {share:.1%}" for name, share in found.items()),
+            "the unsharded model",
+        )
     ]
 
 
@@ -341,12 +345,12 @@ def graph_rows() -> list[Row]:
     """One row."""
     found = on_ranks(graph, 2)
     return [
-        {
-            "what": "graph breaks: Llama-like block, attention block, vocabulary-parallel loss",
-            "target": "0",
-            "measured": f"{found['breaks']} in {found['graphs']} graph",
-            "peer": "0 is the floor",
-        }
+        _row(
+            "graph breaks: Llama-like block, attention block, vocabulary-parallel loss",
+            "0",
+            f"{found['breaks']} in {found['graphs']} graph",
+            "0 is the floor",
+        )
     ]
 
 

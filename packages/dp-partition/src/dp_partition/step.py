@@ -90,9 +90,8 @@ class Step:
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Binding, Program]:
         """The first call: plan, trace and partition; only when all that succeeded, place the tensors."""
-        base = None if self.share is None else self.share.bound()
-        binding, program, facts = together(self.mesh, self.name, lambda: self.prepare(base, args, kwargs))
-        if base is None:
+        binding, program, facts = together(self.mesh, self.name, lambda: self.prepare(args, kwargs))
+        if self.share is None:
             binding.place(self.equal)
             if self.rng is not None:
                 self.stream = Stream(self.mesh, self.rng)
@@ -104,9 +103,10 @@ class Step:
         return binding, program
 
     def prepare(
-        self, base: Binding | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; with the facts that ranks have to agree on."""
+        base = None if self.share is None else self.share.bound()
         subject = find_subject(self.function, args, kwargs)
         if base is None:
             check_traceable(subject)
