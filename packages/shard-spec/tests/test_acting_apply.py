@@ -393,6 +393,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "adamw": torch.optim.AdamW,
+    "mixed-adamw": torch.optim.AdamW,  # of float32 copies of bfloat16 parameters
 }
 
 
@@ -408,14 +409,20 @@ def test_live_bytes_are_those_of_plan_memory(ranks: Ranks) -> None:
     uneven = RULES | {"norm.*": "tp:S(0)", "frozen": "tp:S(0)", "down.bias": "tp:S(0)"}
     for at, rules in enumerate((uneven, {"**": "dp:S(0)"}, {})):
         for name, optimizer in list(OPTIMIZERS.items())[at if fewer else 0 :: 3 if fewer else 1]:
-            module = block()
+            mixed = name.startswith("mixed")
+            module = block().to(torch.bfloat16) if mixed else block()
             plan = ShardingPlan(rules, mesh=spec)
             expected = plan.memory(module, optimizer=name).on(ranks.rank)
             apply_plan(plan, module, mesh)
-            x = torch.randn(3, 6)
+            x = torch.randn(3, 6, dtype=module.frozen.dtype)
             trained = [p for p in module.parameters() if p.requires_grad]
-            stepper = optimizer(trained)
+            stepped = [nn.Parameter(p.detach().float()) for p in trained] if mixed else trained
+            stepper = optimizer(stepped)
             module(distribute_tensor(x, mesh, [Replicate(), Replicate()])).sum().backward()
+            if mixed:
+                for fine, parameter in zip(stepped, trained, strict=True):
+                    assert parameter.grad is not None
+                    fine.grad = parameter.grad.float()  # for the step, and dropped after it
             stepper.step()
             states = [value for state in stepper.state.values() for value in state.values()]
             live = {
@@ -423,11 +430,11 @@ def test_live_bytes_are_those_of_plan_memory(ranks: Ranks) -> None:
                 "buffers": num_bytes(list(module.buffers())),
                 "gradients": num_bytes([p.grad for p in trained if p.grad is not None]),
                 "optimizer": num_bytes([value for value in states if isinstance(value, torch.Tensor)]),
-                "master": 0,
+                "master": num_bytes(stepped) if mixed else 0,
             }
             assert {part: expected.get(part, 0) for part in live} == live
             compared += 1
-    assert compared == (3 if fewer else 9)
+    assert compared == (4 if fewer else 12)
 
 
 def num_bytes(tensors: list[Any]) -> int:
