@@ -50,7 +50,8 @@ CHECKS = (
         "memory",
         "static memory of a plan against the live bytes of parameters, buffers, gradients and optimizer state",
         "byte for byte on 2-8 gloo ranks",
-        "equal on every rank of 2, 4 and 8: three plans (uneven and empty pieces too) x SGD, momentum, AdamW, and AdamW on float32 copies of bfloat16 parameters",
+        "equal on every rank of 2, 4 and 8: three plans (uneven and empty pieces too) x SGD, momentum, AdamW, "
+        "and AdamW on float32 copies of bfloat16 parameters",
         "the storages themselves",
         ("test_acting_apply.py::test_live_bytes_are_those_of_plan_memory",),
     ),
