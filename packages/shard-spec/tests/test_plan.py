@@ -385,9 +385,31 @@ rules:
     bomb = "format: &a [x]\nversion: [*a, *a]\n"
     tagged = "format: !!python/object/apply:os.system ['true']\n"
     deep = "a: " + "[" * 50 + "]" * 50
-    for hostile in (bomb, tagged, deep, "a: [", "- 1", "{" * 5000):
+    # PyYAML keeps the last of two equal keys, reads 010 as 8, and takes a minute over a long 59:59:59.
+    twice = by_hand + '  embed.weight: "R, R"\n'
+    merged = by_hand + "  <<: {x: R}\n  <<: {x: R}\n"
+    octal, clock = by_hand.replace("tp: 2", "tp: 010"), by_hand.replace("tp: 2", "tp: " + "59:" * 100_000 + "59")
+    long, numbered = by_hand + "#" * 2**20, by_hand + "  3: R\n"
+    refused: list[str | bytes] = [
+        bomb,
+        tagged,
+        deep,
+        "a: [",
+        "- 1",
+        "{" * 5000,
+        twice,
+        merged,
+        long,
+        numbered,
+        b"\xff" + by_hand.encode(),
+    ]
+    for hostile in refused:
         with pytest.raises(PlanError, match="bad-plan-file"):
             ShardingPlan.from_yaml(hostile)
+    for wrong in (octal, clock):
+        with pytest.raises(PlanError):
+            ShardingPlan.from_yaml(wrong)
+    assert ShardingPlan.from_yaml(by_hand.encode()) == ShardingPlan.from_yaml(by_hand)
 
 
 def good_document() -> Any:

@@ -14,8 +14,8 @@ from shard_spec.cli.sources import load_model, read_text, skeleton
 from shard_spec.cost.presets import PRESETS, topology_preset
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ModelFacts, facts_of
-from shard_spec.plan.serialize import MAX_BYTES
 from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec.plan.strangers import MAX_BYTES, json_values
 from shard_spec.problems import PlanError, Problem
 from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
@@ -83,8 +83,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
             raise UsageError("--from hf needs --mesh")
         styles = _read(arguments.plan)
         try:
-            tp_plan = json.loads(styles)
-        except (ValueError, RecursionError) as error:
+            tp_plan = json_values(styles)
+        except ValueError as error:
             raise UsageError(f"{arguments.plan} is no JSON: {error}") from None
         axis = arguments.axis or "tp"
         plan = ShardingPlan.from_hf_tp_plan(tp_plan, facts, arguments.mesh, axis, prefix=arguments.prefix)
@@ -136,7 +136,10 @@ def load_plan(path: str) -> ShardingPlan:
 def _read(path: str) -> str:
     """The text of a file, or of stdin for ``-``; not more of it than a plan may have."""
     if path == "-":
-        return sys.stdin.read(MAX_BYTES + 1)
+        try:
+            return sys.stdin.read(MAX_BYTES + 1)
+        except ValueError as error:
+            raise UsageError(f"cannot read what comes in: {error}") from None
     return read_text(Path(path))
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import re
 import struct
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from shard_spec.cli.main import UsageError
-from shard_spec.plan.facts import ModelFacts, TensorFacts
-from shard_spec.plan.serialize import MAX_BYTES
+from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.strangers import MAX_BYTES, json_values
 
 if TYPE_CHECKING:
     from torch import nn
 
-_MAX_HEADER = 1 << 28
+_MAX_HEADER = 100_000_000  # the format's own limit
 _MAX_NUMEL = 1 << 58  # in any dtype, bytes that fit torch's 64 bits
 _MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
 _SAFETENSORS_DTYPES = {
@@ -161,21 +160,32 @@ def _header(path: Path) -> list[TensorFacts]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size - 8):
                 raise UsageError(f"{path} is no safetensors file")
-            header = json.loads(file.read(length))
-    except (OSError, ValueError, RecursionError) as error:
+            header = json_values(file.read(length))
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-    tensors = []
-    for name, entry in header.items() if isinstance(header, dict) else ():
-        if name == "__metadata__":
-            continue
-        dtype = _SAFETENSORS_DTYPES.get(str(entry.get("dtype"))) if isinstance(entry, dict) else None
-        shape = entry.get("shape") if dtype else None
-        if dtype is None or not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise UsageError(f"{path}: tensor {name!r} has no dtype and shape that can be read")
-        if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
-            raise UsageError(f"{path}: tensor {name!r} has more elements than torch can count")
-        tensors.append(TensorFacts(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat"))))
-    return tensors
+    if not isinstance(header, dict):
+        raise UsageError(f"{path} is no safetensors file: its header is no table")
+    return [_tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"]
+
+
+def _tensor(path: Path, name: str, entry: Any) -> TensorFacts:
+    about = entry if isinstance(entry, dict) else {}
+    dtype, shape, place = (
+        _SAFETENSORS_DTYPES.get(str(about.get("dtype"))),
+        about.get("shape"),
+        about.get("data_offsets"),
+    )
+    if dtype is None or not _sizes(shape):
+        raise UsageError(f"{path}: tensor {name[:200]!r} has no dtype and shape that can be read")
+    if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
+        raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
+    if not _sizes(place) or len(place) != 2 or place[1] - place[0] != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise UsageError(f"{path}: tensor {name[:200]!r} lies in bytes {str(place)[:80]}, not those of its shape")
+    return TensorFacts(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat")))
+
+
+def _sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(size) is int and size >= 0 for size in values)
 
 
 def read_text(path: Path) -> str:
@@ -192,8 +202,8 @@ def read_text(path: Path) -> str:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        return json_values(read_text(path), floats=True)
+    except ValueError as error:
         raise UsageError(f"cannot read {path}: {error}") from None
 
 

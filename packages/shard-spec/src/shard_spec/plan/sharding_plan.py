@@ -356,7 +356,7 @@ class ShardingPlan:
         return to_yaml(self)
 
     @classmethod
-    def from_yaml(cls, text: str) -> ShardingPlan:
+    def from_yaml(cls, text: str | bytes) -> ShardingPlan:
         """Read what :meth:`to_yaml` or a person wrote; needs ``shard-spec[yaml]``."""
         from shard_spec.plan.yaml_form import from_yaml
 
