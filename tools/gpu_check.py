@@ -489,7 +489,11 @@ def partitioned_step(settings: Settings, style: str) -> tuple[Any, list[Any]]:
     step, arguments = data_parallel_step(settings, style)
     step(*arguments)
     step(*arguments)
-    return step, step.gather_inputs(step.bound(), step.latest, arguments, {})
+    from dp_partition.feeding import gather_inputs
+    from dp_partition.step import runner_of
+
+    runner = runner_of(step)
+    return step, gather_inputs(runner.bound(), runner.latest, arguments, {})
 
 
 # ---- means ----------------------------------------------------------------------------------------------------------

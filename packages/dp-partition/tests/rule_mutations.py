@@ -24,6 +24,7 @@ from dp_partition.ops import base_name, is_op
 from dp_partition.program import capture_single_device, plan_nodes
 from dp_partition.rules.lookup import find_rule
 from dp_partition.rules.table import RULES, Call, Candidate, R, Rule, State
+from dp_partition.step import runner_of
 from dp_partition.verification import input_values, verify_capture
 from torch import fx, nn
 from torch.distributed.tensor import Partial, Placement, Shard
@@ -179,7 +180,7 @@ class Probe:
     """One captured step."""
 
     name: str
-    step: dp.Step
+    step: Any  # what stands behind a `Step`
     capture: Any
     plan: Any
     values: Any
@@ -214,7 +215,7 @@ def probe(name: str) -> Probe:
     model = Net().double()
     x = torch.randn(ROWS, 8, dtype=torch.float64)
     function = partial(_step, PROBES.get(name, PROBES["linear"]), clip)
-    step = dp.compile(function, mesh=imagined_mesh(WORLD, 0, "cpu"), style=style, semantics="global")
+    step = runner_of(dp.compile(function, mesh=imagined_mesh(WORLD, 0, "cpu"), style=style, semantics="global"))
     args = (model, OPTIMIZERS[optim](model.parameters()), x)
     subject = find_subject(function, args, {})
     plan = step.plan_for(subject, WORLD)

@@ -15,6 +15,7 @@ from dp_partition.__about__ import __version__
 if TYPE_CHECKING:
     from dp_partition import legacy as legacy
     from dp_partition.capture.tagging import gradients_tagging as gradients_tagging
+    from dp_partition.compiling import compile as compile
     from dp_partition.data_parallel.batch_dim import BatchDimAnalyzer as BatchDimAnalyzer
     from dp_partition.data_parallel.marking import mark_data_parallel_shardings as mark_data_parallel_shardings
     from dp_partition.data_parallel.marking import partitioner as partitioner
@@ -36,20 +37,19 @@ if TYPE_CHECKING:
     from dp_partition.plan import plan_placements as plan_placements
     from dp_partition.problems import PlanError as PlanError
     from dp_partition.problems import Problem as Problem
-    from dp_partition.step import Batch as Batch
+    from dp_partition.settings import Batch as Batch
     from dp_partition.step import Step as Step
-    from dp_partition.step import compile as compile
     from dp_partition.styles import DataParallelStyle as DataParallelStyle
     from dp_partition.styles import NodeType as NodeType
     from dp_partition.verification import Verified as Verified
     from dp_partition.verification import verify as verify
 
 _WHERE = {
-    "compile": "step",
+    "compile": "compiling",
     "verify": "verification",
     "Verified": "verification",
     "Step": "step",
-    "Batch": "step",
+    "Batch": "settings",
     "plan_placements": "plan",
     "PartitionPlan": "plan",
     "ParamPlan": "plan",

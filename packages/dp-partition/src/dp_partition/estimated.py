@@ -14,14 +14,15 @@ import torch
 
 from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.subject import find_subject
+from dp_partition.compiling import compile as compile_step
 from dp_partition.imagined import Stand, imagined_mesh, stand_in_arguments, standing_in
 from dp_partition.link import Link, Machine
 from dp_partition.memory import Memory
 from dp_partition.messages import Message, explain_messages
-from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.plan import PartitionPlan
 from dp_partition.problems import PlanError, Problem
 from dp_partition.progress import Progress, counted
-from dp_partition.step import compile as compile_step
+from dp_partition.step import runner_of
 from dp_partition.styles import DataParallelStyle
 from dp_partition.survey import Held, Survey, survey
 from dp_partition.text import human_bytes, human_seconds, table
@@ -187,13 +188,9 @@ def estimate(
     step = compile_step(counted(train_step, shown), mesh=imagined_mesh(world, rank, kind), style=style, **settings)
     with standing_in(stand, find_subject(train_step, arguments, {})):
         subject = find_subject(train_step, arguments, {})
-        infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
-        tied = {a: n for a, n in subject.aliases.items() if n in subject.params}
-        plan = plan_placements(
-            infos, step.style, world, semantics=step.semantics, overrides=step.placements, aliases=tied
-        )
-        check_plan(plan)
-        program = step.build(subject, plan, arguments, {})
+        runner = runner_of(step)
+        plan = runner.plan_for(subject, world)
+        program = runner.build(subject, plan, arguments, {})
         shown.begin("local shapes")
         module = program.with_local_values(lambda done, total: shown.tell(done, total, "nodes"))
     chosen = (link or Link(), machine or Machine())

@@ -80,8 +80,14 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers."""
-    return is_op(node) and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    """Whether the operator draws random numbers. Attention kernels are marked so, and draw none without dropout."""
+    if not is_op(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    named = {argument.name: argument for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    if "dropout_p" not in named:
+        return True
+    given = {argument.name: value for argument, value in arguments(node)}
+    return bool(given.get("dropout_p", named["dropout_p"].default_value) != 0.0)
 
 
 def has_effect(node: fx.Node) -> bool:

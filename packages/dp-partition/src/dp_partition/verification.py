@@ -36,8 +36,9 @@ from dp_partition.problems import PlanError, Problem
 from dp_partition.program import capture_single_device, plan_nodes
 from dp_partition.propagate import Homes, NodePlan
 from dp_partition.rules.table import State
+from dp_partition.runner import Runner
 from dp_partition.simulation import REDUCTIONS, Done, Event, advance, run_node, run_rank
-from dp_partition.step import Step
+from dp_partition.step import Step, runner_of
 from dp_partition.zero import OWN_ROWS, SHARE_ROWS
 
 # Relative to the greatest value of a tensor. Sums of a rank's parts round differently from one sum.
@@ -84,7 +85,7 @@ def verify(step: Step, *args: Any, world: Sequence[int] = (2, 3), **kwargs: Any)
     """
     total = Verified(tuple(world), 0, 0, True)
     for size in world:
-        total = _add(total, _verify_world(step, args, kwargs, size))
+        total = _add(total, _verify_world(runner_of(step), args, kwargs, size))
     return total
 
 
@@ -93,7 +94,7 @@ def _add(one: Verified, other: Verified) -> Verified:
     return Verified(one.worlds, nodes, elements, one.in_double and other.in_double)
 
 
-def _verify_world(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Verified:
+def _verify_world(step: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Verified:
     subject = find_subject(step.function, args, kwargs)
     if step.binding is None:
         check_traceable(subject)
@@ -102,7 +103,7 @@ def _verify_world(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], wor
     return verify_capture(step, capture, plan, input_values(step, capture, subject, args, kwargs, world))
 
 
-def verify_capture(step: Step, capture: Capture, plan: PartitionPlan, values: list[list[Any]]) -> Verified:
+def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: list[list[Any]]) -> Verified:
     """Verify a captured step for the plan's number of ranks.
 
     Args:
@@ -124,7 +125,7 @@ def verify_capture(step: Step, capture: Capture, plan: PartitionPlan, values: li
 
 
 def input_values(
-    step: Step, capture: Capture, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], world: int
+    step: Runner, capture: Capture, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], world: int
 ) -> list[list[Any]]:
     """For every rank the whole value of every placeholder: of parameters and state, and the rank's own batch."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -183,7 +184,7 @@ class _Trial:
 
     def __init__(
         self,
-        step: Step,
+        step: Runner,
         capture: Capture,
         plan: PartitionPlan,
         homes: Homes,

@@ -15,7 +15,9 @@ from dp_partition.binding import local_of
 from dp_partition.capture.subject import find_subject
 from dp_partition.legacy.modes import DataParallel, Override, ParallelMode
 from dp_partition.legacy.world import whole_world
-from dp_partition.step import Step
+from dp_partition.runner import Runner
+from dp_partition.settings import Settings
+from dp_partition.step import Step, runner_of
 
 
 def compile(
@@ -79,7 +81,8 @@ def _make_step(
         module = mode.transform_and_compile(module)
         return transformation(module) if transformation is not None else module
 
-    step = Step(function, mesh, mode.parallel_style, "global", {}, "broadcast", mode.input_batch_dim, passes=passes)
+    settings = Settings(mode.parallel_style, "global", batch_dim=mode.input_batch_dim)
+    step = Step(Runner(function, mesh, settings, passes=passes))
     return step
 
 
@@ -93,9 +96,9 @@ def _override_modules(root: nn.Module, overrides: list[Override]) -> None:
 
 def _flat_state(step: Step) -> list[torch.Tensor]:
     """The rank's tensors of parameters, buffers and state; empty before they are placed."""
-    if step.binding is None:
+    binding = runner_of(step).binding
+    if binding is None:
         return []
-    binding = step.binding
     params = [local_of(param.detach()) for param in binding.params.values()]
     states = [value for _, _, state in binding.states() for value in state.values() if isinstance(value, torch.Tensor)]
     return [*params, *binding.subject.buffers.values(), *map(local_of, states)]

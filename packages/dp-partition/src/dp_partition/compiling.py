@@ -1,0 +1,107 @@
+"""The front end: `compile` makes a data-parallel step of a train step that was written for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from dp_partition.bucket import Traffic
+from dp_partition.problems import PlanError, Problem
+from dp_partition.runner import Runner
+from dp_partition.settings import Batch, Settings
+from dp_partition.step import Step, runner_of
+from dp_partition.styles import DataParallelStyle, parse_style
+
+
+def compile(
+    train_step: Callable[..., Any],
+    *,
+    mesh: DeviceMesh | None = None,
+    style: str | DataParallelStyle = "default",
+    semantics: str = "local",
+    batch: Batch | None = None,
+    placements: Mapping[str, Placement] | None = None,
+    equal: str = "broadcast",
+    bucket_mb: float = 25,
+    prefetch: int = 1,
+    reshard_after_forward: str | bool = "auto",
+    accumulate: int = 1,
+    rng: str | None = None,
+    share: Step | None = None,
+) -> Step:
+    """Make a train step, written for one device, run data-parallel.
+
+    The first call traces ``train_step`` with its arguments (forward, backward, optimizer) and places the model's
+    parameters and the optimizer's state on the mesh; every call runs the partitioned graph. Afterwards the parameters
+    are DTensors.
+
+    Args:
+        train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
+            the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
+        mesh: One-dimensional mesh of the data-parallel ranks.
+        style: How parameters lie: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"`` or a
+            `DataParallelStyle`.
+        semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (what DDP
+            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does.
+        batch: Which dim of tensor arguments is the batch, for global semantics and accumulation. Under global
+            semantics every rank passes as many rows.
+        placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
+        equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
+        bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
+        prefetch: How many buckets of parameters are on their way ahead of compute, and of gradients behind it.
+        reshard_after_forward: Whether sharded parameters are let go after forward and gathered again for backward:
+            ``True`` all, ``False`` none, ``"auto"`` those that are idle where most memory is live.
+        accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
+        rng: Random numbers of the step: ``None`` draws from the rank's default generator, as DDP does; ``"same"`` and
+            ``"per_rank"`` draw from a stream of the step's own that starts from rank 0's seed.
+        share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
+
+    Raises:
+        PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
+    """
+    problems: list[Problem] = []
+    base = None if share is None else runner_of(share)
+    if base is not None:
+        if mesh is not None or placements is not None:
+            hint = "leave mesh and placements out"
+            problems.append(Problem("no-effect", "share", found="mesh or placements beside share", hint=hint))
+        mesh, style = base.mesh, base.settings.style
+    if semantics == "local" and batch is not None and accumulate == 1:
+        hint = "local semantics runs the step on each rank's own arguments; leave batch out"
+        problems.append(Problem("no-effect", "batch", found=repr(batch), hint=hint))
+    parsed = DataParallelStyle.DEFAULT
+    try:
+        parsed = parse_style(style)
+    except PlanError as error:
+        problems += error.problems
+    settings = Settings(
+        parsed,
+        semantics,
+        dict(placements or {}),
+        equal,
+        (batch or Batch()).dim,
+        Traffic(int(bucket_mb * (1 << 20)), prefetch),
+        accumulate,
+        rng,
+        reshard_after_forward,
+    )
+    problems += settings.problems()
+    problems += _mesh_problems(mesh)
+    if problems or mesh is None:
+        raise PlanError(problems, "dp_partition.compile")
+    return Step(Runner(train_step, mesh, settings, base))
+
+
+def _mesh_problems(mesh: DeviceMesh | None) -> list[Problem]:
+    if mesh is None:
+        return [Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
+    if mesh.ndim != 1:
+        hint = 'pass one axis of it, as mesh["dp"]'
+        return [Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+    return []
+
+
+__all__ = ["compile"]

@@ -1,0 +1,45 @@
+"""What a trace depends on: programs are found again by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.hypers import static_signature
+from dp_partition.capture.subject import Subject
+
+
+def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Shapes, dtypes, structure, constants, modes, which state there is: hashable."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    training = tuple(m.training for _, root in subject.modules for m in root.modules())
+    states = tuple(
+        tuple(sorted(map(str, optimizer.state[p]))) if p in optimizer.state else ()
+        for optimizer in subject.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+    trained = tuple(p.requires_grad for p in subject.params.values())
+    signature = static_signature(subject.optimizers)
+    autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    constants = (signature, autocast, subject.attributes())
+    return tuple(map(_leaf_key, leaves)), spec, training, states, trained, constants
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, nn.Module | Optimizer):
+        return id(leaf)
+    try:
+        hash(leaf)
+    except TypeError:
+        return id(leaf)
+    return type(leaf), leaf
+
+
+__all__ = ["program_key"]

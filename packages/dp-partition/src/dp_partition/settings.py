@@ -1,0 +1,79 @@
+"""What the caller of `compile` chooses, as one value that the stages read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import Placement
+
+from dp_partition.bucket import Traffic
+from dp_partition.problems import Problem
+from dp_partition.styles import DataParallelStyle
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the batch stands in the tensor arguments of a step.
+
+    Attributes:
+        dim: The batch dim of every tensor argument that has dims.
+    """
+
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices that hold for all programs of a step; what they mean is said at `compile`.
+
+    Attributes:
+        style: How parameters lie that ``placements`` does not name.
+        semantics: ``"local"`` or ``"global"``.
+        placements: Name patterns -> placement.
+        equal: ``"broadcast"`` or ``"check"``.
+        batch_dim: Batch dim of tensor arguments.
+        traffic: How communication is arranged.
+        accumulate: Number of micro-batches.
+        rng: ``None``, ``"same"`` or ``"per_rank"``.
+        reshard: ``"auto"``, ``True`` or ``False``.
+    """
+
+    style: DataParallelStyle
+    semantics: str = "local"
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    equal: str = "broadcast"
+    batch_dim: int = 0
+    traffic: Traffic = field(default_factory=Traffic)
+    accumulate: int = 1
+    rng: str | None = None
+    reshard: str | bool = "auto"
+
+    def text(self) -> str:
+        """What has to be equal on every rank and shows neither in the plan nor in the collectives."""
+        return ", ".join(map(str, (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim)))
+
+    def problems(self) -> list[Problem]:
+        """What is wrong with the choices, by themselves and together."""
+        found = [
+            *_choice("semantics", self.semantics, ("local", "global")),
+            *_choice("equal", self.equal, ("broadcast", "check")),
+            *_choice("reshard_after_forward", self.reshard, ("auto", True, False)),
+            *_choice("rng", self.rng, (None, "same", "per_rank")),
+        ]
+        if self.semantics == "global" and (self.accumulate > 1 or self.rng == "same"):
+            name = "accumulate" if self.accumulate > 1 else "rng"
+            found.append(Problem("needs-local", name, found="global", hint="use semantics='local'"))
+        if self.accumulate < 1 or self.traffic.prefetch < 0 or self.traffic.bucket_bytes < 0:
+            found.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
+        return found
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:
+    if value in allowed:
+        return []
+    hint = f"use one of {', '.join(map(repr, allowed))}"
+    return [Problem(f"unknown-{name}", name, found=repr(value), hint=hint)]
+
+
+__all__ = ["Batch", "Settings"]
