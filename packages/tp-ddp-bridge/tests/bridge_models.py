@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -118,8 +119,6 @@ def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
         "blocks.*.down": RowwiseParallel(output_layouts=whole),
     }
     if sequence:
-        from torch.distributed.tensor.parallel import PrepareModuleInput
-
         plan |= {
             "blocks.*.norm1": SequenceParallel(),
             "blocks.*.norm2": SequenceParallel(),
@@ -133,6 +132,62 @@ def parallelize_gpt(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = Fals
     if loss_parallel:
         plan["head"] = ColwiseParallel(input_layouts=whole, output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, plan)
+    return model
+
+
+class Llama(nn.Module):
+    """A small Llama of ``transformers``, from token numbers to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        self.causal: Any = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
+            )
+        )  # fmt: skip
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, length]`` token numbers to ``[batch, length, vocabulary]`` logits."""
+        logits: Tensor = self.causal(
+            input_ids=tokens, use_cache=False
+        ).logits  # a cache would be filled again by a recomputation
+        return logits
+
+
+def parallelize_llama(model: Any, mesh: DeviceMesh, *, sequence: bool = False, loss_parallel: bool = False) -> Any:
+    """Megatron's plan; with ``sequence`` what stands between layers is cut along it, with ``loss_parallel`` logits stay
+    sharded."""
+    whole, cut = Replicate(), Shard(1)
+    plan: dict[str, Any] = {
+        f"model.layers.*.{name}": ColwiseParallel()
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    }
+    between = cut if sequence else whole
+    plan |= {
+        f"model.layers.*.{name}": RowwiseParallel(output_layouts=between)
+        for name in ("self_attn.o_proj", "mlp.down_proj")
+    }
+    if sequence:
+        gather_hidden = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": cut}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+        plan |= {
+            "model.layers.0": PrepareModuleInput(
+                input_layouts=(whole,), desired_input_layouts=(cut,), use_local_output=True
+            ),
+            "model.layers.*.input_layernorm": SequenceParallel(use_local_output=True),
+            "model.layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
+            "model.layers.*.self_attn": gather_hidden,
+            "model.layers.*.mlp": PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(whole,)),
+            "model.norm": SequenceParallel(use_local_output=True),
+            "lm_head": ColwiseParallel(input_layouts=cut, output_layouts=whole),
+        }
+    if loss_parallel:
+        plan["lm_head"] = ColwiseParallel(input_layouts=whole, output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model.causal, mesh, plan)
     return model
 
 

@@ -43,7 +43,7 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     ("`SequenceParallel`", RIGHT, "test_matrix.py::test_sequence_and_loss_parallel"),
     ("`loss_parallel`", RIGHT, "test_matrix.py::test_sequence_and_loss_parallel"),
-    ("a `transformers` model", RIGHT, "test_forward.py::test_a_transformers_model"),
+    ("a `transformers` model", RIGHT, "test_matrix.py::test_a_transformers_model"),
     ("`torch.compile(fullgraph=True)` of the inner module", RIGHT, "test_forward.py::test_compiles_without_a_break"),
     ("3-D meshes: two data axes, two tensor axes", RIGHT, "test_wrap.py::test_three_axes"),
     (

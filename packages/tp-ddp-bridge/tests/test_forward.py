@@ -167,43 +167,6 @@ def test_fields_of_a_view_and_reading_it_in_other_threads(ranks: Ranks) -> None:
     assert torch.equal(whole.to_local(), models.seeded(models.MLP).up.weight)
 
 
-@pytest.mark.extra("transformers")
-@pytest.mark.ranks(4, timeout=240)  # four imports of transformers
-def test_a_transformers_model(ranks: Ranks) -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    mesh = ranks.mesh((2, 2), ("dp", "tp"))
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, attn_implementation="eager",
-    )  # fmt: skip
-    task = models.tokens()
-
-    def train(model: Any, index: int, count: int) -> None:
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        for step in range(5):
-            x, y = task.part(step, index, count)
-            optimizer.zero_grad()
-            torch.autograd.backward(task.loss(model(input_ids=x).logits, y))
-            optimizer.step()
-
-    reference = models.seeded(lambda: LlamaForCausalLM(config))
-    train(reference, 0, 1)
-    model = models.seeded(lambda: LlamaForCausalLM(config))
-    plan: dict[str, Any] = {}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        plan[f"model.layers.*.{name}"] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"model.layers.*.{name}"] = RowwiseParallel()
-    parallelize_module(model, mesh["tp"], plan)
-    ddp = wrap_ddp(model, mesh=mesh)
-    train(ddp, mesh["dp"].get_local_rank(), 2)
-    wanted = reference.state_dict()
-    models.assert_same_state(ddp.module.state_dict(), wanted, count=len(wanted), atol=5e-6)
-    assert sum(isinstance(value, DTensor) for value in ddp.module.state_dict().values()) == 14
-
-
 @pytest.mark.ranks(2)
 def test_a_spare_view_is_as_good_as_a_new_one_or_not_used(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))

@@ -128,7 +128,7 @@ def test_optimizers_that_need_whole_matrices(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(4)
 def test_zero_is_refused_by_name(ranks: Ranks) -> None:
-    from test_matrix import zero_optimizer
+    from bridge_cells import zero_optimizer
 
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"])
