@@ -176,13 +176,13 @@ def from_document(document: Any) -> ShardingPlan:
         raise PlanError(
             Problem(
                 "unknown-version",
-                found=f"format version {version!r}, this release reads {VERSION}",
+                found=f"format version {version!r:.60}, this release reads {VERSION}",
                 hint="install the release of shard-spec that wrote the file, or write it again",
             )
         )
     if set(document) != _KEYS:
         odd = sorted(set(document) ^ _KEYS)
-        raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))}")
+        raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")
     mesh = _read_mesh(document["mesh"])
     strict, output, local = document["strict"], document["output_plan"], document["return_local_tensor"]
     if not isinstance(strict, bool):
