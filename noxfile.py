@@ -91,7 +91,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 def _tools_tests(session: nox.Session) -> None:
     """The tests of the rank plugin and of the release tools."""
-    session.install(TORCH, "numpy", *PYTEST, "hatch", GRIFFE)
+    session.install(TORCH, "numpy", *PYTEST, "hatch", "nox[uv]", GRIFFE)
     _install_editable(session, [])
     pytest = ("python", "-m", "pytest", "-c", str(RANKTEST / "pyproject.toml"))  # hangs and deaths: one at a time
     session.run(*pytest, str(RANKTEST / "tests"), env=RANK_ENV)
@@ -172,10 +172,13 @@ def compat(session: nox.Session, package: str) -> None:
     """The new wheel of a package under the last released wheels and tests of its dependents."""
     house = wheelhouse.build_current([package])
     released = {name: tags[-1] for name in repo.dependents(package) if (tags := repo.release_tags(name))}
-    if not released:
-        session.log(f"no released dependents of {package}: nothing that a new version could break")
-        return
     trees = wheelhouse.released_trees(released)
+    version = repo.packages()[package].version
+    for name, wanted in wheelhouse.not_admitted(package, version, trees).items():
+        session.log(f"{released.pop(name)} asks for {wanted}: {package} {version} is not for it and cannot break it")
+    if not released:
+        session.log(f"no released dependent of {package} takes {version}: nothing that it could break")
+        return
     siblings = {s: t[-1] for n in released for s in repo.closure(n) if s != package and (t := repo.release_tags(s))}
     old = wheelhouse.build_released(siblings | released)
     _install(session, [house, old], TORCH, "numpy", package, *released)
@@ -262,7 +265,9 @@ def _install(session: nox.Session, houses: Path | list[Path], *what: str) -> Non
     folders = [str(house) for house in (houses if isinstance(houses, list) else [houses])]
     uv = [*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *folders]
     pip = [*os.environ.get("PIP_FIND_LINKS", "").split(), *folders]
-    session.install(*what, env={"UV_FIND_LINKS": ",".join(uv), "PIP_FIND_LINKS": " ".join(pip)})
+    # In an environment that is used again (nox -r), a wheel of the same version may hold other code.
+    anew = [f"--reinstall-package={name}" for name in PACKAGES] if session.venv_backend == "uv" else []
+    session.install(*anew, *what, env={"UV_FIND_LINKS": ",".join(uv), "PIP_FIND_LINKS": " ".join(pip)})
 
 
 def _install_editable(session: nox.Session, names: list[str]) -> None:

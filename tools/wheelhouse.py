@@ -71,6 +71,21 @@ def released_trees(tags: Mapping[str, str]) -> dict[str, Path]:
     return trees
 
 
+def not_admitted(package: str, version: str, trees: Mapping[str, Path]) -> dict[str, str]:
+    """Those of the released dependents whose own requirement leaves `version` of `package` out, with what they ask."""
+    from packaging.requirements import Requirement  # of nox, and of pytest
+
+    found = {}
+    for name, tree in trees.items():
+        released = repo.read_package(tree / "packages" / name)
+        asked = [*released.requirements, *(r for _, extra in released.extras for r in extra)]
+        wanted = [Requirement(r) for r in asked if repo.requirement_name(r) == package]
+        outside = [str(r) for r in wanted if not r.specifier.contains(version, prereleases=True)]
+        if outside:
+            found[name] = outside[0]
+    return found
+
+
 def lower_bound(requirement: str) -> str:
     """`"torch>=2.11"` -> `"torch==2.11.*"`, as exact as the bound is written."""
     match = re.search(r">=\s*([0-9.]+)", requirement)

@@ -64,16 +64,18 @@ print(tag, wheelhouse.build_released({"shard-spec": tag}))
         assert b"AFTER_THE_TAG" not in archive.read("shard_spec/__init__.py")
 
 
-def test_a_release_sets_version_date_and_tag_name(clone: Path) -> None:
-    changelog = clone / "packages" / "tp-styles" / "CHANGELOG.md"
-    changelog.write_text("# Changelog of tp-styles\n\n## [Unreleased]\n\n### Fixed\n\n- A thing.\n")
-    printed = run(sys.executable, "tools/release.py", "tp-styles", "minor", "--date", "2026-12-01", cwd=clone)
-    assert "tag tp-styles-v0.2.0" in printed
-    about = clone / "packages" / "tp-styles" / "src" / "tp_styles" / "__about__.py"
+@pytest.mark.parametrize("name", ["shard-spec", "tp-styles"])
+def test_a_release_sets_version_date_and_tag_name(clone: Path, name: str) -> None:
+    changelog = clone / "packages" / name / "CHANGELOG.md"
+    changelog.write_text(f"# Changelog of {name}\n\n## [Unreleased]\n\n### Fixed\n\n- A thing.\n")
+    printed = run(sys.executable, "tools/release.py", name, "minor", "--date", "2026-12-01", cwd=clone)
+    assert f"tag {name}-v0.2.0" in printed
+    assert ("compat(shard-spec)" in printed) == (name == "shard-spec")  # it has dependents
+    about = clone / "packages" / name / "src" / name.replace("-", "_") / "__about__.py"
     assert about.read_text() == '__version__ = "0.2.0"\n'
     text = changelog.read_text()
     assert "## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n### Fixed\n\n- A thing.\n" in text
-    assert lint_changelogs.problems("tp-styles", "0.2.0", text, ["tp-styles-v0.2.0"]) == []
+    assert lint_changelogs.problems(name, "0.2.0", text, [f"{name}-v0.2.0"]) == []
 
 
 def test_an_empty_release_is_refused_and_changes_nothing(clone: Path) -> None:
