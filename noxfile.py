@@ -101,7 +101,7 @@ def _tools_tests(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Sdist and wheel of each package, built twice with equal hashes, and the wheel again from the sdist."""
-    session.install("hatch")
+    session.install("hatch", "twine", "readme-renderer[md]")
     session.run("python", "tools/check_build.py", *session.posargs)
 
 

@@ -1,9 +1,14 @@
-"""Build every package twice with hatch and once more from its sdist; the files must be equal byte for byte."""
+"""Build every package twice with hatch and once more from its sdist; the files must be equal byte for byte.
+
+What is built has to be fit to publish, too: nothing but the package's own sources, its licence, a README that renders
+(`twine check --strict`). `--out` keeps the files, each wheel with its bill of materials.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +18,7 @@ import zipfile
 from pathlib import Path
 
 import repo
+import sbom
 
 HATCH_DATA = repo.ROOT / ".nox" / "hatch"
 
@@ -39,7 +45,8 @@ def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
     (unpacked,) = (folder / "sdist").iterdir()
     again = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
     wrong += [f"{name}: the wheel from the sdist differs" for name, digest in again.items() if digest != first[name]]
-    wrong += wheel_problems(package, next((folder / "first").glob("*.whl")))
+    wheel = next((folder / "first").glob("*.whl"))
+    wrong += wheel_problems(package, wheel) + sbom.problems(wheel) + unpublishable([wheel, sdist])
     return folder / "first", wrong
 
 
@@ -57,8 +64,15 @@ def wheel_problems(package: repo.Package, wheel: Path) -> list[str]:
     return wrong + [f"{wheel.name}: {name} does not belong in it" for name in strangers]
 
 
+def unpublishable(files: list[Path]) -> list[str]:
+    """What `twine check --strict` says against the metadata and the README as the index would render it."""
+    command = [sys.executable, "-W", "error", "-m", "twine", "--no-color", "check", "--strict", *map(str, files)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return [] if done.returncode == 0 else [f"twine check: {done.stdout}{done.stderr}"]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="keep the built files here")
     out: Path | None = parser.parse_args().out
     wrong = []
@@ -71,7 +85,13 @@ def main() -> int:
                 if out is not None:
                     out.mkdir(parents=True, exist_ok=True)
                     (out / file.name).write_bytes(file.read_bytes())
-    print("\n".join(wrong) or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte")
+                    if file.suffix == ".whl":
+                        bill = json.dumps(sbom.bill(file), indent=1) + "\n"
+                        (out / f"sbom-{package.dist}-{package.version}.cdx.json").write_text(bill)
+    print(
+        "\n".join(wrong)
+        or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte, fit to publish"
+    )
     return 1 if wrong else 0
 
 
