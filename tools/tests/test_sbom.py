@@ -20,6 +20,8 @@ License-Expression: BSD-3-Clause
 License-File: LICENSE
 Requires-Dist: shard-spec<0.2,>=0.1
 Requires-Dist: torch>=2.11
+Requires-Dist: matplotlib>=3.8; extra == 'report'
+Requires-Dist: rich>=13; extra == 'report'
 
 Text.
 """
@@ -43,7 +45,12 @@ def test_a_bill_names_the_package_its_licence_and_what_it_asks_for(tmp_path: Pat
         "pkg:pypi/shard-reshard@0.1.0",
         [{"expression": "BSD-3-Clause"}],
     )
-    assert [c["name"] for c in bill["components"]] == ["shard-spec", "torch"]
+    assert [(c["name"], c["scope"]) for c in bill["components"]] == [
+        ("matplotlib", "optional"),
+        ("rich", "optional"),
+        ("shard-spec", "required"),
+        ("torch", "required"),
+    ]
     assert json.dumps(bill) == json.dumps(sbom.bill(wheel(tmp_path)))
 
 
