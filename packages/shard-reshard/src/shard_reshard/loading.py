@@ -15,8 +15,8 @@ from shard_reshard.load_plan import LoadPlan, Read, plan_load
 from shard_reshard.members import Members, members_of
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.safetensors_files import FileTable, file_table, read_rows
-from shard_reshard.state_dict_facts import device_of, facts_of, stamp_version, tensors_of
-from shard_reshard.state_dict_moves import Arriving, Progress, deliver, mover_for_bucket, size_of
+from shard_reshard.state_dict_facts import device_of, facts_of, local_tensors, stamp_version, tensors_of
+from shard_reshard.state_dict_moves import Arriving, Here, Progress, deliver, mover_for_bucket, size_of
 from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, Known
 from shard_reshard.stored_tensors import ReadableFile, stored_tensors
 
@@ -95,13 +95,16 @@ def load_safetensors(
     plan = _agreed_load(
         members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict
     )
-    if out is not None and not atomic:
-        stamp_version(out, None)
     device = device_of({}, targets, members)
     with torch.no_grad():
-        arriving = Arriving(plan.moves, members.rank, None if atomic else targets, device)
+        outs = local_tensors(targets)
+        here = Here(plan.moves, members.rank)
+        agree(members, f"outs of load {plan.digest}", here.out_problems(outs, {}, atomic, strict), "always")
+        if out is not None and not atomic:
+            stamp_version(out, None)
+        arriving = Arriving(here, None if atomic else outs, device)
         _read_and_move(plan, members, arriving, device, progress)
-        moved = deliver(plan.moves, arriving, targets, dst_layouts)
+        moved = deliver(here, arriving, targets, outs, dst_layouts)
     result = LoadedStateDict(moved)
     result.plan, result.read_bytes = plan, plan.read_bytes(members.rank)
     if out is not None and version is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.agreement import agree, check_mode
 from shard_reshard.bound import Index
+from shard_reshard.destinations import destination_problems
 from shard_reshard.exchange import Collective, Exchange
 from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import Members, data_device
@@ -44,7 +45,8 @@ class Mover:
         self._transposed: Mover | None = None
         self._agreed: set[tuple[str, str]] = set()
         self._busy = False
-        self._seen: object = None  # what the tensors of the last good call looked like
+        self._good: object = _NEVER  # what the tensors of the last good call looked like
+        self._looking: object = None  # what those of the call that comes look like
         self._repeated = False  # whether those of the call that comes look the same
         self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
 
@@ -77,20 +79,25 @@ class Mover:
     def problems(
         self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
     ) -> list[Problem]:
-        """What is wrong with the tensors of this rank."""
-        looks = (
-            torch.is_grad_enabled(),
-            [*map(len, sources)],
-            _looks(sources),
-            [] if outs is None else _looks(outs),
-            outs is None,
-        )
-        self._repeated = looks == self._seen and None not in looks
-        if self._repeated:
+        """What is wrong with the tensors of this rank, listed by plan."""
+        flat = [tensor for tensors in sources for tensor in tensors]
+        if self.looks_as_before(flat, None if outs is None else [tensor for tensors in outs for tensor in tensors]):
             return []
         found = self._problems(sources, outs)
-        self._seen = None if found else looks
+        if not found:
+            self.found_good()
         return found
+
+    def looks_as_before(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> bool:
+        """Whether the tensors of this rank look as those that were last found to be good."""
+        looks = torch.is_grad_enabled(), looks_of(sources), None if outs is None else looks_of(outs)
+        self._repeated = looks == self._good
+        self._looking = None if looks[1] is None or (outs is not None and looks[2] is None) else looks
+        return self._repeated
+
+    def found_good(self) -> None:
+        """Remember how the tensors look that `looks_as_before` was last asked about."""
+        self._good = self._looking
 
     def _problems(
         self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
@@ -105,7 +112,10 @@ class Mover:
             found += local_problems(plan, rank, sources[number])
             if outs is not None:
                 found += local_problems(plan, rank, outs[number], "dst")
-                found += _writable_problems(rank, outs[number], sources[number])
+        if outs is not None and not found:
+            written = [tensor for tensors in outs for tensor in tensors]
+            names = [f"rank {rank}, out"] * len(written)
+            found += destination_problems(written, names, [tensor for tensors in sources for tensor in tensors])
         devices = {tensor.device for tensors in (*sources, *(outs or ())) for tensor in tensors}
         if len(devices) > 1:
             listed = ", ".join(sorted(map(str, devices)))
@@ -218,14 +228,20 @@ class Mover:
         )
 
 
-def _looks(listed: Sequence[Sequence[torch.Tensor]]) -> list[tuple[object, ...]] | None:
+_NEVER = object()
+_STRIDED = {torch.strided}
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+
+def looks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]] | None:
     """What decides whether tensors are good for a plan, and whether views of them can be used again.
 
     A view that negates or conjugates on reading has the address of what it is a view of, and counts as another tensor.
     None for tensors that have no memory to look at.
     """
-    tensors = [tensor for tensors in listed for tensor in tensors]
-    if is_fake(tensors) or any(tensor.layout != torch.strided for tensor in tensors):
+    if not _PLAIN_TYPES.issuperset(map(type, tensors)) and is_fake(tensors):
+        return None
+    if not {tensor.layout for tensor in tensors} <= _STRIDED:
         return None
     return [
         (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj())
@@ -244,30 +260,6 @@ class _NamedWork:
             self._work.wait()
         except RuntimeError as error:
             raise self._mover._failed(self._call) from error
-
-
-def _writable_problems(rank: int, outs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Problem]:
-    """Why destination tensors cannot be written to."""
-    problems = []
-    fake = is_fake((*outs, *sources))
-    held = set() if fake else {tensor.untyped_storage().data_ptr() for tensor in sources if tensor.numel()}
-    for tensor in outs:
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
-            problems.append(Problem("out-overlaps", f"rank {rank}, out", found=f"strides {tensor.stride()}", hint=hint))
-        if held and tensor.numel() and tensor.untyped_storage().data_ptr() in held:
-            hint = "the source is still read while out is written; pass other memory"
-            problems.append(Problem("out-is-source", f"rank {rank}, out", found="memory of the source", hint=hint))
-        if tensor.is_conj() or tensor.is_neg():
-            hint = "its memory holds other values than it shows; pass a tensor of its own"
-            found = "a view that conjugates or negates on reading"
-            problems.append(Problem("out-lazy-view", f"rank {rank}, out", found=found, hint=hint))
-        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            hint = "write into parameters under torch.no_grad()"
-            problems.append(
-                Problem("out-requires-grad", f"rank {rank}, out", found="a leaf that requires grad", hint=hint)
-            )
-    return problems
 
 
 class ReshardWork:

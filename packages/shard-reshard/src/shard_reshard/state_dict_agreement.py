@@ -87,11 +87,19 @@ def _plain_problems(members: Members, facts: Facts, tensors: Mapping[str, Any]) 
     return tuple(problems)
 
 
+_CHUNK = 1 << 22  # bytes that are summed at a time: sums need eight times as much
+
+
 def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
     """Two sums over a tensor's bytes, one of them weighted by position: equal tensors have equal ones."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    weights = torch.arange(1, data.numel() + 1, device=data.device).remainder_(65521)
-    return int(data.sum()), int((data * weights).sum())
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    weights = torch.arange(1, min(_CHUNK, data.numel()) + 1, device=data.device).remainder_(65521)
+    total = weighted = 0
+    for number in range(-(-data.numel() // _CHUNK)):
+        values = data[number * _CHUNK : (number + 1) * _CHUNK].to(torch.int64)
+        total += int(values.sum())
+        weighted += (number + 1) * int((values * weights[: values.numel()]).sum())
+    return total, weighted
 
 
 def _layouts_text(dst_layouts: DstLayouts) -> str:

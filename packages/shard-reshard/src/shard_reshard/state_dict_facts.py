@@ -124,10 +124,16 @@ def local_tensor(value: Any) -> torch.Tensor:
     return local.detach() if local.requires_grad else local
 
 
+def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The local parts of all that are tensors; a mapping may hold other things, which are left as they are."""
+    return {name: local_tensor(value) for name, value in outs.items() if isinstance(value, torch.Tensor)}
+
+
 def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: Members) -> torch.device:
     """Where the tensors lie; for a rank without any, where the group's do."""
     for value in (*state_dict.values(), *outs.values()):
-        return local_tensor(value).device
+        if isinstance(value, torch.Tensor):
+            return local_tensor(value).device
     return data_device(members.group)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from shard_reshard.agreement import agree
 from shard_reshard.bind import LayoutLike
+from shard_reshard.destinations import destination_problems
 from shard_reshard.dtypes import torch_dtype
 from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import Members
-from shard_reshard.mover import Mover
-from shard_reshard.problems import Problem
-from shard_reshard.state_dict_facts import local_tensor
+from shard_reshard.mover import Mover, looks_of
+from shard_reshard.problems import PlanError, Problem
 from shard_reshard.state_dict_plan import DstLayouts, StateDictPlan, given_layout
 
 
@@ -46,52 +46,133 @@ class MovedStateDict(dict[str, Any]):
         return self.plan.explain(name)
 
 
+class Here:
+    """What one rank has to do with a planned state dict: worked out once for all calls.
+
+    Attributes:
+        shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
+        buckets: For each bucket, the names of the sources it takes from this rank, and of the destinations it fills.
+    """
+
+    def __init__(self, plan: StateDictPlan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        local = {name: layout.local_shapes(rank) for name, (layout, _) in plan.targets.items()}
+        self.shapes = {name: shapes for name, shapes in local.items() if name not in plan.aliases}
+        self.dtypes = {name: torch_dtype(plan.targets[name][1]) for name in self.shapes}
+        self.buckets = [
+            (
+                [plan.moves[at].source for at in bucket if plan.moves[at].plan.src.local_shapes(rank)],
+                [plan.moves[at].target for at in bucket],
+            )
+            for bucket in plan.buckets
+        ]
+        self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
+        self._good: object = None  # how destinations looked that were found to be good
+
+    def out_problems(
+        self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
+    ) -> list[Problem]:
+        """Why the tensors of ``out`` on this rank cannot take what the plan brings."""
+        looks = looks_of(list(outs.values())), list(outs), atomic, strict
+        if atomic and looks[0] is not None and looks == self._good:
+            return []
+        problems = []
+        filled: dict[str, torch.Tensor] = {}
+        by_memory: dict[tuple[object, ...], str] = {}
+        self.one_memory = []
+        unfilled: dict[str, torch.Tensor] = {}
+        for name, out in outs.items():
+            if name not in self.plan.targets:
+                unfilled[name] = out
+                continue
+            layout, dtype = self.plan.targets[name]
+            shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
+            if len(shapes) == 1:
+                found = f"{out.dtype} of shape {tuple(out.shape)}, the layout says {dtype} of shape {shapes[0]}"
+                if (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
+                    hint = "pass a local tensor of that shape, or another layout in dst_layouts"
+                    problems.append(Problem("local-shape", where, found=found, hint=hint))
+                # In one memory, tied at the source too: moved once. Tied only here: their values have to be equal.
+                first = by_memory.setdefault((out.data_ptr(), out.shape, out.stride(), out.device), name)
+                if first == name or not out.numel() or (not atomic and name not in self.plan.aliases):
+                    filled[where] = out
+                elif self.plan.aliases.get(name, name) != self.plan.aliases.get(first, first):
+                    self.one_memory.append((first, name))
+            elif shapes:
+                hint = "leave it out of out=; the result has a list of tensors"
+                problems.append(Problem("local-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint))
+            elif strict and out.numel():
+                found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
+                hint = "leave it out of out= on this rank, or say strict=False"
+                problems.append(Problem("missing-source", where, found=found, hint=hint))
+        memories = {out.data_ptr() for out in filled.values()} if unfilled else set()
+        for name, out in unfilled.items() if strict else ():
+            if out.data_ptr() not in memories:  # one that is tied to a tensor that is filled is filled with it
+                hint = "leave it out of out=, or say strict=False"
+                problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
+        if not problems:
+            problems = destination_problems(list(filled.values()), list(filled), list(sources.values()), not atomic)
+        self._good = None if problems else looks
+        return problems
+
+
 class Arriving:
     """The destination tensors of this rank: those of ``outs`` where they are filled directly, else fresh ones."""
 
-    def __init__(self, plan: StateDictPlan, rank: int, outs: Mapping[str, Any] | None, device: torch.device) -> None:
+    def __init__(self, here: Here, outs: Mapping[str, torch.Tensor] | None, device: torch.device) -> None:
         self.tensors: dict[str, list[torch.Tensor]] = {}
         self.fresh = not outs
         self.in_place: set[str] = set()  # names that are filled where the caller has them
-        for name, (layout, dtype) in plan.targets.items():
-            if name in plan.aliases:
-                continue
-            shapes = layout.local_shapes(rank)
+        for name, shapes in here.shapes.items():
             if outs and name in outs and len(shapes) == 1:
-                self.tensors[name] = [local_tensor(outs[name])]
+                self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
             else:
-                self.tensors[name] = [torch.empty(s, dtype=torch_dtype(dtype), device=device) for s in shapes]
+                self.tensors[name] = [torch.empty(s, dtype=here.dtypes[name], device=device) for s in shapes]
 
 
-def move_buckets(
-    plan: StateDictPlan,
+def checked_calls(
+    here: Here,
     members: Members,
     movers: list[Mover],
     sources: Mapping[str, torch.Tensor],
     arriving: Arriving,
-    progress: Callable[[Progress], None] | None,
+    out_problems: Callable[[], list[Problem]],
     check: str,
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The source and destination tensors of every bucket.
+
+    Raises:
+        PlanError: On all ranks, before any data moves: tensors that are not what the plan says.
+    """
+    calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    known = True
+    for mover, (given, filled) in zip(movers, here.buckets, strict=True):
+        flat = [sources[name] for name in given if name in sources]
+        outs = [tensor for name in filled for tensor in arriving.tensors[name]]
+        calls.append((flat, outs))
+        known &= mover.looks_as_before(flat, None if arriving.fresh else outs)
+    problems = [] if known else _source_problems(here, sources, arriving)
+    if arriving.fresh or not known:
+        problems += out_problems()
+    agree(members, f"tensors of state dict plan {here.plan.digest}", problems, check)
+    for mover in movers if not known else ():
+        mover.found_good()
+    return calls
+
+
+def move_buckets(
+    here: Here,
+    movers: list[Mover],
+    calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]],
+    fresh: bool,
+    progress: Callable[[Progress], None] | None,
 ) -> None:
-    calls: list[tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]] = []
-    problems: list[Problem] = []
-    for mover, bucket in zip(movers, plan.buckets, strict=True):
-        moves = [plan.moves[at] for at in bucket]
-        given = [
-            [sources[m.source]] if m.source in sources and m.plan.src.local_shapes(members.rank) else [] for m in moves
-        ]
-        outs = [arriving.tensors[m.target] for m in moves]
-        calls.append((given, outs))
-        wrong = mover.problems(given, None if arriving.fresh else outs)
-        named = _named_problems(mover, given, outs, [m.source for m in moves]) if wrong else ()
-        for problem, name in named:
-            problems.append(Problem(problem.code, f"{name}: {problem.name}", found=problem.found, hint=problem.hint))
-    agree(members, f"tensors of state dict plan {plan.digest}", problems, check)
-    done_bytes = done = 0
+    """One exchange after the other."""
+    plan, done_bytes, done = here.plan, 0, 0
     total_bytes = 0 if progress is None else sum(size_of(move.plan) for move in plan.moves)
-    for mover, bucket, (given, outs) in zip(movers, plan.buckets, calls, strict=True):
-        flat_given, flat_outs = [t for ts in given for t in ts], [t for ts in outs for t in ts]
-        mover.start(flat_given, flat_outs, async_op=False, fresh_outs=arriving.fresh)
+    for mover, bucket, (flat, outs) in zip(movers, plan.buckets, calls, strict=True):
+        mover.start(flat, outs, async_op=False, fresh_outs=fresh)
         for at in bucket if progress is not None else ():
             done += 1
             done_bytes += size_of(plan.moves[at].plan)
@@ -99,14 +180,20 @@ def move_buckets(
                 progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, total_bytes))
 
 
-def _named_problems(
-    mover: Mover, given: list[list[torch.Tensor]], outs: list[list[torch.Tensor]], names: list[str]
-) -> Iterator[tuple[Problem, str]]:
-    """The problems of a bucket's tensors, each with its tensor's name."""
-    rank = mover.members.rank
-    for plan, sources, targets, name in zip(mover.plans, given, outs, names, strict=True):
-        for problem in (*local_problems(plan, rank, sources), *local_problems(plan, rank, targets, "dst")):
-            yield problem, name
+def _source_problems(here: Here, sources: Mapping[str, torch.Tensor], arriving: Arriving) -> list[Problem]:
+    """What is wrong with the source tensors of this rank, each with its name."""
+    problems = []
+    for move in here.plan.moves:
+        held = move.source in sources and move.plan.src.local_shapes(here.rank)
+        for problem in local_problems(move.plan, here.rank, [sources[move.source]] if held else []):
+            name = f"{move.source}: {problem.name}"
+            problems.append(Problem(problem.code, name, found=problem.found, hint=problem.hint))
+    devices = {tensor.device for tensor in sources.values()}
+    devices |= {tensor.device for name in arriving.in_place for tensor in arriving.tensors[name]}
+    if len(devices) > 1:
+        listed = ", ".join(sorted(map(str, devices)))
+        problems.append(Problem("mixed-devices", f"rank {here.rank}", found=listed, hint="one device on each rank"))
+    return problems
 
 
 def size_of(plan: Any) -> int:
@@ -130,10 +217,19 @@ def mover_for_bucket(members: Members, plan: StateDictPlan, bucket: tuple[int, .
 
 
 def deliver(
-    plan: StateDictPlan, arriving: Arriving, outs: Mapping[str, Any], dst_layouts: DstLayouts
+    here: Here,
+    arriving: Arriving,
+    outs: Mapping[str, Any],
+    locals_: Mapping[str, torch.Tensor],
+    dst_layouts: DstLayouts,
 ) -> MovedStateDict:
-    """The answer of this rank; fills ``outs`` where tensors arrived beside them."""
-    result = MovedStateDict()
+    """The answer of this rank; fills ``outs`` (their local tensors are ``locals_``) where tensors arrived beside them."""
+    plan, result = here.plan, MovedStateDict()
+    for first, second in here.one_memory:
+        one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))
+        if not torch.equal(one, other):
+            hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
+            raise PlanError(Problem("out-shares-memory", second, found=f"tied to {first}, other values", hint=hint))
     for name, (layout, _) in plan.targets.items():  # in the order of their names
         if name in arriving.in_place:
             result[name] = outs[name]
@@ -141,8 +237,8 @@ def deliver(
         tensors = arriving.tensors[plan.aliases.get(name, name)]
         if not tensors:
             continue
-        if name in outs:
-            target = local_tensor(outs[name])
+        if name in locals_:
+            target = locals_[name]
             if target.data_ptr() != tensors[0].data_ptr() or target.shape != tensors[0].shape:
                 target.copy_(tensors[0])
             result[name] = outs[name]

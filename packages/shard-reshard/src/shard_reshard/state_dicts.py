@@ -11,9 +11,27 @@ import torch.distributed as dist
 from shard_reshard.agreement import check_mode, tell
 from shard_reshard.bind import LayoutLike
 from shard_reshard.members import members_of
+from shard_reshard.problems import Problem
 from shard_reshard.state_dict_agreement import agreed_plan, exchange_version
-from shard_reshard.state_dict_facts import VERSION_KEY, device_of, facts_of, local_tensor, stamp_version, tensors_of
-from shard_reshard.state_dict_moves import Arriving, MovedStateDict, Progress, deliver, move_buckets, mover_for_bucket
+from shard_reshard.state_dict_facts import (
+    VERSION_KEY,
+    device_of,
+    facts_of,
+    local_tensor,
+    local_tensors,
+    stamp_version,
+    tensors_of,
+)
+from shard_reshard.state_dict_moves import (
+    Arriving,
+    Here,
+    MovedStateDict,
+    Progress,
+    checked_calls,
+    deliver,
+    move_buckets,
+    mover_for_bucket,
+)
 from shard_reshard.state_dict_plan import DstLayouts, KeyMap
 
 
@@ -119,7 +137,8 @@ class StateDictResharder:
         self.plan, self._first_version = agreed_plan(
             self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version, strict
         )
-        self._check = check_mode(check)
+        self._check, self._strict = check_mode(check), strict
+        self._here = Here(self.plan, self._members.rank)
         self._movers = [
             mover_for_bucket(self._members, self.plan, bucket, check, keep_workspace) for bucket in self.plan.buckets
         ]
@@ -148,14 +167,20 @@ class StateDictResharder:
         plan, members = self.plan, self._members
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         device = device_of(tensors, targets, members)
-        if out is not None and not atomic:
-            stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
         with torch.no_grad():
             sources = {name: local_tensor(value) for name, value in tensors.items()}
-            arriving = Arriving(plan, members.rank, None if atomic else targets, device)
-            move_buckets(plan, members, self._movers, sources, arriving, progress, self._check)
+            outs = local_tensors(targets)
+            arriving = Arriving(self._here, None if atomic else outs, device)
+
+            def out_problems() -> list[Problem]:
+                return self._here.out_problems(outs, sources, atomic, self._strict)
+
+            calls = checked_calls(self._here, members, self._movers, sources, arriving, out_problems, self._check)
+            if out is not None and not atomic:
+                stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
+            move_buckets(self._here, self._movers, calls, arriving.fresh, progress)
             stamp = agreed_stamp()
-            result = deliver(plan, arriving, targets, self._dst_layouts)
+            result = deliver(self._here, arriving, targets, outs, self._dst_layouts)
         result.plan, result.version = plan, stamp
         if out is not None and stamp is not None:
             stamp_version(out, stamp)
