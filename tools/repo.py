@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,12 +134,12 @@ def release_tags(dist: str) -> list[str]:
 
 
 def export_tag(tag: str, into: Path) -> Path:
-    """Write the tree of a tag under `into`; the working tree and its index are not touched."""
+    """Write the tree of a tag under `into`, whole or not at all; the working tree and its index are not touched."""
     archive = subprocess.run(["git", "archive", "--format=tar", tag], cwd=ROOT, check=True, capture_output=True).stdout
-    target = into / tag
-    with tarfile.open(fileobj=BytesIO(archive)) as tar:
-        tar.extractall(target, filter="data")
-    return target
+    into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=into) as fresh, tarfile.open(fileobj=BytesIO(archive)) as tar:
+        tar.extractall(Path(fresh) / "tree", filter="data")
+        return (Path(fresh) / "tree").rename(into / tag)
 
 
 def _source_files(path: Path) -> Iterator[Path]:

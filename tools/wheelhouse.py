@@ -64,8 +64,7 @@ def released_trees(tags: Mapping[str, str]) -> dict[str, Path]:
     for name, tag in tags.items():
         commit = repo.git("rev-parse", f"{tag}^{{commit}}")
         into = HOUSE.parent / "released" / commit[:12]
-        if not (into / tag).exists():
-            shutil.rmtree(into, ignore_errors=True)
+        if not (into / tag).exists():  # a commit may have the tags of several packages
             repo.export_tag(tag, into)
         trees[name] = into / tag
     return trees

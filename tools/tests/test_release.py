@@ -130,6 +130,15 @@ def test_a_pin_file_that_leaves_a_package_out_is_refused(tmp_path: Path) -> None
         wheelhouse.read_pins(file)
 
 
+def test_the_tags_of_one_commit_stand_beside_each_other(clone: Path) -> None:
+    """All first releases were of one commit, and each tree that was written removed the one before."""
+    tags = {name: f"{name}-v0.1.0" for name in ("shard-spec", "tp-styles")}
+    for tag in tags.values():
+        run("git", "tag", tag, cwd=clone)
+    found = python_in(clone, f"import wheelhouse\nprint(*wheelhouse.released_trees({tags}).values())").split()
+    assert [(Path(tree) / "packages" / name).is_dir() for tree, name in zip(found, tags, strict=True)] == [True, True]
+
+
 def test_the_published_pin_files_name_every_package() -> None:
     files = sorted((ROOT / "docs" / "pins").glob("*.txt"))
     assert files, os.listdir(ROOT / "docs")
