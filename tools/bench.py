@@ -8,7 +8,7 @@ A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--js
 `{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares
 against its peers in one interleaved run. A row without a peer's or a floor's figure is an error here. It may add
 `"curves": [{"name": str, "title": str, "x": str, "y": str, "series": {label: [[x, y], ...]}}, ...]`, of at least two
-series, which are drawn on logarithmic axes.
+series, which are drawn on logarithmic axes; a script may have curves alone.
 """
 
 from __future__ import annotations
@@ -61,18 +61,15 @@ def run(script: Path) -> dict[str, Any]:
     lonely = [curve["name"] for curve in result.get("curves", ()) if len(curve["series"]) < 2]
     if lonely:
         raise SystemExit(f"bench: {script.name} has curves without a peer: {', '.join(lonely)}")
+    if not result["rows"] and not result.get("curves"):
+        raise SystemExit(f"bench: {script.name} measured nothing")
     return result
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"## {result['title']}",
-        "",
-        f"`{result['command']}`",
-        "",
-        "| what | target | measured | peer |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"## {result['title']}", "", f"`{result['command']}`", ""]
+    if result["rows"]:
+        lines += ["| what | target | measured | peer |", "|---|---|---|---|"]
     lines += [f"| {r['what']} | {r['target']} | {r['measured']} | {r['peer']} |" for r in result["rows"]]
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
     python tools/fuzz.py                              all of them, 10,000 inputs each, into docs/benchmarks/fuzz.md
     python tools/fuzz.py --only plan-yaml --inputs 500     one, for a look; no page is written
+    python tools/fuzz.py --keep FOLDER                keeps each row there, and goes on where a run was ended
 
 The inputs are good files that hypothesis changes: values replaced by odd ones, dropped, doubled or buried, text cut off
 or broken (see `packages/shard-spec/tests/strange_files.py`, `packages/shard-reshard/tests/broken_files.py`). An input
@@ -131,6 +132,7 @@ def main() -> int:
     parser.add_argument("--only", choices=NAMES, action="append")
     parser.add_argument("--inputs", type=int, default=10_000, metavar="N")
     parser.add_argument("--json", type=Path, help="with --only: write the row here, in this process")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     if arguments.json:
         (name,) = arguments.only
@@ -139,9 +141,10 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only or NAMES:
-            file = Path(folder) / "row.json"
+            file = (arguments.keep or Path(folder)) / f"{name}-{arguments.inputs}.json"
             command = [sys.executable, __file__, "--only", name, "--inputs", str(arguments.inputs), "--json", str(file)]
-            subprocess.run(command, check=True)
+            if not file.exists():
+                subprocess.run(command, check=True)
             rows.append(json.loads(file.read_text()))
             print(" | ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if not arguments.only:

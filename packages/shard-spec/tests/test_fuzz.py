@@ -100,6 +100,14 @@ def test_tricks_in_headers_are_refused(trick: str, tmp_path: Path, capsys: Any) 
     assert not told(["plan", str(tmp_path / "x.safetensors"), "--mesh", "dp=2"], tmp_path, trick)
 
 
+@pytest.mark.parametrize("name", ["...x", "", ".", "a.", "forward", "a.training", "w.x"])
+def test_names_that_no_module_can_have_are_refused(name: str, tmp_path: Path, capsys: Any) -> None:
+    entries = {"w": {"dtype": "I8", "shape": [2], "data_offsets": [0, 2]}}
+    entries[name] = {"dtype": "I8", "shape": [2], "data_offsets": [2, 4]}
+    (tmp_path / "x.safetensors").write_bytes(safetensors(json.dumps(entries).encode()))
+    assert not told(["plan", str(tmp_path / "x.safetensors"), "--mesh", "dp=2"], tmp_path, name)
+
+
 @pytest.mark.extra("transformers")
 @pytest.mark.filterwarnings("ignore")  # as above
 @pytest.mark.parametrize("giant", GIANTS, ids=str)

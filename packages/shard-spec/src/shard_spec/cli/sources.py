@@ -209,19 +209,29 @@ def _read_json(path: Path) -> Any:
 
 def skeleton(facts: ModelFacts) -> nn.Module:
     """An ``nn.Module`` on meta with the tensors of ``facts``, for planners that walk modules."""
-    import torch
     from torch import nn
 
     root = nn.Module()
     for tensor in facts.tensors:
-        *path, leaf = tensor.name.split(".")
-        module = root
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            child = module._modules[part]
-            assert child is not None
-            module = child
-        data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-        module.register_parameter(leaf, nn.Parameter(data, requires_grad=tensor.requires_grad))
+        try:
+            _place(root, tensor)
+        except KeyError as error:
+            raise UsageError(f"{tensor.name[:200]!r} cannot be the name of a parameter: {error.args[0]}") from None
     return root
+
+
+def _place(root: nn.Module, tensor: TensorFacts) -> None:
+    """Raises KeyError for names that no module can have: empty parts, ``forward``, a parameter's as a module's."""
+    import torch
+    from torch import nn
+
+    *path, leaf = tensor.name.split(".")
+    module = root
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        child = module._modules[part]
+        assert child is not None
+        module = child
+    data = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+    module.register_parameter(leaf, nn.Parameter(data, requires_grad=tensor.requires_grad))
