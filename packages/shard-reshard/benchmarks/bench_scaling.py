@@ -136,7 +136,7 @@ def planning_curve(repeats: int) -> dict[str, Any]:
     from shard_reshard.planner import plan_reshard
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
-    series: Series = {"shard-reshard: own part of the plan": [], "torch: metadata of both layouts": []}
+    series: Series = {"shard-reshard: own part of the plan": [], "torch: metadata of both layouts, no plan": []}
     ours, torchs = series
     for ranks in (8, 64, 512, 4096):
 

@@ -1,13 +1,20 @@
-"""torch.compile: one graph, and no rank drops the collective."""
+"""torch.compile: one graph, no rank drops the collective, and what is right without it is right with it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import Resharder, plan_reshard, reshard
+from shard_reshard import PlanError, Resharder, plan_reshard, reshard
 
 SHAPE = (4, 6)
+
+
+def _one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own compiler warns about its imports on some builds
@@ -21,20 +28,48 @@ def test_one_graph_that_no_rank_drops(ranks: Ranks) -> None:
         moved = resharder(local * 2)
         return moved + 1 if ranks.rank else local.sum()
 
-    compiled = torch.compile(discarding, fullgraph=True, backend="aot_eager")
+    compiled = _one_graph(discarding)
     for step in range(3):
-        with ranks.record() as log:
+        with ranks.record() as log, ranks.delayed():
             found = compiled(full.chunk(2)[ranks.rank] + step)
         assert log.count("all_to_all") == 1  # also on rank 0, which does not look at the result
         if ranks.rank:
             assert torch.equal(found, 2 * (full + step).chunk(2, 1)[1] + 1)
 
-    def squares(local: torch.Tensor) -> torch.Tensor:
-        moved = reshard(local, "2: S(0)", "2: S(1)", shape=SHAPE)
+    def squares(local: torch.Tensor, limit: int | None) -> torch.Tensor:
+        moved = reshard(local, "2: S(0)", "2: S(1)", shape=SHAPE, max_workspace_bytes=limit)
         total: torch.Tensor = (moved * moved).sum()
         return total
 
-    local = full.chunk(2)[ranks.rank].clone().requires_grad_()
-    torch.autograd.backward(torch.compile(squares, fullgraph=True, backend="aot_eager")(local))
-    assert local.grad is not None
-    assert torch.equal(local.grad, 2 * full.chunk(2)[ranks.rank])
+    for limit, rounds in ((None, 1), (48, 3)):  # bounded rounds, forth and back
+        local = full.chunk(2)[ranks.rank].clone().requires_grad_()
+        compiled = _one_graph(squares)
+        with ranks.record() as log, ranks.delayed():
+            torch.autograd.backward(compiled(local, limit))
+        assert log.count("all_to_all") == 2 * rounds
+        assert local.grad is not None
+        assert torch.equal(local.grad, 2 * full.chunk(2)[ranks.rank])
+    _sources_and_destinations_that_not_every_rank_has(ranks, full)
+
+
+def _sources_and_destinations_that_not_every_rank_has(ranks: Ranks, full: torch.Tensor) -> None:
+    scatter = Resharder(plan_reshard(SHAPE, torch.float32, "rank 0", "2: S(1)"), check="always")
+    gather = Resharder(plan_reshard(SHAPE, torch.float32, "2: S(1)", "rank 1"))
+    columns = full.chunk(2, 1)[ranks.rank]
+    assert torch.equal(_one_graph(lambda t: scatter(t))(full if ranks.rank == 0 else None), columns)
+    whole = _one_graph(lambda t: gather(t))(columns)
+    assert whole is None if ranks.rank == 0 else torch.equal(whole, full)
+    with pytest.raises(Exception, match="call a Resharder"):  # on every rank alike, before anything is sent
+        _one_graph(lambda t: reshard(t, "rank 0", "2: S(1)", shape=SHAPE))(full if ranks.rank == 0 else None)
+
+    def into(local: torch.Tensor | None, out: torch.Tensor) -> Any:
+        return scatter(local, out=out)
+
+    given = full if ranks.rank == 0 else None
+    out = torch.zeros(4, 3)
+    assert torch.equal(_one_graph(into)(given, out), columns)
+    # A copy would broadcast to the one, and round into the other; and one rank's mistake is everybody's error.
+    for odd in (torch.zeros(2, 4, 3), torch.zeros(4, 3, dtype=torch.int32)):
+        with pytest.raises(PlanError, match="local-shape") as caught:
+            _one_graph(into)(given, odd if ranks.rank else out)
+        assert len(set(ranks.gather(str(caught.value)))) == 1

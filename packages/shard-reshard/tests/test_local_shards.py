@@ -26,14 +26,15 @@ def _cut(full: torch.Tensor, spec: Any, rank: int) -> list[torch.Tensor]:
     return [full[box.slices()].clone() for box in spec.boxes(tuple(full.shape)).get(rank, ())]
 
 
-def _move(full: torch.Tensor, src: Any, dst: Any, rank: int, group: Any = None) -> int:
+def _move(ranks: Ranks, full: torch.Tensor, src: Any, dst: Any, group: Any = None) -> int:
     """Moves and compares this rank's shards; returns how many elements were compared."""
-    local = _cut(full, src, rank)
+    local = _cut(full, src, ranks.rank)
     kept = [tensor.clone() for tensor in local]
     given = local[0] if len(local) == 1 else local or None
-    shards, metadata = reshard_local_shard(given, full.shape, src, dst, group)
+    with ranks.delayed():
+        shards, metadata = reshard_local_shard(given, full.shape, src, dst, group)
     assert all(torch.equal(a, b) for a, b in zip(local, kept, strict=True))  # torch's mutates its input
-    wanted = _cut(full, dst, rank)
+    wanted = _cut(full, dst, ranks.rank)
     assert [shard.tensor.shape for shard in shards] == [tensor.shape for tensor in wanted]
     for shard, tensor in zip(shards, wanted, strict=True):
         assert torch.equal(shard.tensor, tensor)
@@ -72,7 +73,7 @@ def test_every_kind_of_change(ranks: Ranks) -> None:
         for at, order in enumerate(orders):
             for src_dim, dst_dim in ((0, 0), (0, 1), (-1, 0), (0, -2), (1, -1)):
                 other = orders[(at + shape[0]) % len(orders)]
-                compared += _move(full, _chunks(src_dim, order), _chunks(dst_dim, other), ranks.rank)
+                compared += _move(ranks, full, _chunks(src_dim, order), _chunks(dst_dim, other))
     assert sum(ranks.gather(compared)) == 5 * len(orders) * (64 + 63 + 6 + 5)
 
 
@@ -104,8 +105,8 @@ def test_sub_groups_and_enumerable_specs(ranks: Ranks) -> None:
     groups = [dist.new_group([1, 0], sort_ranks=False), dist.new_group([3, 2], sort_ranks=False)]
     group = groups[ranks.rank // 2]
     low = 2 * (ranks.rank // 2)
-    assert _move(full, _chunks(0, [low + 1, low]), _chunks(1, [low, low + 1]), ranks.rank, group) > 0
-    assert _move(full, _chunks(0, [low, low + 1]), _chunks(0, [low + 1, low]), ranks.rank, group) > 0
+    assert _move(ranks, full, _chunks(0, [low + 1, low]), _chunks(1, [low, low + 1]), group) > 0
+    assert _move(ranks, full, _chunks(0, [low, low + 1]), _chunks(0, [low + 1, low]), group) > 0
     grid = EnumerableShardingSpec(
         [
             ShardMetadata([0, 0], [3, 7], "rank:2/cpu"),
@@ -114,8 +115,8 @@ def test_sub_groups_and_enumerable_specs(ranks: Ranks) -> None:
             ShardMetadata([3, 5], [7, 2], "rank:1/cpu"),
         ]
     )
-    moved = _move(full, grid, _chunks(0, [0, 1, 2, 3]), ranks.rank)
-    moved += _move(full, _chunks(1, [3, 1, 0, 2]), grid, ranks.rank)
+    moved = _move(ranks, full, grid, _chunks(0, [0, 1, 2, 3]))
+    moved += _move(ranks, full, _chunks(1, [3, 1, 0, 2]), grid)
     assert sum(ranks.gather(moved)) == 140
 
 

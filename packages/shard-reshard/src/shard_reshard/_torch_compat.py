@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,6 +32,12 @@ def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
     if tensors:
         return any(isinstance(tensor, FakeTensor) for tensor in tensors)
     return detect_fake_mode() is not None
+
+
+def real_tensors() -> AbstractContextManager[Any]:
+    """A block in which tensors are real, whatever mode is on: for tables that a DeviceMesh keeps on the CPU."""
+    context: AbstractContextManager[Any] = unset_fake_temporarily()
+    return context
 
 
 def torch_shard(tensor: torch.Tensor, metadata: object) -> object:

@@ -147,7 +147,10 @@ def _is_dtensor(layout: object) -> bool:
 
 
 def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
-    spec = MeshSpec.from_device_mesh(mesh)
+    from shard_reshard._torch_compat import real_tensors
+
+    with real_tensors():
+        spec = MeshSpec.from_device_mesh(mesh)
     return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
 
 

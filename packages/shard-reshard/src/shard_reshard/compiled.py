@@ -6,38 +6,63 @@ ever. An effect can be neither dropped nor reordered.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shard_reshard._torch_compat import declare_ordered_effect
+from shard_reshard.bound import Index
 from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import data_device
 from shard_reshard.mover import Mover
+from shard_reshard.problems import PlanError, Problem
 
 _movers: dict[str, Mover] = {}
 
 
-def operator_key(mover: Mover) -> tuple[str, int, str]:
-    """The name under which the operator finds ``mover`` in this process, its number of results, and the device of a
-    rank that has no source tensor to tell it.
-    """
+class Operator(NamedTuple):
+    """What a compiled call has to know, all of it constant while it is traced."""
+
+    key: str  # the name under which the operator finds its mover in this process
+    shapes: tuple[Index, ...]  # of the results
+    dtype: torch.dtype  # of the results
+    device: str  # for a rank that has no source tensor to tell it
+
+
+def operator_of(mover: Mover) -> Operator:
+    """The operator of ``mover``."""
     (plan,) = mover.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
     if (
         key not in _movers or _movers[key].members.group is not mover.members.group
     ):  # without a kept workspace: compiled calls may overlap eager ones of the same Resharder
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
-    return key, len(plan.dst.local_shapes(mover.members.rank)), str(data_device(mover.members.group))
+    shapes = plan.dst.local_shapes(mover.members.rank)
+    return Operator(key, shapes, plan.torch_dtypes()[2], str(data_device(mover.members.group)))
+
+
+def misfit(outs: list[torch.Tensor], operator: Operator) -> str:
+    """Why ``outs`` cannot be copied to, in words that a tracer takes; "" where they can. A copy would broadcast."""
+    if len(outs) != len(operator.shapes):
+        return "another number of tensors than the layout has"
+    for out, shape in zip(outs, operator.shapes, strict=True):
+        if tuple(out.shape) != shape:
+            return "another shape than the layout's"
+        if out.dtype != operator.dtype:
+            return "another dtype than the plan's"
+    return ""
 
 
 @torch.library.custom_op("shard_reshard::exchange", mutates_args=())
-def exchange(tensors: list[torch.Tensor], key: str, transposed: bool) -> list[torch.Tensor]:
-    """Move tensors by the plans of the mover called ``key``."""
+def exchange(tensors: list[torch.Tensor], key: str, transposed: bool, misfit: str) -> list[torch.Tensor]:
+    """Move tensors by the plans of the mover called ``key``; with a ``misfit`` of ``out``, raise it on all ranks."""
     mover = _mover(key, transposed)
     program = mover.exchange.program
     sources = list(tensors[: len(program.src_shapes)])
     problems = mover.problems([sources], None)
+    if misfit:
+        hint = "pass tensors of the destination's shape and dtype"
+        problems.append(Problem("local-shape", f"rank {mover.members.rank}, out", found=misfit, hint=hint))
     mover.agree(problems, mover.device(tensors))
     outs, finish = mover.start(sources, None, False)
     finish()
@@ -45,14 +70,12 @@ def exchange(tensors: list[torch.Tensor], key: str, transposed: bool) -> list[to
 
 
 @exchange.register_fake
-def _(tensors: list[torch.Tensor], key: str, transposed: bool) -> list[torch.Tensor]:
+def _(tensors: list[torch.Tensor], key: str, transposed: bool, misfit: str) -> list[torch.Tensor]:
     mover = _mover(key, transposed)
     (plan,) = mover.plans
     rank = mover.members.rank
     problems = local_problems(plan, rank, tensors[: len(plan.src.local_shapes(rank))])
     if problems:
-        from shard_reshard.problems import PlanError
-
         raise PlanError(problems)
     dtype = plan.torch_dtypes()[2]
     shapes = plan.dst.local_shapes(rank)
@@ -64,13 +87,13 @@ def _mover(key: str, transposed: bool) -> Mover:
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    tensors, ctx.key, ctx.transposed = inputs
+    tensors, ctx.key, ctx.transposed, _ = inputs
     ctx.num_inputs = len(tensors)
 
 
-def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, None, None]:
-    found = exchange(list(grads), ctx.key, not ctx.transposed)
-    return list(found), None, None
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, None, None, None]:
+    found = exchange(list(grads), ctx.key, not ctx.transposed, "")
+    return list(found), None, None, None
 
 
 exchange.register_autograd(_backward, setup_context=_remember)

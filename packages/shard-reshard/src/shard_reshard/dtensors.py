@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from shard_reshard._torch_compat import real_tensors
 from shard_reshard.members import members_of
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.resharder import reshard
@@ -105,9 +107,16 @@ def _is_member(mesh: DeviceMesh) -> bool:
     return mesh.get_coordinate() is not None
 
 
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh: plain numbers, also where tensors are fake."""
+    with real_tensors():
+        return tuple(mesh.mesh.flatten().tolist())
+
+
 def _union_group(src: DeviceMesh, dst: DeviceMesh) -> dist.ProcessGroup:
     """A group of exactly the ranks of both meshes."""
-    wanted = set(src.mesh.flatten().tolist()) | set(dst.mesh.flatten().tolist())
+    wanted = set(_ranks_of(src)) | set(_ranks_of(dst))
     candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and _is_member(mesh)]
     for group in candidates:
         if set(dist.get_process_group_ranks(group)) == wanted:

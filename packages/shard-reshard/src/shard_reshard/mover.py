@@ -123,15 +123,12 @@ class Mover:
         return found
 
     def agree(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
-        """Compare with all ranks; see `shard_reshard.agreement.agree`. Fake tensors compare nothing."""
+        """Compare with all ranks; see `shard_reshard.agreement.agree`."""
         if (device.type, more) in self._agreed:
             raise_alone(problems)
             return
-        if is_fake(()):
-            raise_alone(problems)
-            return
         agree(self.members, f"{self.facts}\non {device.type}{more}", problems, self.check)
-        if self.check == "first":
+        if self.check == "first" and not is_fake(()):
             self._agreed.add((device.type, more))
 
     # ---- moving -----------------------------------------------------------------------------------------------

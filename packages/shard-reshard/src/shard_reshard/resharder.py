@@ -14,7 +14,7 @@ from shard_reshard._torch_compat import assume_constant_result
 from shard_reshard.agreement import problems_of, raise_together, tell
 from shard_reshard.bind import LayoutLike, OnRank, bind
 from shard_reshard.bound import BoundLayout
-from shard_reshard.compiled import exchange, operator_key
+from shard_reshard.compiled import Operator, exchange, misfit, operator_of
 from shard_reshard.differentiable import differentiable_start, gradient_problems
 from shard_reshard.dtypes import ITEMSIZES, dtype_name
 from shard_reshard.local_tensors import Shards, as_list, as_result
@@ -63,9 +63,11 @@ def reshard(
         RuntimeError: When the collective fails.
     """
     if torch.compiler.is_compiling():
-        first = as_list(tensor)[0]
+        given = as_list(tensor)
         size = None if shape is None else tuple(shape)
-        operator = _operator_for(first.dtype, src, dst, size, group, dtype, max_workspace_bytes, check)
+        operator = _operator_for(
+            given[0].dtype if given else None, src, dst, size, group, dtype, max_workspace_bytes, check
+        )
         return _compiled_move(operator, tensor, out, async_op)
     members = members_of(group)
     try:
@@ -96,7 +98,7 @@ class Resharder:
     ) -> None:
         self.plan = plan
         self._mover = Mover((plan,), members_of(group), keep_workspace, check)
-        self._operator = operator_key(self._mover)
+        self._operator = operator_of(self._mover)
 
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
         """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
@@ -135,25 +137,25 @@ def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     return result
 
 
-def _compiled_move(operator: tuple[str, int, str], tensor: Shards, out: Shards, async_op: bool) -> Any:
+def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bool) -> Any:
     """One call while torch.compile traces: an operator with effects, and nothing that the tracer cannot follow."""
-    key, num_outs, device = operator
     if async_op:
         raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
-    given = as_list(tensor) or [torch.empty(0, device=device)]
-    outs = exchange(given, key, False)
+    given = as_list(tensor) or [torch.empty(0, device=operator.device)]
+    wrong = "" if out is None else misfit(as_list(out), operator)
+    outs = exchange(given, operator.key, False, wrong)
     if out is not None:
-        for target, value in zip(as_list(out), outs, strict=True):
+        for target, value in zip(as_list(out), outs, strict=False) if not wrong and operator.shapes else ():
             target.copy_(value)
         return out
-    if num_outs == 1:
+    if len(operator.shapes) == 1:
         return outs[0]
-    return outs if num_outs else None
+    return outs if operator.shapes else None
 
 
 @assume_constant_result
 def _operator_for(
-    tensor_dtype: torch.dtype,
+    tensor_dtype: torch.dtype | None,
     src: LayoutLike,
     dst: LayoutLike,
     shape: tuple[int, ...] | None,
@@ -161,16 +163,25 @@ def _operator_for(
     dtype: torch.dtype | None,
     max_workspace_bytes: int | None,
     check: str,
-) -> tuple[str, int, str]:
-    """The operator of a call, worked out while it is compiled."""
+) -> Operator:
+    """The operator of a call, worked out while it is compiled.
+
+    Raises:
+        PlanError: ``resharder-needed``, on all ranks, where some have no tensor that tells its dtype: while a call is
+            traced ranks cannot ask each other.
+    """
     members = members_of(group)
+    if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
+        found = "a source that not every rank has" if src is not None else "a DTensor"
+        hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype"
+        raise PlanError(Problem("resharder-needed", "tensor", found=found, hint=hint))
     plan = cached_plan(
         *bind_both(shape, src, dst, members.to_group),
         dtype_name(tensor_dtype),
         None if dtype is None else dtype_name(dtype),
         max_workspace_bytes,
     )
-    return operator_key(Mover((plan,), members, False, check))
+    return operator_of(Mover((plan,), members, False, check))
 
 
 # ---- from arguments to movers ---------------------------------------------------------------------------------

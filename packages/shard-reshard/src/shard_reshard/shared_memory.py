@@ -7,6 +7,13 @@ from math import gcd
 
 import torch
 
+from shard_reshard._torch_compat import is_fake
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor begins; of a fake one, which lies nowhere, a number of its own."""
+    return id(tensor) if is_fake((tensor,)) else tensor.data_ptr()
+
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor have one place, as in expanded tensors and sliding windows."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shard_reshard._torch_compat import is_fake
 from shard_reshard.bind import LayoutLike, bind
 from shard_reshard.dtypes import dtype_name
 from shard_reshard.members import Members, data_device
@@ -109,7 +110,7 @@ def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str,
     tied: dict[str, Known] = {}
     for name in sorted(known):
         local = local_tensor(tensors[name])
-        if local.numel():
+        if local.numel() and not is_fake((local,)):
             key = (local.data_ptr(), local.device, local.stride(), *known[name][:3])
             tied[name] = known[name]._replace(tied_to=first.setdefault(key, name))
         else:

@@ -17,6 +17,7 @@ from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import Members
 from shard_reshard.mover import Mover, looks_of
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.shared_memory import address
 from shard_reshard.state_dict_plan import DstLayouts, StateDictPlan, given_layout
 
 
@@ -76,44 +77,54 @@ class Here:
         looks = looks_of(list(outs.values())), list(outs), atomic, strict
         if atomic and looks[0] is not None and looks == self._good:
             return []
-        problems = []
-        filled: dict[str, torch.Tensor] = {}
-        by_memory: dict[tuple[object, ...], str] = {}
-        self.one_memory = []
-        unfilled: dict[str, torch.Tensor] = {}
-        for name, out in outs.items():
-            if name not in self.plan.targets:
-                unfilled[name] = out
-                continue
-            layout, dtype = self.plan.targets[name]
-            shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
-            if len(shapes) == 1:
-                found = f"{out.dtype} of shape {tuple(out.shape)}, the layout says {dtype} of shape {shapes[0]}"
-                if (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
-                    hint = "pass a local tensor of that shape, or another layout in dst_layouts"
-                    problems.append(Problem("local-shape", where, found=found, hint=hint))
-                # In one memory, tied at the source too: moved once. Tied only here: their values have to be equal.
-                first = by_memory.setdefault((out.data_ptr(), out.shape, out.stride(), out.device), name)
-                if first == name or not out.numel() or (not atomic and name not in self.plan.aliases):
-                    filled[where] = out
-                elif self.plan.aliases.get(name, name) != self.plan.aliases.get(first, first):
-                    self.one_memory.append((first, name))
-            elif shapes:
-                hint = "leave it out of out=; the result has a list of tensors"
-                problems.append(Problem("local-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint))
-            elif strict and out.numel():
-                found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
-                hint = "leave it out of out= on this rank, or say strict=False"
-                problems.append(Problem("missing-source", where, found=found, hint=hint))
-        memories = {out.data_ptr() for out in filled.values()} if unfilled else set()
-        for name, out in unfilled.items() if strict else ():
-            if out.data_ptr() not in memories:  # one that is tied to a tensor that is filled is filled with it
+        planned = {name: out for name, out in outs.items() if name in self.plan.targets}
+        problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
+        memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
+        for name, out in outs.items() if strict else ():
+            # One that is tied to a tensor that is filled is filled with it.
+            if name not in planned and address(out) not in memories:
                 hint = "leave it out of out=, or say strict=False"
                 problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
         if not problems:
-            problems = destination_problems(list(filled.values()), list(filled), list(sources.values()), not atomic)
+            filled = self._filled(planned, atomic)
+            names = [f"{name}: rank {self.rank}, out" for name in filled]
+            problems = destination_problems(list(filled.values()), names, list(sources.values()), not atomic)
         self._good = None if problems else looks
         return problems
+
+    def _misfits(self, name: str, out: torch.Tensor, strict: bool) -> list[Problem]:
+        """How a tensor of ``out`` differs from the one that the layout has on this rank."""
+        layout, dtype = self.plan.targets[name]
+        shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
+        if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
+            found = f"{out.dtype} of shape {tuple(out.shape)}, the layout says {dtype} of shape {shapes[0]}"
+            hint = "pass a local tensor of that shape, or another layout in dst_layouts"
+            return [Problem("local-shape", where, found=found, hint=hint)]
+        if len(shapes) > 1:
+            hint = "leave it out of out=; the result has a list of tensors"
+            return [Problem("local-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
+        if not shapes and strict and out.numel():
+            found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
+            hint = "leave it out of out= on this rank, or say strict=False"
+            return [Problem("missing-source", where, found=found, hint=hint)]
+        return []
+
+    def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> dict[str, torch.Tensor]:
+        """The tensors that are written to, each memory once where one is filled with one value.
+
+        Tied at the source too, it is moved once. Tied only here, the values have to be equal: `deliver` looks.
+        """
+        filled: dict[str, torch.Tensor] = {}
+        by_memory: dict[tuple[object, ...], str] = {}
+        self.one_memory = []
+        for name, out in planned.items():
+            alias = self.plan.aliases.get(name, name)
+            first = by_memory.setdefault((address(out), out.shape, out.stride(), out.device), name)
+            if first == name or not out.numel() or (not atomic and alias == name):
+                filled[name] = out
+            elif alias != self.plan.aliases.get(first, first):
+                self.one_memory.append((first, name))
+        return filled
 
 
 class Arriving:
@@ -239,7 +250,7 @@ def deliver(
             continue
         if name in locals_:
             target = locals_[name]
-            if target.data_ptr() != tensors[0].data_ptr() or target.shape != tensors[0].shape:
+            if address(target) != address(tensors[0]) or target.shape != tensors[0].shape:
                 target.copy_(tensors[0])
             result[name] = outs[name]
         else:
