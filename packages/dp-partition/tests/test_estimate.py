@@ -16,6 +16,7 @@ import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
+from dp_partition.memory import live_memory
 from ranktest import Ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -146,7 +147,9 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks) -> None:
     assert [m.sent_bytes for m in found.messages] == [sum(event.bytes_sent) for event in log.events], said
     if ranks.device.type == "cpu":
         peak = measured_peak(lambda: step(model, own, batch)) + found.memory.resident_bytes
-        assert abs(found.peak_bytes - peak) <= 0.05 * peak, (found.peak_bytes, peak, found.memory.peak_kinds, said)
+        late = live_memory(step.graph.graph, late=True).peak_bytes  # the other rank may be behind, on a busy machine
+        assert 0.97 * found.peak_bytes <= peak <= 1.03 * late, (found.peak_bytes, peak, late, said)
+        assert late <= 1.5 * found.peak_bytes
 
 
 def test_nothing_of_the_caller_changes() -> None:

@@ -1,8 +1,9 @@
 """Live memory of a rank while it runs its graph, node by node, from the fake values that the graph carries.
 
 A tensor's memory is born with the first node that holds it and freed after the last node that uses any view of it: fx
-deletes names after their last use. What a collective sends is held until it is waited for. Memory that kernels take
-and give back within one node is not seen, save where `scratch` knows it.
+deletes names after their last use. What a collective sends is held until it is waited for. Gloo, which moves tensors of
+the CPU, makes copies of its own. Memory that kernels take and give back within one node is not seen, save where
+`scratch` knows it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch
 from torch import fx
 
 from dp_partition._torch_compat import collectives, storage_key
-from dp_partition.messages import is_collective, name_of, tensors_of, wait_positions
+from dp_partition.messages import is_collective, is_wait, name_of, num_bytes, tensors_of, wait_positions
 from dp_partition.styles import NodeType
 
 KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered", "gradients", "collectives", "update")
 
 _COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
+
+# What gloo makes a copy of while an operation is under way (torch 2.13): a reduce_scatter is an all_reduce of a copy.
+_GLOO_COPIES = ("reduce_scatter", "all_gather")
 
 _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}
 
@@ -68,7 +72,7 @@ class Memory:
         return sum(self.resident)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block:
     """One piece of memory."""
 
@@ -79,36 +83,40 @@ class _Block:
     resident: bool = False
 
 
-def live_memory(graph: fx.Graph, scratch: Callable[[fx.Node], int] | None = None) -> Memory:
+def live_memory(graph: fx.Graph, scratch: Callable[[fx.Node], int] | None = None, *, late: bool = False) -> Memory:
     """Follow every piece of memory through a graph with local values in ``meta["val"]``.
 
     Args:
         graph: A rank's graph.
         scratch: Bytes that a node takes and gives back while it runs.
+        late: Whether the backend's copies are there until results are awaited, as where ranks are apart in time;
+            else a collective is over when the next node runs.
     """
     nodes = list(graph.nodes)
-    blocks = _blocks(nodes)
+    blocks = _blocks(nodes, late)
     changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
-    for block in blocks.values():
+    for block in set(blocks.values()):
         changes[block.kind][0 if block.resident else block.born] += block.size
         changes[block.kind][len(nodes) if block.resident else min(block.last + 1, len(nodes))] -= block.size
     columns = [list(accumulate(changes[kind]))[: len(nodes)] for kind in KINDS]
     if scratch is not None:
         for position, node in enumerate(nodes):
             columns[KINDS.index(_kind_of(node))][position] += scratch(node)
-    resident = [sum(b.size for b in blocks.values() if b.resident and b.kind == kind) for kind in KINDS]
+    resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
     live = tuple(zip(*columns, strict=True))
     return Memory(tuple(node.name for node in nodes), live, tuple(resident))
 
 
-def _blocks(nodes: list[fx.Node]) -> dict[Any, _Block]:
+def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:
     positions = {node: position for position, node in enumerate(nodes)}
     blocks: dict[Any, _Block] = {}
     for position, node in enumerate(nodes):
         last = max((positions[user] for user in node.users), default=position)
-        for tensor in tensors_of(node):
+        for index, tensor in enumerate(tensors_of(node)):
             key = storage_key(tensor)
             block = blocks.get(key)
+            if block is None and is_wait(node):  # the collective's own result; a fake one is another tensor
+                block = blocks[key] = blocks[storage_key(tensors_of(node.all_input_nodes[0])[index])]
             if block is None:
                 size = tensor.untyped_storage().nbytes()
                 resident = node.op in ("placeholder", "get_attr")
@@ -120,7 +128,20 @@ def _blocks(nodes: list[fx.Node]) -> dict[Any, _Block]:
                 for tensor in tensors_of(source):
                     sent = blocks[storage_key(tensor)]
                     sent.last = max(sent.last, waited)
+            if copied := _copied_bytes(node):
+                blocks[node] = _Block("collectives", copied, position, waited if late else position)
     return blocks
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """Bytes that the backend copies for a collective."""
+    target: Any = node.target
+    name = target._schema.name.split("::")[-1]
+    kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)
+    sent = [tensor for source in node.all_input_nodes for tensor in tensors_of(source) if tensor.device.type == "cpu"]
+    if kind is None or not sent:
+        return 0
+    return sum(map(num_bytes, tensors_of(node) if kind == "all_gather" else sent))
 
 
 def _kind_of(node: fx.Node) -> str:
