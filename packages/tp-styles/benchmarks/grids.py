@@ -82,10 +82,8 @@ def attention_page(sizes: list[int]) -> str:
 
 WHY = (
     "Below 95 %: the own plans of hunyuan_v1_dense (its head alone), qwen2_moe (no shared expert), granitemoe "
-    "(no attention) and glm4_moe_lite leave blocks whole, which `auto_plan` adds; stablelm has no plan. With 2 "
-    "key-value heads over 4 ranks, `auto_plan` leaves the attention of stablelm, hunyuan_v1_dense and "
-    "granitemoe whole: the planner that finds it is not told to copy heads. phi at tp 4 stops with an error "
-    "inside its view, since its projection out is called `dense` and is not known as attention."
+    "(no attention) and glm4_moe_lite leave blocks whole, which `auto_plan` adds; stablelm has no plan, which is a "
+    "`PlanError`. At tp 4 the 2 key-value heads are held by two ranks each, and their gradients summed."
 )
 """What was found when a family was below; rows that say otherwise come first."""
 

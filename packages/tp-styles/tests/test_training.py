@@ -53,6 +53,93 @@ def test_gpt(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
     assert weight.numel() == (1024 if params == "dtensor" else 1024 // ranks.world_size)
 
 
+class Mixed(nn.Module):
+    """What `GPT` has not: grouped queries with norms of heads, torch's attention, sequence shards around an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = models.GroupedAttention(16, 4, 2)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.before, self.after = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.mlp = models.MLP(16, 20)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.grouped(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        result: torch.Tensor = self.out(self.after(self.mlp(self.before(x))))
+        return result
+
+
+@pytest.mark.ranks(2, 4)
+def test_other_styles(ranks: Ranks) -> None:
+    """5 steps of AdamW; 2 key-value heads, of which 4 ranks hold each twice."""
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    plan = {
+        "grouped": tp.GQAParallel(q="q", k="k", v="v", o="o", norms=("q_norm", "k_norm"), kv_replicate=True),
+        "attention": tp.MultiheadAttentionParallel(),
+        "before": tp.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
+        "after": tp.SequenceParallel(use_local_output=True),
+        "mlp.up": tp.ColwiseParallel(input_layouts=Shard(1)),
+        "mlp.down": tp.RowwiseParallel(output_layouts=Shard(1)),
+        "out": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    model = models.roughen(models.seeded(Mixed)).double()
+    generator = torch.Generator().manual_seed(7)
+    batches = [torch.randn(2, 8, 16, generator=generator, dtype=torch.float64) for _ in range(5)]
+    count = models.compare_training(
+        model,
+        lambda m: tp.apply_plan(m, mesh, plan, params="local" if ranks.world_size == 4 else "dtensor"),
+        batches,
+        models.square_loss,
+        mesh,
+        atol=1e-9,  # AdamW divides by the root of squares
+        lr=0.01,
+        make=torch.optim.AdamW,
+    )
+    assert count > 2500
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_dtensors(ranks: Ranks) -> None:
+    """They arrive as DTensors, whoever asks: hooks, `autograd.grad`, a second backward, a second derivative."""
+    mesh = ranks.mesh((2,), ("tp",))
+    layer = models.seeded(lambda: nn.Linear(4, 6)).double()
+    alone = copy.deepcopy(layer)
+    tp.apply_plan(layer, mesh, tp.ColwiseParallel(output_layouts=Replicate()))
+    x = vectors(4)[0]
+    found = torch.autograd.grad(models.square_loss(layer(x), x), list(layer.parameters()))
+    wanted = torch.autograd.grad(models.square_loss(alone(x), x), list(alone.parameters()))
+    seen: list[torch.Tensor] = []
+
+    def doubled(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(gradient)
+        return gradient * 2
+
+    handles = [p.register_hook(doubled) for p in layer.parameters()]  # type: ignore[no-untyped-call]  # torch's
+    for _ in range(2):
+        torch.autograd.backward(models.square_loss(layer(x), x))
+    for one, other, hooked, parameter in zip(found, wanted, seen, layer.parameters(), strict=False):
+        assert isinstance(one, DTensor)
+        assert isinstance(hooked, DTensor)
+        assert type(parameter.grad) is DTensor
+        torch.testing.assert_close(one.full_tensor(), other, atol=EXACT, rtol=0)
+        torch.testing.assert_close((hooked + 0) * 2, parameter.grad / 2, atol=EXACT, rtol=0)
+        torch.testing.assert_close(parameter.grad.full_tensor(), 4 * other, atol=EXACT, rtol=0)
+    for handle in handles:
+        handle.remove()
+    for module in (layer, alone):
+        module.zero_grad()
+        module.get_parameter("bias").requires_grad_(False)
+        loss, weight = models.square_loss(module(x), x), module.get_parameter("weight")
+        (first,) = torch.autograd.grad(loss, [weight], create_graph=True)
+        whole = first.full_tensor() if isinstance(first, DTensor) else first
+        torch.autograd.backward(whole.square().sum())
+    assert layer.get_parameter("bias").grad is None
+    gradients = {"weight": alone.get_parameter("weight").grad}
+    assert models.assert_close(models.full_gradients(layer, mesh), gradients, atol=EXACT) == 24  # type: ignore[arg-type]
+
+
 @pytest.mark.ranks(4)
 def test_uneven_mlp(ranks: Ranks) -> None:
     mesh = ranks.mesh((4,), ("tp",))

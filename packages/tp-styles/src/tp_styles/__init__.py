@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from tp_styles.__about__ import __version__
 
 if TYPE_CHECKING:
-    from tp_styles.apply import TPHandle as TPHandle
     from tp_styles.apply import apply_plan as apply_plan
     from tp_styles.clip import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.from_plan.convert import from_sharding_plan as from_sharding_plan
+    from tp_styles.handle import TPHandle as TPHandle
     from tp_styles.hf.auto import auto_plan as auto_plan
     from tp_styles.hf.plan import from_hf_tp_plan as from_hf_tp_plan
     from tp_styles.legacy.pairwise import PairwiseParallel as PairwiseParallel
@@ -94,7 +94,7 @@ _WHERE = {
     "auto_plan": ("hf.auto", "auto_plan"),
     # act
     "apply_plan": ("apply", "apply_plan"),
-    "TPHandle": ("apply", "TPHandle"),
+    "TPHandle": ("handle", "TPHandle"),
     "parallelize_module": ("parallelize", "parallelize_module"),
     "full_state_dict": ("state", "full_state_dict"),
     # train

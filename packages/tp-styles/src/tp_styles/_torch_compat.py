@@ -24,14 +24,19 @@ __all__ = [
     "all_gather_into",
     "current_mesh",
     "functional_collectives",
+    "gradient_like",
     "is_compiling",
     "local_of",
     "reduce_scatter_into",
     "scale_all_",
     "tree_flatten",
     "tree_map",
-    "wrapped_like",
+    "without_torch_function",
 ]
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A block in which subclasses of tensors are taken as plain ones."""
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -65,12 +70,39 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return local
 
 
-def wrapped_like(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor around a local tensor with the `_spec` of another one: a fraction of what `from_local` takes.
+class GradientDTensor(DTensor):
+    """A gradient on its way into a parameter's `.grad`, where it arrives as an ordinary DTensor.
+
+    Autograd takes a gradient over by `detach`, which for a DTensor goes through its whole dispatch: here it does not.
+    Every other operation is the DTensor's, and gives DTensors.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # a class method, as DTensor's
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """As a DTensor's."""
+        if func is _DETACH:
+            return _arrived(args[0])
+        args, kwargs = tree_map(_arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def _arrived(x: Any) -> Any:
+    if type(x) is GradientDTensor:
+        return DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=False)
+    return x
+
+
+def gradient_like(local: torch.Tensor, spec: Any) -> DTensor:
+    """A local gradient as a DTensor with a parameter's `_spec`: a fraction of what `from_local` takes.
 
     `DTensor.__init__` does nothing, but switches the compiler off and on around it, which takes longer than the rest.
     """
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(GradientDTensor, local, spec, requires_grad=False)
 
 
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.watched import unwatched
 from tp_styles.split import chunk_bounds
 
 
@@ -47,6 +48,7 @@ def vocab_parallel_cross_entropy(
         PlanError: No mesh, shards of another size than the classes say, or a target of another shape.
         IndexError: On CPU, a target outside of the classes.
     """
+    logits = unwatched(logits)
     if isinstance(logits, DTensor):
         mesh, num_classes, logits = _from_dtensor(logits)
     if mesh is None:

@@ -145,7 +145,7 @@ class StyleSpec:
     """What a style does to one module.
 
     Attributes:
-        compute: Name of what runs in place of the module's forward (see `runtime.forwards`); `"hooks"` runs the
+        compute: Name of what runs in place of the module's forward (see `runtime.install`); `"hooks"` runs the
             module's own forward between hooks, `"foreign"` hands the module to the style's own `_apply`.
         parameters: Parameter name below the module -> its spec; others are left alone.
         inputs: Argument name -> its flow.

@@ -85,9 +85,10 @@ def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> d
     """
     from shard_spec.planners import MegatronPlanner
 
-    planner = MegatronPlanner({"tp": tp_size}, vocabulary=False)
+    planner = MegatronPlanner({"tp": tp_size}, vocabulary=False, kv_replicate=True)
     units = [unit for unit in planner.analyse(module).units if unit.rows and unit.columns]
-    chosen = {cut.name for unit in units if {c.name for c in unit.cuts} <= free for cut in unit.cuts}
+    units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
+    chosen = {cut.name for unit in units for cut in unit.cuts}
     cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
     conversion = _Conversion(
         module, replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen}), "leave", None

@@ -10,7 +10,9 @@ from tp_styles.hf.plan import from_hf_tp_plan
 from tp_styles.plan.planned import plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.mha import MultiheadAttentionParallel
+from tp_styles.styles.region import PickedColwiseParallel
 from tp_styles.styles.transformer import TransformerLayerParallel
 
 
@@ -50,9 +52,10 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 
         from tp_styles.from_plan.convert import from_sharding_plan
 
-        planned = from_sharding_plan(MegatronPlanner({"tp": tp_size}).build_plan(model), model, unproven="gather")
+        layouts = MegatronPlanner({"tp": tp_size}, kv_replicate=True).build_plan(model)
+        planned = from_sharding_plan(layouts, model, unproven="gather")
         if planned:
-            return planned
+            return _dealt_out(planned)
         hint = "write a plan; the planner recognised no block"
     else:
         hint = "write a plan, or install tp-styles[shard-spec] for its planner"
@@ -69,4 +72,14 @@ def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_
     whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
     more = styles_of_free_regions(model, tp_size, free)
     blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in whole)}
-    return styles if blocks else {**styles, **more}
+    return styles if blocks else {**styles, **_dealt_out(more)}
+
+
+def _dealt_out(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Key and value projections of few heads: a layout has them whole on every rank, a style need not."""
+    return {
+        name: FusedColwiseParallel((style.rows,), unit=style.unit, copies=style.copies)
+        if isinstance(style, PickedColwiseParallel)
+        else style
+        for name, style in styles.items()
+    }

@@ -21,7 +21,10 @@ from tp_styles.styles.prepare_module import PrepareModuleOutput
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
 
-PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+INPUTS = "q_proj", "k_proj", "v_proj"
+OUTPUTS = "o_proj", "out_proj", "dense"
+"""Names of an attention's projections; one of the latter."""
+
 ROLES = {"moe_tp_experts": "experts", "all_reduce": "sum", "local_params": "local"}
 
 
@@ -148,23 +151,22 @@ def _learned_activations(model: nn.Module, styles: dict[str, ParallelStyle]) -> 
 def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate: bool) -> dict[str, ParallelStyle]:
     """Attention modules with four usual projections are divided by heads, so that heads are never cut."""
     for name, module in model.named_modules():
-        below = {key: f"{name}.{key}" for key in PROJECTIONS}
-        wanted = {"colwise": ColwiseParallel(), "rowwise": RowwiseParallel()}
-        if name in styles or any(styles.get(below[key]) != wanted[kind] for key, kind in PROJECTIONS.items()):
+        if name in styles or any(styles.get(f"{name}.{key}") != ColwiseParallel() for key in INPUTS):
             continue
+        ends = [key for key in OUTPUTS if styles.get(f"{name}.{key}") == RowwiseParallel()]
         size = getattr(module, "head_dim", None)
-        layers = {key: module.get_submodule(key) for key in PROJECTIONS}
-        if not isinstance(size, int) or not all(isinstance(layer, nn.Linear) for layer in layers.values()):
+        layers = {key: module.get_submodule(key) for key in (*INPUTS, *ends)}
+        if len(ends) != 1 or not isinstance(size, int) or not all(isinstance(v, nn.Linear) for v in layers.values()):
             continue
-        rows = {key: layers[key].weight.shape[0] for key in ("q_proj", "k_proj", "v_proj")}
-        width = layers["o_proj"].weight.shape[1]
+        rows = {key: layers[key].weight.shape[0] for key in INPUTS}
+        width = layers[ends[0]].weight.shape[1]
         if any(count % size for count in (*rows.values(), width)) or rows["q_proj"] % width:
             continue
         if rows["k_proj"] != rows["v_proj"] or (width // size) % (rows["k_proj"] // size):
             continue
-        for fqn in below.values():
-            del styles[fqn]
+        for key in layers:
+            del styles[f"{name}.{key}"]
         styles[name] = GQAParallel(
-            num_heads=width // size, num_kv_heads=rows["k_proj"] // size, kv_replicate=kv_replicate
+            num_heads=width // size, num_kv_heads=rows["k_proj"] // size, kv_replicate=kv_replicate, o=ends[0]
         )
     return styles

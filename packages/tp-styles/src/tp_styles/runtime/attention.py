@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.rng import tp_rng
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.forwards import RowLinear
+from tp_styles.runtime.linear import RowLinear
 from tp_styles.runtime.moves import Move
 from tp_styles.runtime.parameters import local_parameter
 from tp_styles.spec import Flow, StyleSpec
@@ -166,11 +166,7 @@ class AttentionForward(RowLinear):
             x = x.transpose(0, 1)
         weight = local_parameter(module.out_proj, "weight")
         assert weight is not None
-        return self.finish(F.linear(x, weight))
-
-    def bias(self) -> torch.Tensor | None:
-        """The bias of the projection out."""
-        return self.parameter_of(cast(nn.MultiheadAttention, self.module).out_proj, "bias", "out_proj.bias")
+        return self.finish(F.linear(x, weight), self.parameter_of(module.out_proj, "bias", "out_proj.bias"))
 
     def _weights(self, weights: torch.Tensor, average: bool, batched: bool) -> torch.Tensor:
         """The weights of all heads, or their mean, on every rank."""

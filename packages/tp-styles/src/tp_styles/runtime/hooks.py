@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tp_styles.runtime.arguments import move_inputs, move_outputs
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.forwards import Output, move_inputs, move_outputs
+from tp_styles.runtime.forward import Output
 from tp_styles.runtime.moves import Move
 from tp_styles.spec import Flow, StyleSpec, describe
 from tp_styles.styles.base import ParallelStyle

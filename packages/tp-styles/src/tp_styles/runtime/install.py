@@ -9,9 +9,26 @@ from torch import nn
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.forwards import FORWARDS
+from tp_styles.runtime.embedding import RowEmbedding
+from tp_styles.runtime.forward import Forward
 from tp_styles.runtime.hooks import KeepOffFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
+from tp_styles.runtime.linear import ColumnLinear, PickedColumnLinear, RowLinear
+from tp_styles.runtime.own import DividedInput, LatentKV, OwnForward, OwnRowEmbedding, OwnRowLinear
 from tp_styles.styles.base import ParallelStyle
+
+FORWARDS: dict[str, type[Forward]] = {
+    "column-linear": ColumnLinear,
+    "picked-column-linear": PickedColumnLinear,
+    "row-linear": RowLinear,
+    "row-embedding": RowEmbedding,
+    "multihead-attention": AttentionForward,
+    "own": OwnForward,
+    "own-row-linear": OwnRowLinear,
+    "own-row-embedding": OwnRowEmbedding,
+    "divided-input": DividedInput,
+    "latent-kv": LatentKV,
+}
+"""What a style's `compute` names, and what runs then."""
 
 
 def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[Callable[[], None]]:
@@ -38,8 +55,7 @@ def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[
         if spec.outputs:
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
-    kind = AttentionForward if spec.compute == "multihead-attention" else FORWARDS[spec.compute]
-    vars(module)["forward"] = kind(module, spec, axis, found.name)
+    vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
     handle = module.register_forward_pre_hook(KeepOffFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
 

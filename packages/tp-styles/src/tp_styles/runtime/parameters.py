@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from tp_styles._torch_compat import all_gather_into, is_compiling, local_of, wrapped_like
+from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import summed_gradient
 from tp_styles.spec import ParameterSpec
@@ -145,23 +145,46 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     return parameter
 
 
+def local_weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`local_parameter` of both, in one step of autograd where both are DTensors that learn."""
+    weight: torch.Tensor | None = module._parameters.get("weight")
+    bias: torch.Tensor | None = module._parameters.get("bias")
+    if (
+        isinstance(weight, DTensor)
+        and isinstance(bias, DTensor)
+        and weight.requires_grad
+        and bias.requires_grad
+        and torch.is_grad_enabled()
+        and not is_compiling()
+    ):
+        both: tuple[torch.Tensor, torch.Tensor] = _Local.apply(weight, bias)  # type: ignore[no-untyped-call]  # torch's
+        return both
+    return local_parameter(module, "weight"), local_parameter(module, "bias")
+
+
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` for a parameter: the gradient has the parameter's layout, which need not be worked out."""
+    """`DTensor.to_local` for parameters: a gradient has its parameter's layout, which need not be worked out."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        ctx.spec = parameter._spec
-        local = local_of(parameter)
-        return local.view_as(local)
+    def forward(ctx: Any, *parameters: DTensor) -> Any:
+        ctx.specs = [parameter._spec for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        found = tuple([local.view_as(local) for local in map(local_of, parameters)])
+        return found if len(found) > 1 else found[0]
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled():  # create_graph=True: a second derivative goes through the wrapper
-            spec = ctx.spec
-            return DTensor.from_local(
-                gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-            )
-        return wrapped_like(gradient.contiguous(), ctx.spec)  # as the specification says
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        # create_graph=True: a second derivative goes through the wrapper
+        wrap = _differentiable if torch.is_grad_enabled() else gradient_like
+        return tuple(
+            [None if g is None else wrap(g.contiguous(), spec) for g, spec in zip(gradients, ctx.specs, strict=True)]
+        )
+
+
+def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
+    return DTensor.from_local(
+        gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
 
 
 def computing_parameter(module: nn.Module, name: str, axis: Axis, spec: ParameterSpec) -> torch.Tensor | None:

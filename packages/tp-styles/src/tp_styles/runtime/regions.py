@@ -17,6 +17,7 @@ from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.rng import enter_region, leave_region
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.draws import Draws, what_draws
+from tp_styles.runtime.forward import Forward
 from tp_styles.runtime.same_input import SameInput
 
 
@@ -96,13 +97,8 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: Axis, *, check: bool) 
     Returns:
         Functions that take them back.
     """
-    columns = [found.name for found in plan.modules if _is_column(found)]
     rows = [found.name for found in plan.modules if _is_row(found)]
-    homes: dict[str, list[str]] = {}
-    for name in columns:
-        home = _home(name, rows)
-        if home is not None:
-            homes.setdefault(home, []).append(name)
+    homes = _homes(plan, rows)
     styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
     removers: list[Callable[[], None]] = []
     for home, inside in homes.items():
@@ -117,6 +113,30 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: Axis, *, check: bool) 
             hook = SameInput(axis, name)
             removers.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
     return removers
+
+
+def watch_outputs(model: nn.Module, plan: TPPlan) -> None:
+    """In the first forward, see what is done with outputs of which each rank has some channels.
+
+    Args:
+        model: The model, parallel already.
+        plan: What was done to it.
+    """
+    inside = {name for names in _homes(plan, [f.name for f in plan.modules if _is_row(f)]).values() for name in names}
+    for found in plan.modules:
+        forward = vars(model.get_submodule(found.name)).get("forward")
+        if isinstance(forward, Forward):
+            forward.watch(compiled=found.name in inside)
+
+
+def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:
+    """The innermost module around column-wise and row-wise layers -> the column-wise ones."""
+    homes: dict[str, list[str]] = {}
+    for found in plan.modules:
+        home = _home(found.name, rows) if _is_column(found) else None
+        if home is not None:
+            homes.setdefault(home, []).append(found.name)
+    return homes
 
 
 def _install(

@@ -1,0 +1,94 @@
+"""A model that was made parallel, and the way back."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles.plan.planned import TPPlan
+from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.changes import ModuleChange, take_back
+from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.split import Split
+
+
+class TPHandle:
+    """A model that was made parallel.
+
+    Attributes:
+        plan: What was decided.
+        model: The model.
+        mesh: The 1-D mesh.
+    """
+
+    def __init__(self, model: nn.Module, plan: TPPlan, axis: Axis, changes: list[ModuleChange]) -> None:
+        self.model = model
+        self.plan = plan
+        self.mesh = axis.mesh
+        self._axis = axis
+        self._changes = changes
+
+    def report(self, path: str | None = None) -> str:
+        """The plan as text, also written to `path` if one is given."""
+        text = self.plan.explain()
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        return text
+
+    def undo(self) -> nn.Module:
+        """Give the model whole parameters (with the values and gradients they have now) and its own forwards again.
+
+        Every rank calls it: parts are gathered. The parameters are new objects.
+
+        Returns:
+            The model.
+
+        Raises:
+            PlanError: It was undone before.
+        """
+        if not self._changes and self.plan.modules:
+            raise PlanError(Problem("undone", found="undo() a second time", hint="apply the plan again first"))
+        whole: dict[int, nn.Parameter] = {}
+        restored = [
+            (
+                change.module,
+                name,
+                _whole(change.module._parameters.get(name), change.splits.get(name), self._axis, whole),
+            )
+            for change in self._changes
+            for name in change.parameters
+        ]
+        for module, name, parameter in restored:
+            module._parameters[name] = parameter
+        take_back(self._changes)
+        self._changes = []
+        return self.model
+
+
+def _whole(
+    current: nn.Parameter | None, split: Split | None, axis: Axis, memo: dict[int, nn.Parameter]
+) -> nn.Parameter | None:
+    if current is None:
+        return None
+    if id(current) not in memo:
+        parameter = nn.Parameter(_gathered(current, split, axis), current.requires_grad)
+        attributes = {key: value for key, value in vars(current).items() if key != "_sharding_info"}
+        parameter.__dict__.update(attributes)
+        if current.grad is not None:
+            parameter.grad = _gathered(current.grad, split, axis)
+        memo[id(current)] = parameter
+    return memo[id(current)]
+
+
+def _gathered(value: torch.Tensor, split: Split | None, axis: Axis) -> torch.Tensor:
+    if split is not None:
+        return full_tensor(value, axis, split)
+    if isinstance(value, DTensor):
+        return cast(DTensor, value.detach()).full_tensor()
+    info = getattr(value, "_sharding_info", None)
+    return full_tensor(value, axis, split_of(info)) if info is not None else value.detach().clone()

@@ -1,0 +1,128 @@
+"""Carries a plan out: first all that communicates or may fail, then the model is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.changes import ModuleChange, restore
+from tp_styles.runtime.foreign import apply_foreign
+from tp_styles.runtime.install import install_module
+from tp_styles.runtime.parameters import Mode, make_parameter
+from tp_styles.runtime.regions import install_regions, watch_outputs
+from tp_styles.spec import ParameterSpec
+from tp_styles.split import Split
+from tp_styles.state import GlobalOnSave, LocalOnLoad
+
+
+def act(
+    model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None, *, check: bool
+) -> list[ModuleChange]:
+    """Make the parameters, then change the modules: all of it or nothing.
+
+    Args:
+        model: The model.
+        plan: What to do; it has no problems.
+        axis: Over which ranks.
+        params: As `apply_plan`.
+        src_data_rank: As `apply_plan`.
+        check: Whether the first forward is looked at.
+
+    Returns:
+        What was done, in order.
+
+    Raises:
+        PlanError: Ranks hold different values of what is replicated.
+    """
+    modules = {found.name: model.get_submodule(found.name) for found in plan.modules}
+    # Everything that communicates or may fail comes first; nothing of the model is changed by it.
+    made = _new_parameters(plan, modules, axis, params, src_data_rank)
+    changes: list[ModuleChange] = []
+    try:
+        for found in plan.modules:
+            if found.spec.compute == "foreign":
+                changes += apply_foreign(found, modules[found.name], axis.mesh, src_data_rank)
+            else:
+                changes += _apply_own(found, modules[found.name], axis, made)
+        if check:
+            watch_outputs(model, plan)
+        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, check=check)))
+    except BaseException:
+        restore(changes)
+        raise
+    return changes
+
+
+def _new_parameters(
+    plan: TPPlan, modules: dict[str, nn.Module], axis: Axis, params: Mode, src_data_rank: int | None
+) -> dict[int, nn.Parameter]:
+    """Original parameter (by id) -> this rank's part of it; tied ones once."""
+    made: dict[int, nn.Parameter] = {}
+    unequal: list[str] = []
+    for found in plan.modules:
+        mode: Mode = "dtensor" if found.spec.compute == "dtensor" else params
+        for name, original, spec in _parameters(found, modules[found.name]):
+            if id(original) in made:
+                continue
+            if src_data_rank is None and spec.split.is_replicated and not original.is_meta:
+                same = _is_same_everywhere(original.detach(), axis)
+                unequal += [] if same else [found.info.where(name)]
+            made[id(original)] = make_parameter(original, spec, axis, mode, src_data_rank)
+    if unequal:
+        raise PlanError(
+            Problem(
+                "replicas-differ",
+                name,
+                found="other values than on rank 0 of the group",
+                hint="src_data_rank=0 broadcasts them",
+            )
+            for name in unequal
+        )
+    return made
+
+
+def _parameters(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+    for name, spec in found.spec.parameters:
+        path, _, attribute = name.rpartition(".")
+        original = module.get_submodule(path)._parameters[attribute]
+        assert original is not None
+        yield name, original, spec
+
+
+def _is_same_everywhere(value: torch.Tensor, axis: Axis) -> bool:
+    reference = value.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(reference, group=axis.group, group_src=0)
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, bool(torch.equal(reference, value)), group=axis.group)
+    return all(found)
+
+
+def _apply_own(
+    found: PlannedModule, module: nn.Module, axis: Axis, made: dict[int, nn.Parameter]
+) -> list[ModuleChange]:
+    changes: dict[str, ModuleChange] = {"": ModuleChange(module)}
+    for name, original, spec in _parameters(found, module):
+        path, _, attribute = name.rpartition(".")
+        change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
+        change.parameters[attribute] = original
+        change.splits[attribute] = spec.split
+        change.module._parameters[attribute] = made[id(original)]
+    first = changes[""]
+    for name, value in found.spec.attributes:
+        first.attributes[name] = getattr(module, name)
+        setattr(module, name, value.local_size(axis.rank, axis.size) if isinstance(value, Split) else value)
+    for change in changes.values():
+        names = tuple(change.parameters)
+        if names:
+            owner: Any = change.module  # torch leaves these two untyped
+            change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names)).remove)
+            change.removers.append(owner.register_load_state_dict_pre_hook(LocalOnLoad(names)).remove)
+    first.removers += install_module(found, module, axis)
+    return list(changes.values())
