@@ -3,8 +3,9 @@
     python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the packages' READMEs
     python tools/check_docs.py links site     every link inside the built site
 
-Python blocks of one page run in order, in one process and one namespace. `<!-- run: torchrun 4 -->` before a block runs
-it, with the page's earlier torchrun blocks, on that many ranks. Of shell blocks, the packages' own commands run, a
+Python blocks of one page run in order, in one process and one namespace; a text block behind `<!-- output -->` is what
+the block before it has to print. `<!-- run: torchrun 4 -->` before a block runs it, with the page's earlier torchrun
+blocks, on that many ranks. Of shell blocks, the packages' own commands run, a
 page's in one folder with the files of `docs_samples.py`; `# exits 1` behind a command is checked. What installs,
 launches sessions or needs a cluster is listed as not run.
 """
@@ -27,7 +28,9 @@ import repo
 FENCE = re.compile(
     r"(?:<!-- run: (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
 )
+OUTPUT = re.compile(r"\s*<!-- output -->\s*\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = tuple(repo.packages())
+BETWEEN = "\x1e"  # printed between blocks
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Block:
     language: str
     code: str
     ranks: int  # 0: a plain process
+    output: str | None = None  # what it has to print
 
 
 def pages() -> list[Path]:
@@ -50,20 +54,22 @@ def pages() -> list[Path]:
 
 def blocks(page: Path) -> list[Block]:
     found = []
-    for match in FENCE.finditer(page.read_text()):
+    text = page.read_text()
+    for match in FENCE.finditer(text):
         how = (match["how"] or "").split()
         ranks = int(how[1]) if how[:1] == ["torchrun"] else 0
-        found.append(Block(page, match["language"], match["code"], ranks))
+        output = OUTPUT.match(text, match.end())
+        found.append(Block(page, match["language"], match["code"], ranks, output[1] if output else None))
     return found
 
 
 def run_page(page: Path) -> tuple[int, list[str], list[str]]:
     """Returns the number of blocks and commands run, what failed, and what was not run."""
-    python: dict[int, list[str]] = {}
+    python: dict[int, list[Block]] = {}
     commands, left = [], []
     for block in blocks(page):
         if block.language in ("python", "py"):
-            python.setdefault(block.ranks, []).append(block.code)
+            python.setdefault(block.ranks, []).append(block)
         elif block.language in ("sh", "bash", "shell", "console"):
             for line in filter(None, map(str.strip, block.code.replace("\\\n", " ").splitlines())):
                 if line.removeprefix("$ ").startswith(COMMANDS):
@@ -71,17 +77,28 @@ def run_page(page: Path) -> tuple[int, list[str], list[str]]:
                 elif not line.startswith("#"):
                     left.append(line)
     failed = _run_commands(commands, page)
-    for ranks, codes in python.items():
-        failed += _run_python("\n".join(codes), ranks, page)
+    for ranks, found in python.items():
+        failed += _run_python(found, ranks, page)
     return len(commands) + sum(map(len, python.values())), failed, left
 
 
-def _run_python(code: str, ranks: int, page: Path) -> list[str]:
+def _run_python(found: list[Block], ranks: int, page: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "page.py"
-        script.write_text(code)
+        script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found))
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-        return _call([sys.executable, *launch, str(script)], page, Path(folder))
+        done = _call([sys.executable, *launch, str(script)], Path(folder))
+    failed = _failure(done, page)
+    if not failed and not ranks:
+        said = done.stdout.split(BETWEEN + "\n")
+        for block, text in zip(found, said, strict=True):
+            if block.output is not None and _plain(text) != _plain(block.output):
+                failed.append(f"{page.relative_to(repo.ROOT)} says another output than this:\n{text}")
+    return failed
+
+
+def _plain(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
 def _run_commands(commands: list[str], page: Path) -> list[str]:
@@ -92,17 +109,20 @@ def _run_commands(commands: list[str], page: Path) -> list[str]:
         failed = []
         for command in commands:
             told = re.search(r"# exits (\d+)", command)
-            failed += _call(["bash", "-ec", command], page, Path(folder), int(told[1]) if told else 0)
+            failed += _failure(_call(["bash", "-ec", command], Path(folder)), page, int(told[1]) if told else 0)
         return failed
 
 
-def _call(command: list[str], page: Path, folder: Path, status: int = 0) -> list[str]:
+def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
+
+
+def _failure(done: subprocess.CompletedProcess[str], page: Path, status: int = 0) -> list[str]:
     if done.returncode == status:
         return []
     said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return [f"{page.relative_to(repo.ROOT)}: exit {done.returncode}: {command[-1][:120]}\n{said}"]
+    return [f"{page.relative_to(repo.ROOT)}: exit {done.returncode}: {done.args[-1][:120]}\n{said}"]
 
 
 def run(chosen: list[Path]) -> int:

@@ -4,12 +4,13 @@ A sample of each kind; ``python tools/fuzz.py`` of the repository tries 10,000 o
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from shard_spec import PlanError, ShardingPlan
-from strange_files import CONFIG, GIANTS, PARSERS, PLAN, bounded, planned, safetensors, told, warm_up
+from strange_files import CONFIG, GIANTS, HEADER, PARSERS, PLAN, bounded, planned, safetensors, told, warm_up
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -106,6 +107,19 @@ def test_names_that_no_module_can_have_are_refused(name: str, tmp_path: Path, ca
     entries[name] = {"dtype": "I8", "shape": [2], "data_offsets": [2, 4]}
     (tmp_path / "x.safetensors").write_bytes(safetensors(json.dumps(entries).encode()))
     assert not told(["plan", str(tmp_path / "x.safetensors"), "--mesh", "dp=2"], tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["..", ".", "", "../secret.safetensors", "/etc/passwd", "a\x00.safetensors", "pipe.safetensors"]
+)
+def test_an_index_names_files_beside_it_and_nothing_else(name: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "secret.safetensors").write_bytes(safetensors(json.dumps(HEADER).encode()))
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    os.mkfifo(inner / "pipe.safetensors")
+    index = inner / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"layers.0.w": name}}))
+    assert not told(["plan", str(index), "--mesh", "dp=2"], inner, name)
 
 
 @pytest.mark.extra("transformers")

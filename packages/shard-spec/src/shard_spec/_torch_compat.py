@@ -139,6 +139,14 @@ def computes_with_strided_shards() -> bool:
     return (int(major), int(minor)) >= (2, 13)
 
 
+@functools.cache
+def redistributes_twice() -> bool:
+    """Whether the gradient of ``DTensor.redistribute`` has a gradient: torch 2.11 silently makes a constant of it."""
+    from torch.distributed.tensor import _redistribute
+
+    return hasattr(_redistribute, "NestedRedistribute")
+
+
 def num_groups() -> int:
     """How many process groups this rank knows: part of the name of a group that only its members make."""
     from torch.distributed import distributed_c10d

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from shard_spec._torch_compat import redistributes_twice
+
 Placements = tuple[Placement, ...]
 
 
@@ -66,6 +68,15 @@ def whole(value: DTensor, *, parts: bool) -> torch.Tensor:
     return unwrap(value.redistribute(placements=[Replicate()] * ndim), gradient)
 
 
+def _check_order() -> None:
+    """Raise in a backward that is to be differentiated again, where this torch would do that wrongly."""
+    if torch.is_grad_enabled() and not redistributes_twice():
+        raise RuntimeError(
+            f"second derivatives through a sharded module come out wrong on torch {torch.__version__}, whose "
+            "DTensor.redistribute has no second derivative: use torch >= 2.13, or leave out create_graph=True"
+        )
+
+
 class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, meaning: _Meaning) -> DTensor:
@@ -82,6 +93,7 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[torch.Tensor, None]:
+        _check_order()
         meaning: _Meaning = ctx.meaning
         grad = grads[0].redistribute(placements=meaning.gradient)
         local: torch.Tensor = _Unwrap.apply(grad, meaning.turned)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -97,5 +109,6 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[DTensor, None]:
+        _check_order()
         value: DTensor = _Wrap.apply(grads[0], ctx.meaning.turned)  # type: ignore[no-untyped-call]  # untyped in torch
         return value, None

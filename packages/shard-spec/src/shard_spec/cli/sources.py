@@ -145,8 +145,8 @@ def _from_index(path: Path) -> ModelFacts:
         raise UsageError(f"{path} is no safetensors index: it has no 'weight_map'")
     tensors: dict[str, TensorFacts] = {}
     for name in sorted(set(map(str, files.values()))):
-        if Path(name).name != name:
-            raise UsageError(f"{path} names {name!r}, which is no file beside it")
+        if Path(name).name != name or Path(name).suffix != ".safetensors":
+            raise UsageError(f"{path} names {name[:200]!r}, which is no .safetensors file beside it")
         for tensor in _header(path.parent / name):
             tensors[tensor.name] = tensor
     return ModelFacts(tuple(tensors.values()))
@@ -155,6 +155,8 @@ def _from_index(path: Path) -> ModelFacts:
 def _header(path: Path) -> list[TensorFacts]:
     """Names, shapes and dtypes of a safetensors file: eight bytes of length, then JSON. No weight is read."""
     try:
+        if not path.is_file():  # a pipe would wait for ever
+            raise UsageError(f"there is no file {path}")
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0

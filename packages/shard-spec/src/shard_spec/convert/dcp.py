@@ -44,16 +44,9 @@ class CheckpointShard(torch.Tensor):
     """A local tensor that knows which boxes of the global one it holds; only for DCP to save from and load into.
 
     It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
-    with it raises.
-
-    Args:
-        local: The local tensor. Loading writes into its memory.
-        layout: How the global tensor lies on ranks.
-        shape: Global shape.
-        rank: This rank, as the layout's mesh counts.
-
-    Raises:
-        PlanError: ``local-shape-mismatch`` when ``local`` is not what the layout puts on ``rank``.
+    with it raises. It is made as ``CheckpointShard(local, layout, shape, rank)``: the local tensor, how the global one
+    lies on ranks, the global shape, and this rank as the layout's mesh counts; ``PlanError`` with
+    ``local-shape-mismatch`` where ``local`` is not what the layout puts on ``rank``.
     """
 
     local: torch.Tensor

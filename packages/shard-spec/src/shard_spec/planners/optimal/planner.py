@@ -49,8 +49,7 @@ class OptimalPlanner(LayoutPlanner):
         cost_model: times of collectives and matmuls; `AlphaBetaCostModel()` by default.
         topology: the machine; an H100 SXM cluster by default.
         memory_limit: bytes a rank has for weights, gradients, optimizer state and kept activations; all of the
-            topology's
-            `hbm_bytes` by default. Leave room for what the model leaves out (see `StepModel`).
+            topology's `hbm_bytes` by default. Leave room for what the model leaves out (see `StepModel`).
         mesh: the axes; any of them may become data, sequence or tensor parallel.
         workload: what a step works on.
         gap: with a limit that matters, stop when proven to be within this share of the best.
@@ -58,8 +57,7 @@ class OptimalPlanner(LayoutPlanner):
 
     Raises:
         PlanError: the model has no block that is recognised, or nothing fits the memory: then by how many bytes, on
-        which
-            rank, and what would fit.
+            which rank, and what would fit.
     """
 
     def __init__(

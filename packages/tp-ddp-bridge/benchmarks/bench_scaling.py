@@ -1,0 +1,137 @@
+"""How a step with the bridge grows with tensors and with parameters, beside DDP of torch, FSDP2 and buckets by hand.
+
+    python packages/tp-ddp-bridge/benchmarks/bench_scaling.py [--json FILE] [--repeats 5]
+
+CPU seconds a rank (`process_time`) of one step on 2 x 2 gloo ranks, median of interleaved runs; what a step is stands
+in `bench_bridge.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_bridge
+import torch
+import torch.distributed as dist
+
+Series = dict[str, list[tuple[float, float]]]
+MAKERS: dict[str, Any] = {
+    "bridge": bench_bridge._bridge,
+    "buckets by hand": bench_bridge._by_hand,
+    "torch DDP(device_mesh=)": bench_bridge._torch_bridge,
+    "FSDP2": bench_bridge._fsdp2,
+}
+TENSORS = (12, 36, 100, 300)
+WIDTHS = (32, 128, 512)
+
+
+def steps(mesh: Any, tensors: int, repeats: int) -> dict[str, float]:
+    """CPU seconds a rank of a step, by variant; those that refuse are left out."""
+    x = torch.randn(
+        bench_bridge.BATCH, bench_bridge.WIDTH, generator=torch.Generator().manual_seed(dist.get_rank() // 2)
+    )
+    calls: dict[str, Callable[[], None]] = {}
+    for name, make in MAKERS.items():
+        try:
+            calls[name] = bench_bridge._step(*make(mesh, tensors), x)
+        except Exception as error:  # a peer that cannot do it has no point here
+            print(f"{name}, {tensors} tensors: {type(error).__name__}")
+    times = bench_bridge._interleaved(calls, repeats)
+    return {name: statistics.median(seconds) / bench_bridge.RANKS for name, seconds in times.items()}
+
+
+def wrapping(mesh: Any, tensors: int, repeats: int) -> dict[str, float]:
+    """Wall seconds of wrapping a model, on the slowest rank."""
+    found: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for name in ("bridge", "torch DDP(device_mesh=)", "FSDP2"):
+            dist.barrier()
+            begin = time.perf_counter()
+            MAKERS[name](mesh, tensors)  # making the model is in it, for all alike
+            spent = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            found.setdefault(name, []).append(float(spent))
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def curves(mesh: Any, repeats: int) -> list[dict[str, Any]]:
+    by_tensors: Series = {}
+    by_width: Series = {}
+    by_wrap: Series = {}
+    for tensors in TENSORS:
+        _add(by_tensors, tensors, steps(mesh, tensors, repeats))
+        _add(by_wrap, tensors, wrapping(mesh, tensors, 3))
+    for width in WIDTHS:
+        bench_bridge.WIDTH = width
+        numel = 36 // 4 * (4 * width * width + 3 * width)
+        _add(by_width, numel, steps(mesh, 36, repeats))
+    step = "CPU seconds a rank"
+    return [
+        _curve("tensors", "A step, width 64, 2 x 2 ranks", "tensors", step, by_tensors),
+        _curve("parameters", "A step, 36 tensors, 2 x 2 ranks", "parameters", step, by_width),
+        _curve("wrapping", "Making and wrapping the model, 2 x 2 ranks", "tensors", "seconds", by_wrap),
+    ]
+
+
+def _add(series: Series, x: float, found: dict[str, float]) -> None:
+    for name, y in found.items():
+        series.setdefault(name, []).append((x, y))
+
+
+def _curve(name: str, title: str, x: str, y: str, series: Series) -> dict[str, Any]:
+    return {"name": name, "title": title, "x": x, "y": y, "series": series}
+
+
+def _rank(rank: int, folder: str, repeats: int, results: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    ranks = bench_bridge.RANKS
+    store = dist.FileStore(f"{folder}/store", ranks)  # type: ignore[attr-defined]  # public, though not declared so
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = curves(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), repeats)
+    if rank == 0:
+        results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the points, and write them where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.SimpleQueue()
+        workers = [
+            context.Process(target=_rank, args=(rank, folder, arguments.repeats, results))
+            for rank in range(bench_bridge.RANKS)
+        ]
+        for worker in workers:
+            worker.start()
+        found = results.get()
+        for worker in workers:
+            worker.join()
+    for curve in found:
+        for label, points in curve["series"].items():
+            print(f"{curve['name']}: {label}: {', '.join(f'{x:g} {y:.3g}' for x, y in points)}")
+    if arguments.json:
+        command = "python packages/tp-ddp-bridge/benchmarks/bench_scaling.py"
+        document = {"title": "Scaling", "command": command, "rows": [], "curves": found}
+        Path(arguments.json).write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
