@@ -186,14 +186,24 @@ def test_copies_and_pickles_of_a_parallel_model(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_meta_models(ranks: Ranks) -> None:
+    """Plain tensors that are parts still know of which, after `to_empty()` has made new ones."""
     mesh = ranks.mesh((2,), ("tp",))
     with torch.device("meta"):
-        model = models.MLP()
+        model, local = models.MLP(), models.MLP()
     with ranks.record() as log:
         tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
     assert set(log.ops) <= {"all_gather"}  # the plans are compared, no weights are sent
     model.to_empty(device=ranks.device)
     reference = models.seeded(models.MLP)
+    handle = tp.apply_plan(
+        local, mesh, {"up": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}, params="local"
+    )
+    local.to_empty(device=ranks.device).load_state_dict(reference.state_dict())
+    state = tp.full_state_dict(local.double().float())
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in state.items())
+    assert all(type(p).__name__ == "ShardParameter" for p in local.parameters())
+    handle.undo()
+    assert "_apply" not in vars(local.up)
     from torch.distributed.tensor import distribute_tensor
 
     for name, parameter in model.named_parameters():

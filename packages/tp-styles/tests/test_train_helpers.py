@@ -192,6 +192,12 @@ def test_next_to_fsdp2(ranks: Ranks) -> None:
     models.train(model, own, models.next_token_loss)
     found = {name: p.full_tensor() for name, p in model.named_parameters()}
     assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 6000
+    fused = models.seeded(models.MLP)  # FSDP2 takes a local part for the whole
+    tp.apply_plan(fused, mesh["tp"], {"up": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
+    fully_shard(fused, mesh=mesh["dp"])
+    for call in (fused.state_dict, lambda: fused(torch.randn(2, 8))):
+        with pytest.raises(tp.PlanError, match=r"part-unknown.*up.weight"):
+            call()
 
 
 @pytest.mark.ranks(2)

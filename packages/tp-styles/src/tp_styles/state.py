@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.keep import check_parts
 from tp_styles.runtime.parameters import ShardParameter, contiguous_stride, split_of
 from tp_styles.runtime.parts import PartTensor
 
@@ -36,13 +37,23 @@ class GlobalOnSave:
     """State-dict hook: local parameters leave as DTensors, or as `PartTensor`s where a DTensor cannot say it.
 
     Nothing is communicated and no memory copied.
+
+    Args:
+        names: The module's parameters that styles divide.
+        local: Those of them that are plain tensors.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], local: tuple[str, ...]) -> None:
         self.names = names
+        self.local = local
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replace this module's entries."""
+        """Replace this module's entries.
+
+        Raises:
+            PlanError: A local parameter was replaced by one that does not know what it is a part of.
+        """
+        check_parts(module, self.local, prefix.removesuffix("."))
         for name in self.names:
             parameter = module._parameters.get(name)
             value = state.get(prefix + name)

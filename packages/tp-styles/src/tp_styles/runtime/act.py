@@ -15,7 +15,8 @@ from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, restore
 from tp_styles.runtime.foreign import apply_foreign
 from tp_styles.runtime.install import install_module
-from tp_styles.runtime.parameters import Mode, make_parameter
+from tp_styles.runtime.keep import KeepParts, PartsAreKnown
+from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
 from tp_styles.runtime.regions import install_regions, watch_outputs
 from tp_styles.spec import ParameterSpec
 from tp_styles.split import Split
@@ -50,7 +51,7 @@ def act(
             if found.spec.compute == "foreign":
                 changes += apply_foreign(found, modules[found.name], axis.mesh, src_data_rank)
             else:
-                changes += _apply_own(found, modules[found.name], axis, made)
+                changes += _apply_own(found, modules[found.name], axis, made, check)
         if check:
             watch_outputs(model, plan)
         changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, check=check)))
@@ -105,7 +106,7 @@ def _is_same_everywhere(value: torch.Tensor, axis: Axis) -> bool:
 
 
 def _apply_own(
-    found: PlannedModule, module: nn.Module, axis: Axis, made: dict[int, nn.Parameter]
+    found: PlannedModule, module: nn.Module, axis: Axis, made: dict[int, nn.Parameter], check: bool
 ) -> list[ModuleChange]:
     changes: dict[str, ModuleChange] = {"": ModuleChange(module)}
     for name, original, spec in _parameters(found, module):
@@ -118,11 +119,22 @@ def _apply_own(
     for name, value in found.spec.attributes:
         first.attributes[name] = getattr(module, name)
         setattr(module, name, value.local_size(axis.rank, axis.size) if isinstance(value, Split) else value)
-    for change in changes.values():
-        names = tuple(change.parameters)
-        if names:
-            owner: Any = change.module  # torch leaves these two untyped
-            change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names)).remove)
-            change.removers.append(owner.register_load_state_dict_pre_hook(LocalOnLoad(names)).remove)
+    for path, change in changes.items():
+        if change.parameters:
+            _keep(change, found.info.where(path), check)
     first.removers += install_module(found, module, axis)
     return list(changes.values())
+
+
+def _keep(change: ModuleChange, fqn: str, check: bool) -> None:
+    """What keeps a module's new parameters parts of global ones, whoever saves, loads, moves or replaces them."""
+    names = tuple(change.parameters)
+    local = tuple(name for name in names if isinstance(change.module._parameters[name], ShardParameter))
+    owner: Any = change.module  # torch leaves these two untyped
+    change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names, local)).remove)
+    change.removers.append(owner.register_load_state_dict_pre_hook(LocalOnLoad(names)).remove)
+    if local:
+        vars(owner)["_apply"] = KeepParts(owner, local)
+        change.removers.append(lambda: vars(owner).pop("_apply", None) and None)
+        if check:
+            change.removers.append(owner.register_forward_pre_hook(PartsAreKnown(local, fqn)).remove)
