@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_orders import needs_orders
 from ranktest import Ranks
+from shard_spec._torch_compat import redistributes_twice
 from shard_spec.acting import apply_plan
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
@@ -283,6 +285,7 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     assert {id(p) for p in module.parameters()} == before
 
 
+@needs_orders
 @pytest.mark.ranks(2)
 def test_a_permuted_device_mesh_is_refused(ranks: Ranks) -> None:
     """torch gathers in the order of the group, which is ascending: rows come out permuted, without an error."""
@@ -299,6 +302,7 @@ def test_a_permuted_device_mesh_is_refused(ranks: Ranks) -> None:
     assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
 
 
+@needs_orders
 @pytest.mark.ranks(4)
 def test_axes_in_an_order_of_their_own_train_as_one_process_does(ranks: Ranks) -> None:
     """FSDP over tensor parallelism: the later axis cuts first. DTensor holds that as a strided shard."""
@@ -337,6 +341,7 @@ def test_axes_in_an_order_of_their_own_train_as_one_process_does(ranks: Ranks) -
         torch.testing.assert_close(parameter, dict(full.named_parameters())[name], rtol=1e-4, atol=1e-5)
 
 
+@needs_orders
 @pytest.mark.ranks(4)
 def test_device_meshes_of_permuted_ranks_gather_in_mesh_order(ranks: Ranks) -> None:
     """torch makes the groups of [[3, 1], [0, 2]] in ascending order: what is gathered is permuted, without an error."""
@@ -407,6 +412,8 @@ def test_live_bytes_are_those_of_plan_memory(ranks: Ranks) -> None:
     spec = MeshSpec({"dp": 1, "tp": ranks.world_size})
     compared, fewer = 0, ranks.world_size > 2 and not ALL
     uneven = RULES | {"norm.*": "tp:S(0)", "frozen": "tp:S(0)", "down.bias": "tp:S(0)"}
+    if not redistributes_twice():  # torch 2.11 raises in the backward of a norm with a sharded weight
+        del uneven["norm.*"]
     for at, rules in enumerate((uneven, {"**": "dp:S(0)"}, {})):
         for name, optimizer in list(OPTIMIZERS.items())[at if fewer else 0 :: 3 if fewer else 1]:
             mixed = name.startswith("mixed")
