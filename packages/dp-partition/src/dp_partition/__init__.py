@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from dp_partition.plan import plan_placements as plan_placements
     from dp_partition.problems import PlanError as PlanError
     from dp_partition.problems import Problem as Problem
+    from dp_partition.reducing import GradientGroup as GradientGroup
+    from dp_partition.reducing import bf16_compress as bf16_compress
+    from dp_partition.reducing import fp16_compress as fp16_compress
     from dp_partition.settings import Batch as Batch
     from dp_partition.step import Step as Step
     from dp_partition.styles import DataParallelStyle as DataParallelStyle
@@ -50,6 +53,9 @@ _WHERE = {
     "Verified": "verification",
     "Step": "step",
     "Batch": "settings",
+    "GradientGroup": "reducing",
+    "bf16_compress": "reducing",
+    "fp16_compress": "reducing",
     "plan_placements": "plan",
     "PartitionPlan": "plan",
     "ParamPlan": "plan",
@@ -83,6 +89,9 @@ __all__ = [
     "Verified",
     "Step",
     "Batch",
+    "GradientGroup",
+    "bf16_compress",
+    "fp16_compress",
     "plan_placements",
     "PartitionPlan",
     "ParamPlan",

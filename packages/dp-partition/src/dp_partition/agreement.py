@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from dp_partition.axes import gather_objects
 from dp_partition.messages import carried_names, is_collective
 from dp_partition.problems import PlanError, Problem
 
@@ -48,7 +48,7 @@ def together(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
     """What ``attempt`` made, once every rank has made it alike; all ranks of the mesh have to call this.
 
     Args:
-        mesh: 1-D mesh.
+        mesh: The ranks.
         name: What is attempted, for errors.
         attempt: Returns a value, and facts about it that must be equal on every rank. Must not communicate.
 
@@ -65,8 +65,7 @@ def together(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
     except Exception as raised:
         error = raised
     said = None if error is None else f"{type(error).__name__}: {error}"
-    rows: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(rows, (said, facts), group=mesh.get_group())
+    rows = gather_objects(mesh, (said, facts))
     if error is not None:
         raise error
     problems = _failures(name, rows) or _differences(name, rows)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from dp_partition.axes import all_groups, gather_objects, on_mesh, shard_rank, shard_world
 from dp_partition.capture.states import initial_state
 from dp_partition.capture.subject import Subject
 from dp_partition.collectives import chunk_bounds
@@ -35,7 +36,7 @@ def local_part(tensor: torch.Tensor, placement: Placement, world: int, rank: int
 def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """A DTensor around a local part; ``like`` has the global shape and strides."""
     return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=torch.Size(like.shape), stride=_stride(like)
+        local, mesh, on_mesh(placement, mesh), run_check=False, shape=torch.Size(like.shape), stride=_stride(like)
     )
 
 
@@ -59,7 +60,7 @@ class Binding:
 
     def __init__(self, subject: Subject, plan: PartitionPlan, mesh: DeviceMesh) -> None:
         self.subject, self.plan, self.mesh = subject, plan, mesh
-        self.world, self.rank = mesh.size(), mesh.get_local_rank()
+        self.world, self.rank = shard_world(mesh), shard_rank(mesh)
         self.params: dict[str, nn.Parameter] = dict(subject.params)
         self.slots = list(subject.slots())
 
@@ -86,13 +87,12 @@ class Binding:
         tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.subject.params.items()}
         tensors |= {name: b.detach() for name, b in self.subject.buffers.items()}
         tensors |= {name: s.detach() for name, s in self.state_tensors().items()}
-        if self.world == 1:
+        if self.mesh.size() == 1:
             return tensors
-        group = self.mesh.get_group()
         if equal == "check":
-            check_equal(tensors, group)
+            check_equal(tensors, self.mesh)
             return tensors
-        return broadcast_from_first(tensors, group)
+        return broadcast_from_first(tensors, self.mesh)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Existing optimizer state, under names that cannot collide with parameters."""
@@ -224,18 +224,20 @@ class Binding:
         self.install(plain, states)
 
 
-def broadcast_from_first(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """Rank 0's values of all tensors, a few large messages per dtype; the tensors passed are left alone."""
     result: dict[str, torch.Tensor] = {}
     buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     for name, tensor in tensors.items():
         buckets.setdefault((tensor.dtype, tensor.device), []).append(name)
-    backend_device = _group_device(group)
+    groups = all_groups(mesh)
+    backend_device = _group_device(groups[0])
     for names in buckets.values():
         for part in _by_bytes(names, tensors):
             flat = torch.cat([tensors[name].reshape(-1) for name in part])
             travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
-            dist.broadcast(travelling, group=group, group_src=0)
+            for group in groups:
+                dist.broadcast(travelling, group=group, group_src=0)
             flat = travelling.to(flat.device)
             pieces = torch.split(flat, [tensors[name].numel() for name in part])
             for name, piece in zip(part, pieces, strict=True):
@@ -261,12 +263,11 @@ def _group_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])
 
 
-def check_equal(tensors: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
+def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
     """Raise on every rank if any tensor differs from rank 0's."""
-    reference = broadcast_from_first(tensors, group)
+    reference = broadcast_from_first(tensors, mesh)
     differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, reference[name])]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, differing, group=group)
+    gathered = gather_objects(mesh, differing)
     problems = [
         Problem(
             "ranks-differ",

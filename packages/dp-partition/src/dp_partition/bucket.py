@@ -10,10 +10,11 @@ Layout of a flat buffer: members one after the other, each as ``[world, chunk]``
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -21,7 +22,11 @@ from dp_partition._torch_compat import collectives
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, chunk_bounds
 from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.propagate import is_gradient
+from dp_partition.reducing import CommHook, Flat, reduce_flat
 from dp_partition.styles import NodeType
+
+Parts = Generator[None, None, list[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,19 @@ class Traffic:
         bucket_bytes: Greatest size of a bucket; a larger tensor travels alone. 0: no buckets.
         prefetch: How many buckets of parameters are on their way ahead of the one that compute needs, and how many
             buckets of gradients on their way to becoming shards.
+        reduce_dtype: In which dtype gradients are reduced; None: in their own.
+        hook: What averages a bucket of gradients instead of the plain collective.
     """
 
     bucket_bytes: int = 25 << 20
     prefetch: int = 1
+    reduce_dtype: torch.dtype | None = None
+    hook: CommHook | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether gradients are averaged by the plain collective, in their own dtype."""
+        return self.reduce_dtype is None and self.hook is None
 
 
 @dataclass
@@ -49,12 +63,12 @@ class _Bucket:
 
 def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) -> None:
     """Replace the single moves of parameters and gradients by buckets, in place."""
-    if traffic.bucket_bytes <= 0:
+    if traffic.bucket_bytes <= 0 and traffic.plain:
         return
     positions = {node: index for index, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)
     live = [move for move in moves if move.result.users and move.start in positions]
-    gathers = [m for m in live if _is_gather(m)]
+    gathers = [m for m in live if _is_gather(m) and traffic.bucket_bytes > 0]
     reductions = [m for m in live if _is_reduction(m)]
     timing = _Timing(nodes, positions)
     gather_buckets = _group(gathers, timing, traffic.bucket_bytes, timing.first_use)
@@ -68,7 +82,7 @@ def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) 
         awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], traffic))
         issues.append((nodes[bucket.ready + 1], bucket, nodes[awaited]))
     for anchor, bucket, wait_at in issues:
-        _emit(graph, mover, bucket, anchor, wait_at)
+        _emit(graph, mover, bucket, (anchor, wait_at, nodes[bucket.needed]), traffic)
 
 
 def _place_is_wanted(buckets: list[_Bucket], traffic: Traffic) -> int:
@@ -90,8 +104,10 @@ def _is_gather(move: Move) -> bool:
 
 
 def _is_reduction(move: Move) -> bool:
-    sums = isinstance(move.origin, Partial) and move.origin.reduce_op in ("sum", "avg")
-    return sums and move.node_type is NodeType.GRAD and move.wanted in (Replicate(), Shard(0)) and len(move.shape) > 0
+    if not isinstance(move.origin, Partial) or move.origin.reduce_op not in ("sum", "avg"):
+        return False
+    flat = len(move.shape) > 0 or is_gradient(move.start)
+    return flat and move.node_type is NodeType.GRAD and move.wanted in (Replicate(), Shard(0))
 
 
 class _Timing:
@@ -165,14 +181,30 @@ def _product(sizes: Iterable[int]) -> int:
     return result
 
 
-def _emit(graph: fx.Graph, mover: Mover, bucket: _Bucket, issue_at: fx.Node, wait_at: fx.Node) -> None:
-    """Write a bucket's collective into the graph and let its results replace the single moves'."""
+def _emit(
+    graph: fx.Graph, mover: Mover, bucket: _Bucket, stands: tuple[fx.Node, fx.Node, fx.Node], traffic: Traffic
+) -> None:
+    """Write a bucket's collective into the graph and let its results replace the single moves'.
+
+    Args:
+        graph: The graph.
+        mover: Writes the nodes.
+        bucket: The moves.
+        stands: Before which node it is sent, awaited, and needed; what has several parts uses all of them.
+        traffic: How gradients are reduced.
+    """
     old = [move.result for move in bucket.moves]
-    build = {True: _gather, False: _reduce}[_is_gather(bucket.moves[0])]
-    with graph.inserting_before(issue_at):
-        issued = build(mover, bucket.moves)
-    with graph.inserting_before(wait_at):
-        results = issued()
+    gathers = _is_gather(bucket.moves[0])
+    parts = _gather(mover, bucket.moves) if gathers else _reduce(mover, bucket.moves, traffic)
+    results: list[fx.Node] | None = None
+    for place in range(len(stands) + 1):
+        with graph.inserting_before(stands[min(place, len(stands) - 1)]):
+            try:
+                next(parts)
+            except StopIteration as end:
+                results = end.value
+                break
+    assert results is not None
     for move, before, after in zip(bucket.moves, old, results, strict=True):
         after.meta.update({k: v for k, v in before.meta.items() if k in ("moves", "node_type", "phase")})
         before.replace_all_uses_with(after)
@@ -186,38 +218,31 @@ def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> None:
         node = previous
 
 
-def _reduce(mover: Mover, moves: list[Move]) -> Callable[[], list[fx.Node]]:
-    kind, wanted = moves[0].origin, moves[0].wanted
+def _reduce(mover: Mover, moves: list[Move], traffic: Traffic) -> Parts:
+    kind, wanted, like = moves[0].origin, moves[0].wanted, moves[0].like
     assert isinstance(kind, Partial)
     world = mover.world
+    how = (traffic.reduce_dtype, traffic.hook)
     if isinstance(wanted, Replicate):
-        flat = mover.call(aten.cat.default, [mover.call(aten.reshape.default, m.start, [-1]) for m in moves])
-        work = mover.call(collectives.all_reduce_.default, flat, kind.reduce_op, mover.group)
+        node = mover.call(aten.cat.default, [mover.call(aten.reshape.default, m.start, [-1]) for m in moves])
         sizes = [_product(m.shape) for m in moves]
-
-        def finish() -> list[fx.Node]:
-            pieces = mover.call(aten.split_with_sizes.default, mover.wait(work), sizes)
-            return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
-
-        return finish
+        whole = yield from reduce_flat(mover, Flat(node, sum(sizes), like, kind.reduce_op, scatter=False), *how)
+        pieces = mover.call(aten.split_with_sizes.default, whole, sizes)
+        return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
     rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [world, -1]) for m in moves]
-    flat = mover.call(aten.reshape.default, mover.call(aten.cat.default, rows, 1), [-1])
-    shard = mover.call(collectives.reduce_scatter_tensor.default, flat, kind.reduce_op, world, mover.group)
+    node = mover.call(aten.reshape.default, mover.call(aten.cat.default, rows, 1), [-1])
     chunks = [-(-m.shape[0] // world) for m in moves]
     sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
-
-    def finish_shards() -> list[fx.Node]:
-        pieces = mover.call(aten.split_with_sizes.default, mover.wait(shard), sizes)
-        views = [
-            _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))
-            for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True))
-        ]
-        return [mover.unpad(view, m.shape[0]) for view, m in zip(views, moves, strict=True)]
-
-    return finish_shards
+    shard = yield from reduce_flat(mover, Flat(node, world * sum(sizes), like, kind.reduce_op, scatter=True), *how)
+    pieces = mover.call(aten.split_with_sizes.default, shard, sizes)
+    views = [
+        _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))
+        for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True))
+    ]
+    return [mover.unpad(view, m.shape[0]) for view, m in zip(views, moves, strict=True)]
 
 
-def _gather(mover: Mover, moves: list[Move]) -> Callable[[], list[fx.Node]]:
+def _gather(mover: Mover, moves: list[Move]) -> Parts:
     world = mover.world
     chunks = [-(-m.shape[0] // world) for m in moves]
     flats = []
@@ -227,20 +252,17 @@ def _gather(mover: Mover, moves: list[Move]) -> Callable[[], list[fx.Node]]:
         missing = (chunk - (end - start)) * _product(m.shape[1:])
         flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)
     flat = mover.call(aten.cat.default, flats)
-    work = mover.call(collectives.all_gather_into_tensor.default, flat, world, mover.group)
+    work = mover.issue(collectives.all_gather_into_tensor.default, flat, world, mover.group)
     sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
-
-    def finish() -> list[fx.Node]:
-        rows = mover.call(aten.view.default, mover.wait(work), [world, -1])
-        pieces = mover.call(aten.split_with_sizes.default, rows, sizes, 1)
-        results = []
-        for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
-            whole = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
-            padded = chunk * world != m.shape[0]
-            results.append(mover.call(aten.slice.Tensor, whole, 0, 0, m.shape[0]) if padded else whole)
-        return results
-
-    return finish
+    yield
+    rows = mover.call(aten.view.default, mover.wait(work), [world, -1])
+    pieces = mover.call(aten.split_with_sizes.default, rows, sizes, 1)
+    results = []
+    for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
+        whole = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
+        padded = chunk * world != m.shape[0]
+        results.append(mover.call(aten.slice.Tensor, whole, 0, 0, m.shape[0]) if padded else whole)
+    return results
 
 
 def _view(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:

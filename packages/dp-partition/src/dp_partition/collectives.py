@@ -60,19 +60,24 @@ class Move:
 
 @dataclass
 class Mover:
-    """Inserts moves on one mesh axis.
+    """Inserts moves on one mesh axis; averages of gradients are taken over a second one as well.
 
     Attributes:
         graph: The graph; nodes go to its current insertion point.
         world: Size of the group.
         rank: Rank in the group that the graph is for.
         group: Name of the process group.
+        across: Name of the group of this rank's counterparts in other replicas, over which gradients are averaged as
+            well; empty on a mesh of one axis.
+        replicas: Size of that group.
     """
 
     graph: fx.Graph
     world: int
     rank: int
     group: str
+    across: str = ""
+    replicas: int = 1
 
     def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:
         """A node with the value of ``node``, brought from one placement to another.
@@ -101,6 +106,18 @@ class Mover:
         """A new call."""
         return self.graph.call_function(target, args, kwargs)
 
+    def issue(self, target: Any, *args: Any, ranks: int | None = None) -> fx.Node:
+        """A new collective, which remembers among how many ranks it is."""
+        node = self.call(target, *args)
+        node.meta["ranks"] = ranks or self.world
+        return node
+
+    def over_replicas(self, node: fx.Node, kind: Partial) -> fx.Node:
+        """An average over the replicas as well, of what was averaged over this axis."""
+        if not self.across or kind.reduce_op != "avg":
+            return node
+        return self.wait(self.issue(collectives.all_reduce.default, node, "avg", self.across, ranks=self.replicas))
+
     def wait(self, node: fx.Node) -> fx.Node:
         """The result of a collective."""
         return self.call(collectives.wait_tensor.default, node)
@@ -110,17 +127,19 @@ class Mover:
         if kind.reduce_op.startswith("norm"):
             order = float(kind.reduce_op.removeprefix("norm"))
             powers = self.call(aten.pow.Tensor_Scalar, node, order)
-            total = self.wait(self.call(collectives.all_reduce.default, powers, "sum", self.group))
+            total = self.wait(self.issue(collectives.all_reduce.default, powers, "sum", self.group))
             return self.call(aten.pow.Tensor_Scalar, total, 1.0 / order)
-        return self.wait(self.call(collectives.all_reduce.default, node, kind.reduce_op, self.group))
+        total = self.wait(self.issue(collectives.all_reduce.default, node, kind.reduce_op, self.group))
+        return self.over_replicas(total, kind)
 
     def reduce_scatter(self, node: fx.Node, kind: Partial, dim: int, shape: tuple[int, ...]) -> fx.Node:
         """Partial -> shard."""
         front = self.call(aten.transpose.int, node, 0, dim) if dim else node
         padded = self.pad(front, shape[dim])
-        result = self.call(collectives.reduce_scatter_tensor.default, padded, kind.reduce_op, self.world, self.group)
-        mine = self.unpad(self.wait(result), shape[dim])
-        return self.call(aten.transpose.int, mine, 0, dim) if dim else mine
+        target = collectives.reduce_scatter_tensor.default
+        result = self.issue(target, padded, kind.reduce_op, self.world, self.group)
+        mine = self.unpad(self.over_replicas(self.wait(result), kind), shape[dim])
+        return self.from_front(mine, dim)
 
     def pad(self, node: fx.Node, size: int) -> fx.Node:
         """Rows 0..size -> rows of ``world`` equal chunks, contiguous."""
@@ -149,10 +168,16 @@ class Mover:
                 aten.constant_pad_nd.default, front, [0, 0] * (len(shape) - 1) + [0, step - (end - start)]
             )
         front = self.call(aten.contiguous.default, front)
-        whole = self.wait(self.call(collectives.all_gather_into_tensor.default, front, self.world, self.group))
+        whole = self.wait(self.issue(collectives.all_gather_into_tensor.default, front, self.world, self.group))
         if step * self.world != size:
             whole = self.call(aten.slice.Tensor, whole, 0, 0, size)
-        return self.call(aten.transpose.int, whole, 0, dim) if dim else whole
+        return self.from_front(whole, dim)
+
+    def from_front(self, node: fx.Node, dim: int) -> fx.Node:
+        """Dim 0 back to where it belongs; contiguous, since a view that the trace took of the value may want that."""
+        if dim == 0:
+            return node
+        return self.call(aten.contiguous.default, self.call(aten.transpose.int, node, 0, dim))
 
     def cut(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
         """Replicated -> shard: no communication, a view."""

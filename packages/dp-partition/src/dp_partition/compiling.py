@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dp_partition.bucket import Traffic
 from dp_partition.problems import PlanError, Problem
+from dp_partition.reducing import CommHook
 from dp_partition.runner import Runner
 from dp_partition.settings import Batch, Settings
 from dp_partition.step import Step, runner_of
@@ -30,7 +32,11 @@ def compile(
     reshard_after_forward: str | bool = "auto",
     accumulate: int = 1,
     rng: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    comm_hook: CommHook | None = None,
+    backend: str = "eager",
     share: Step | None = None,
+    progress: TextIO | None = None,
 ) -> Step:
     """Make a train step, written for one device, run data-parallel.
 
@@ -41,9 +47,9 @@ def compile(
     Args:
         train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
             the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
-        mesh: One-dimensional mesh of the data-parallel ranks.
-        style: How parameters lie: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"`` or a
-            `DataParallelStyle`.
+        mesh: One-dimensional mesh of the data-parallel ranks; for ``"hybrid"`` one of two axes.
+        style: How parameters lie: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"``,
+            ``"hybrid"`` (fully sharded over the mesh's second axis, replicated along its first), a `DataParallelStyle`.
         semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (what DDP
             and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does.
         batch: Which dim of tensor arguments is the batch, for global semantics and accumulation. Under global
@@ -57,7 +63,13 @@ def compile(
         accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
         rng: Random numbers of the step: ``None`` draws from the rank's default generator, as DDP does; ``"same"`` and
             ``"per_rank"`` draw from a stream of the step's own that starts from rank 0's seed.
+        reduce_dtype: The dtype in which gradients are reduced: they are cast before they are sent, averaged by the
+            collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
+        comm_hook: What averages a bucket of gradients instead of the plain collective: a function of a flat bucket and
+            a `GradientGroup`, traced into the graph; `bf16_compress` and `fp16_compress` are such.
+        backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
         share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
+        progress: Where to show how far tracing and compiling are, for example ``sys.stderr``.
 
     Raises:
         PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
@@ -68,6 +80,9 @@ def compile(
         if mesh is not None or placements is not None:
             hint = "leave mesh and placements out"
             problems.append(Problem("no-effect", "share", found="mesh or placements beside share", hint=hint))
+        if reduce_dtype is not None or comm_hook is not None:
+            hint = "a step that shares has no gradients; leave them out"
+            problems.append(Problem("no-effect", "share", found="reduce_dtype or comm_hook beside share", hint=hint))
         mesh, style = base.mesh, base.settings.style
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
@@ -83,23 +98,27 @@ def compile(
         dict(placements or {}),
         equal,
         (batch or Batch()).dim,
-        Traffic(int(bucket_mb * (1 << 20)), prefetch),
+        Traffic(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook),
         accumulate,
         rng,
         reshard_after_forward,
+        backend,
     )
     problems += settings.problems()
-    problems += _mesh_problems(mesh)
+    problems += _mesh_problems(mesh, parsed)
     if problems or mesh is None:
         raise PlanError(problems, "dp_partition.compile")
-    return Step(Runner(train_step, mesh, settings, base))
+    return Step(Runner(train_step, mesh, settings, base, progress=progress))
 
 
-def _mesh_problems(mesh: DeviceMesh | None) -> list[Problem]:
+def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
     if mesh is None:
         return [Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
-    if mesh.ndim != 1:
-        hint = 'pass one axis of it, as mesh["dp"]'
+    if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
+        hint = "pass a mesh of two axes: replicas along the first, shards along the second; or use style='fully_shard'"
+        return [Problem("mesh-not-2d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+    if style is not DataParallelStyle.HYBRID and mesh.ndim != 1:
+        hint = 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
         return [Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
     return []
 

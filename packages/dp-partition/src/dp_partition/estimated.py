@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
+from dp_partition.axes import shard_rank, shard_world
 from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.subject import find_subject
 from dp_partition.compiling import compile as compile_step
@@ -54,7 +56,7 @@ class Estimate:
     @property
     def world(self) -> int:
         """Number of data-parallel ranks."""
-        return self.plan.world
+        return self.plan.world * self.plan.replicas
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -146,7 +148,7 @@ class Estimate:
 def estimate(
     train_step: Callable[..., Any],
     *args: Any,
-    world: int,
+    world: int | tuple[int, int],
     style: str | DataParallelStyle = "default",
     rank: int = 0,
     link: Link | None = None,
@@ -164,7 +166,7 @@ def estimate(
     Args:
         train_step: The train step, as for `compile`.
         args: Its arguments: the model, its optimizer, one rank's batch.
-        world: Number of data-parallel ranks.
+        world: Number of data-parallel ranks; for ``"hybrid"`` of replicas, and of ranks in each.
         style: As for `compile`.
         rank: The rank to estimate for.
         link: The network; default ``Link()``.
@@ -185,29 +187,31 @@ def estimate(
     shown.begin("tracing")
     arguments = stand_in_arguments(stand, args)
     kind = stand.device_type(args)
-    step = compile_step(counted(train_step, shown), mesh=imagined_mesh(world, rank, kind), style=style, **settings)
+    mesh = imagined_mesh(world, rank, kind)
+    step = compile_step(counted(train_step, shown), mesh=mesh, style=style, **settings)
     with standing_in(stand, find_subject(train_step, arguments, {})):
         subject = find_subject(train_step, arguments, {})
         runner = runner_of(step)
-        plan = runner.plan_for(subject, world)
+        plan = runner.plan_for(subject, shard_world(mesh))
         program = runner.build(subject, plan, arguments, {})
         shown.begin("local shapes")
         module = program.with_local_values(lambda done, total: shown.tell(done, total, "nodes"))
     chosen = (link or Link(), machine or Machine())
-    found = survey(module.graph, plan, rank, *chosen)
+    found = survey(module.graph, plan, shard_rank(mesh), *chosen)
     shown.end()
     return Estimate(getattr(train_step, "__name__", "train_step"), plan, rank, found, *chosen)
 
 
-def _check_request(world: int, rank: int, device: str | None, settings: dict[str, Any]) -> None:
+def _check_request(world: int | tuple[int, int], rank: int, device: str | None, settings: dict[str, Any]) -> None:
     problems = []
     if device is not None and not _is_built(device):
         hint = "this build of torch cannot trace for it; leave device out, or estimate where torch is built for it"
         problems.append(Problem("device-not-built", "device", found=repr(device), hint=hint))
-    if world < 1 or not 0 <= rank < world:
+    sizes = (world,) if isinstance(world, int) else world
+    if min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
         hint = "world is at least 1, rank from 0 to world - 1"
         problems.append(Problem("out-of-range", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
-    for name in ("mesh", "share", "equal"):
+    for name in ("mesh", "share", "equal", "backend"):
         if name in settings:
             hint = "an estimate places nothing; leave it out"
             problems.append(Problem("no-effect", name, found="passed to estimate", hint=hint))

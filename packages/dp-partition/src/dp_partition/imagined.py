@@ -7,6 +7,7 @@ these is all that an estimate needs. Nothing is registered with ``torch.distribu
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,31 +23,35 @@ from dp_partition.capture.subject import Subject
 
 @dataclass(frozen=True)
 class _Group:
-    group_name: str = "imagined"
+    group_name: str
 
 
 @dataclass(frozen=True)
 class _Ranks:
-    """What the pipeline asks a one-dimensional mesh for."""
+    """What the pipeline asks a mesh for."""
 
-    world: int
+    sizes: tuple[int, ...]
     rank: int
     device_type: str
-    ndim: int = 1
+
+    @property
+    def ndim(self) -> int:
+        return len(self.sizes)
 
     def size(self, axis: int | None = None) -> int:
-        return self.world
+        return math.prod(self.sizes) if axis is None else self.sizes[axis]
 
     def get_local_rank(self, axis: int | None = None) -> int:
-        return self.rank
+        below = math.prod(self.sizes[(axis or 0) + 1 :])
+        return self.rank // below % self.sizes[axis or 0]
 
     def get_group(self, axis: int | None = None) -> _Group:
-        return _Group()
+        return _Group(f"imagined{axis or ''}")
 
 
-def imagined_mesh(world: int, rank: int, device: str) -> DeviceMesh:
-    """A mesh of ``world`` ranks, as rank ``rank`` sees it. It cannot communicate."""
-    return cast(DeviceMesh, _Ranks(world, rank, device))
+def imagined_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:
+    """A mesh of ``world`` ranks, or of as many along each axis, as rank ``rank`` sees it. It cannot communicate."""
+    return cast(DeviceMesh, _Ranks((world,) if isinstance(world, int) else world, rank, device))
 
 
 class Stand:

@@ -43,9 +43,9 @@ LOWERED = (OWN_ROWS, SHARE_ROWS)
 class Inserter:
     """One pass over a graph, for one rank."""
 
-    def __init__(self, module: GraphModule, world: int, rank: int, group: str) -> None:
-        self.module, self.world, self.rank = module, world, rank
-        self.mover = Mover(module.graph, world, rank, group)
+    def __init__(self, module: GraphModule, mover: Mover) -> None:
+        self.module, self.world, self.rank = module, mover.world, mover.rank
+        self.mover = mover
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
@@ -221,12 +221,31 @@ def erase_tags(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def partition_for_rank(module: GraphModule, world: int, rank: int, group: str, traffic: Traffic) -> GraphModule:
-    """Turn a marked graph into the graph of ``rank``, in place, and arrange its communication."""
-    inserter = Inserter(module, world, rank, group)
+def partition_for_rank(
+    module: GraphModule,
+    world: int,
+    rank: int,
+    group: str,
+    traffic: Traffic,
+    across: str = "",
+    replicas: int = 1,
+) -> GraphModule:
+    """Turn a marked graph into the graph of ``rank``, in place, and arrange its communication.
+
+    Args:
+        module: The marked graph.
+        world: Number of ranks of the axis that its placements are on.
+        rank: Rank there.
+        group: Name of the group of that axis.
+        traffic: How communication is arranged.
+        across: Name of the group over whose ranks gradients are averaged as well; empty: none.
+        replicas: Number of ranks of that.
+    """
+    mover = Mover(module.graph, world, rank, group, across, replicas)
+    inserter = Inserter(module, mover)
     inserter.run()
     lay_out_alike(module.graph)
-    arrange(module.graph, inserter.moves, inserter.mover, traffic)
+    arrange(module.graph, inserter.moves, mover, traffic)
     erase_tags(module.graph)
     module.graph.lint()
     module.recompile()

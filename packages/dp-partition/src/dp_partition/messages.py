@@ -33,6 +33,7 @@ class Message:
         issued: Position of its node in the graph.
         awaited: Position of the node that waits for it.
         node: Name of its node.
+        ranks: Number of ranks among which it travels.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Message:
     issued: int
     awaited: int
     node: str
+    ranks: int
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -72,13 +74,14 @@ def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Messag
     kind = next((known for known in _KINDS if name.startswith(known)), name)
     payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     mine = sum(num_bytes(tensor) for tensor in payload)
+    world = int(node.meta.get("ranks", world))
     whole = mine * world if kind == "all_gather" else mine
     sent = {"all_gather": mine * (world - 1), "all_reduce": mine}.get(kind, mine * (world - 1) // world)
     waits = wait_positions(node, positions)
     carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
     dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
     phase = str(node.meta.get("phase") or _phase_of(node, positions))
-    return Message(kind, dtype, whole, sent, carried, phase, positions[node], max(waits), node.name)
+    return Message(kind, dtype, whole, sent, carried, phase, positions[node], max(waits), node.name, world)
 
 
 def _phase_of(node: fx.Node, positions: dict[fx.Node, int]) -> str:
@@ -114,7 +117,8 @@ def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
 
 
 _PACKING = frozenset(
-    {"cat", "reshape", "view", "constant_pad_nd", "contiguous", "transpose", "slice", "clone", "_to_copy"}
+    {"wait_tensor", "reduce_scatter_tensor", "all_reduce_"}  # on the way to a second collective
+    | {"cat", "reshape", "view", "constant_pad_nd", "contiguous", "transpose", "slice", "clone", "_to_copy"}
     | {"div", "add"}  # the average over micro-batches
 )
 

@@ -77,6 +77,8 @@ class PartitionPlan:
         semantics: ``"local"`` or ``"global"``.
         world: Number of data-parallel ranks.
         params: One entry per unique parameter.
+        replicas: Number of replicas of all that (``"hybrid"``); a gradient is averaged over them too.
+        reduction: How gradients are reduced, where it is not plainly: their dtype on the way, or the hook's name.
         problems: What is wrong with the plan; a plan with problems is not carried out.
     """
 
@@ -85,6 +87,8 @@ class PartitionPlan:
     world: int
     params: tuple[ParamPlan, ...]
     problems: tuple[Problem, ...] = field(default=())
+    replicas: int = 1
+    reduction: str = ""
 
     def __getitem__(self, name: str) -> ParamPlan:
         for param in self.params:
@@ -99,10 +103,11 @@ class PartitionPlan:
     def explain(self, name: str | None = None) -> str:
         """Text about one parameter, or a table of all."""
         if name is not None:
-            return _explain_one(self[name], self.world)
+            return _explain_one(self[name], self.world, self._notes())
         lines = [
             f"{self.style.name.lower()} over {self.world} ranks, {self.semantics} semantics, "
-            f"{self.param_bytes()} parameter bytes on rank 0"
+            f"{self.param_bytes()} parameter bytes on rank 0",
+            *self._notes(),
         ]
         width = max((len(p.info.name) for p in self.params), default=0)
         for p in self.params:
@@ -110,6 +115,15 @@ class PartitionPlan:
             lines.append(f"  {p.info.name:{width}}  {where} {list(p.info.shape)}  {p.reason}")
         lines += [f"  problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        """Lines about how gradients travel, where there is something to say."""
+        lines = []
+        if self.replicas > 1:
+            lines.append(f"  {self.replicas} replicas of these ranks; gradients are averaged over the replicas as well")
+        if self.reduction:
+            lines.append(f"  gradients are reduced {self.reduction}")
+        return lines
 
     def to_json(self) -> str:
         """The plan as JSON; the same on every rank."""
@@ -119,6 +133,8 @@ class PartitionPlan:
                 "style": self.style.name,
                 "semantics": self.semantics,
                 "world": self.world,
+                "replicas": self.replicas,
+                "reduction": self.reduction,
                 "params": [
                     {
                         "name": p.info.name,
@@ -152,6 +168,8 @@ def plan_placements(
     semantics: str = "local",
     overrides: Mapping[str, Placement] | None = None,
     aliases: Mapping[str, str] | None = None,
+    replicas: int = 1,
+    reduction: str = "",
 ) -> PartitionPlan:
     """Decide where every parameter lies. Pure: shapes and integers in, a value out.
 
@@ -162,6 +180,8 @@ def plan_placements(
         semantics: Recorded in the plan.
         overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first that matches counts.
         aliases: Further names of tied parameters -> the name they are planned under.
+        replicas: Number of replicas of these ranks, recorded in the plan.
+        reduction: How gradients are reduced, likewise.
     """
     patterns = dict(overrides or {})
     used: set[str] = set()
@@ -185,7 +205,7 @@ def plan_placements(
         if pattern not in used:
             hint = "patterns are matched against full names with fnmatch"
             problems.append(Problem("unused-pattern", pattern, found="matches no parameter", hint=hint))
-    return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems))
+    return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
 
 
 def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
@@ -221,7 +241,7 @@ def check_plan(plan: PartitionPlan) -> None:
         raise PlanError(plan.problems, "the placements cannot be planned")
 
 
-def _explain_one(param: ParamPlan, world: int) -> str:
+def _explain_one(param: ParamPlan, world: int, notes: list[str]) -> str:
     info = param.info
     lines = [
         f"{info.name}: {list(info.shape)} {info.dtype}, {'trained' if info.requires_grad else 'frozen'}",
@@ -229,6 +249,7 @@ def _explain_one(param: ParamPlan, world: int) -> str:
         f" ({param.reason})",
         f"  elements per rank: {[param.local_numel(param.param, world, r) for r in range(min(world, 8))]}",
     ]
+    lines += notes
     if param.aliases:
         lines.append(f"  also registered as {', '.join(param.aliases)}")
     return "\n".join(lines)

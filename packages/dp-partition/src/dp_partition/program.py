@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dp_partition.accumulate import repeat_for_microbatches
+from dp_partition.axes import num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.bucket import Traffic
 from dp_partition.canonicalise import canonicalise
 from dp_partition.capture.hypers import Hyper
@@ -19,8 +20,10 @@ from dp_partition.capture.subject import Subject
 from dp_partition.capture.trace import Capture, Input, trace_step
 from dp_partition.collectives import local_shape
 from dp_partition.decompose import decompose, remove_tags
+from dp_partition.imagined import imagined_mesh
 from dp_partition.insert import partition_for_rank
 from dp_partition.localise import record_local_values
+from dp_partition.lower.lowered import Lowered
 from dp_partition.mark import mark_graph
 from dp_partition.placements import PerRank
 from dp_partition.plan import PartitionPlan
@@ -42,6 +45,7 @@ class Program:
         inputs: What each placeholder wants.
         output_placements: Where each returned value lies.
         guards: Conditions on hyperparameters under which it holds.
+        lowered: The partitioned graph with its compute compiled; None where it runs as it is.
     """
 
     capture: Capture
@@ -49,11 +53,16 @@ class Program:
     output_placements: list[Placement | None]
     local_fakes: list[Any] | None = None
     checked: tuple[float, ...] = ()
+    lowered: Lowered | None = None
 
     @property
     def module(self) -> fx.GraphModule:
         """The partitioned graph."""
         return self.capture.module
+
+    def run(self, inputs: list[Any]) -> Any:
+        """The graph's values for this rank's inputs."""
+        return self.module(*inputs) if self.lowered is None else self.lowered(*inputs)
 
     def with_local_values(self, tell: Callable[[int, int], None] | None = None) -> fx.GraphModule:
         """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for.
@@ -102,11 +111,12 @@ def build_program(
     homes, plans = plan_nodes(capture, plan, batch_dim, traffic, reshard)
     output = next(node for node in plans if node.op == "output")
     returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
-    mark_graph(plans, mesh)
-    rank = mesh.get_local_rank()
+    rank = shard_rank(mesh)
+    mark_graph(plans, mesh if mesh.ndim == 1 else imagined_mesh(plan.world, rank, mesh.device_type))
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture, placements, plan.world, rank)
-    partition_for_rank(capture.module, plan.world, rank, mesh.get_group().group_name, traffic)
+    groups = shard_group(mesh).group_name, replica_group_name(mesh)
+    partition_for_rank(capture.module, plan.world, rank, groups[0], traffic, groups[1], num_replicas(mesh))
     return Program(capture, capture.inputs, returned, fakes)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from dp_partition.axes import first_ranks, flat_rank
 
 
 class Stream:
@@ -19,13 +20,11 @@ class Stream:
     """
 
     def __init__(self, mesh: DeviceMesh, mode: str) -> None:
-        seed: list[int] = [torch.initial_seed() % (1 << 62)]
-        if mesh.size() > 1:
-            dist.broadcast_object_list(seed, group=mesh.get_group(), group_src=0)
-        offset = mesh.get_local_rank() if mode == "per_rank" else 0
+        seed: int = first_ranks(mesh, torch.initial_seed() % (1 << 62))
+        offset = flat_rank(mesh) if mode == "per_rank" else 0
         self.cuda = mesh.device_type == "cuda"
         with self._restored():
-            torch.manual_seed(seed[0] + offset)
+            torch.manual_seed(seed + offset)
             self._save()
 
     def _save(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, TextIO
 
 import torch
 from torch import fx, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
 from dp_partition.agreement import batch_text, collectives_digest, together
+from dp_partition.axes import num_replicas, shard_world
 from dp_partition.binding import Binding
 from dp_partition.bucket import Traffic
 from dp_partition.capture.attributes import check_traceable
@@ -22,9 +24,11 @@ from dp_partition.capture.trace import fill_result
 from dp_partition.failure import guarded
 from dp_partition.feeding import gather_inputs, store_outputs
 from dp_partition.keys import program_key
+from dp_partition.lower.lowered import check_inductor, lower
 from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.problems import PlanError, Problem
 from dp_partition.program import Program, build_program
+from dp_partition.progress import Progress, counted
 from dp_partition.randomness import Stream
 from dp_partition.settings import Settings
 
@@ -38,11 +42,13 @@ class Runner:
         settings: What the caller chose.
         share: The runner whose placed parameters this one uses.
         passes: A pass over every partitioned graph.
+        progress: Where to show how far tracing and compiling are.
 
     Attributes:
         binding: The placed model and optimizers; None before the first call.
         latest: The program of the last call.
         num_traces: How many programs were traced.
+        num_compiled: How many pieces of programs were compiled.
     """
 
     def __init__(
@@ -52,16 +58,17 @@ class Runner:
         settings: Settings,
         share: Runner | None = None,
         passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+        progress: TextIO | None = None,
     ) -> None:
         self.function, self.mesh, self.settings = function, mesh, settings
-        self.share, self.passes = share, passes
+        self.share, self.passes, self.progress = share, passes, Progress(progress)
         self.stream: Stream | None = None
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
         self.agreed: list[Mapping[str, str]] = []
         self.gathered_again: frozenset[str] | None = None
         self.latest: Program | None = None
-        self.num_traces = 0
+        self.num_traces = self.num_compiled = 0
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
 
@@ -82,8 +89,8 @@ class Runner:
 
     @property
     def traffic(self) -> Traffic:
-        """How communication is arranged."""
-        return self.settings.traffic
+        """How communication is arranged, as far as it does not change what is computed: what `verify` simulates."""
+        return replace(self.settings.traffic, reduce_dtype=None, hook=None)
 
     @property
     def resharding(self) -> str | bool | frozenset[str]:
@@ -110,7 +117,7 @@ class Runner:
         buffers = {e.label: tensor for e, tensor in entries if e.kind == "buffer"}
         drawing = self.stream.drawing() if self.stream is not None else nullcontext()
         with torch.no_grad(), guarded(kept, buffers), drawing:
-            values = program.module(*inputs)
+            values = program.run(inputs)
         store_outputs(binding, program, values)
         return fill_result(program.capture, values)
 
@@ -155,15 +162,17 @@ class Runner:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; with the facts that ranks have to agree on."""
+        if self.settings.backend == "inductor":
+            check_inductor(self.mesh.device_type)
         base = None if self.share is None else self.share.bound()
         subject = find_subject(self.function, args, kwargs)
         if base is None:
             check_traceable(subject)
-            plan = self.plan_for(subject, self.mesh.size())
+            plan = self.plan_for(subject, shard_world(self.mesh))
         else:
             self.check_shared(base, subject)
             plan = base.plan
-        program = self.build(subject, plan, args, kwargs)
+        program = self.made(subject, plan, args, kwargs)
         facts = self.facts(plan, program, args, kwargs)
         return (Binding(subject, plan, self.mesh), program, facts), facts
 
@@ -193,15 +202,29 @@ class Runner:
             semantics=self.settings.semantics,
             overrides=self.settings.placements,
             aliases={a: n for a, n in subject.aliases.items() if n in subject.params},
+            replicas=num_replicas(self.mesh),
+            reduction=self.settings.reduction(),
         )
         check_plan(plan)
         return plan
 
+    def made(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """A program that is ready to run: traced, partitioned and lowered."""
+        self.progress.begin("tracing")
+        program = self.build(subject, plan, args, kwargs)
+        if self.settings.backend == "inductor":
+            self.progress.begin("compiling")
+            program.lowered = lower(program.with_local_values(), self.name, self.progress)
+            self.num_compiled += program.lowered.num_compiled
+        self.progress.end()
+        return program
+
     def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """Trace and partition for the arguments at hand."""
         self.num_traces += 1
-        settings = (self.batch_dim, self.traffic, self.accumulate, self.resharding)
-        program = build_program(self.function, args, kwargs, subject, plan, self.mesh, *settings)
+        settings = (self.batch_dim, self.settings.traffic, self.accumulate, self.resharding)
+        function = counted(self.function, self.progress)
+        program = build_program(function, args, kwargs, subject, plan, self.mesh, *settings)
         if self.passes is not None:
             program.capture.module = self.passes(program.module)
         return program
@@ -232,7 +255,7 @@ class Runner:
         """
 
         def attempt() -> tuple[tuple[Program, Mapping[str, str]], Mapping[str, str]]:
-            program = self.build(binding.subject, binding.plan, args, kwargs)
+            program = self.made(binding.subject, binding.plan, args, kwargs)
             facts = self.facts(binding.plan, program, args, kwargs)
             return (program, facts), facts
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.tensor import Placement
 
 from dp_partition.bucket import Traffic
 from dp_partition.problems import Problem
 from dp_partition.styles import DataParallelStyle
+
+_REDUCED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Settings:
         accumulate: Number of micro-batches.
         rng: ``None``, ``"same"`` or ``"per_rank"``.
         reshard: ``"auto"``, ``True`` or ``False``.
+        backend: ``"eager"`` or ``"inductor"``.
     """
 
     style: DataParallelStyle
@@ -48,10 +52,19 @@ class Settings:
     accumulate: int = 1
     rng: str | None = None
     reshard: str | bool = "auto"
+    backend: str = "eager"
 
     def text(self) -> str:
         """What has to be equal on every rank and shows neither in the plan nor in the collectives."""
-        return ", ".join(map(str, (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim)))
+        chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend)
+        return ", ".join(map(str, chosen))
+
+    def reduction(self) -> str:
+        """How gradients are reduced, for the plan; empty where it is plainly."""
+        if self.traffic.hook is not None:
+            return f"by {getattr(self.traffic.hook, '__qualname__', type(self.traffic.hook).__qualname__)}"
+        dtype = self.traffic.reduce_dtype
+        return "" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
 
     def problems(self) -> list[Problem]:
         """What is wrong with the choices, by themselves and together."""
@@ -59,11 +72,28 @@ class Settings:
             *_choice("semantics", self.semantics, ("local", "global")),
             *_choice("equal", self.equal, ("broadcast", "check")),
             *_choice("reshard_after_forward", self.reshard, ("auto", True, False)),
+            *_choice("backend", self.backend, ("eager", "inductor")),
             *_choice("rng", self.rng, (None, "same", "per_rank")),
         ]
         if self.semantics == "global" and (self.accumulate > 1 or self.rng == "same"):
             name = "accumulate" if self.accumulate > 1 else "rng"
             found.append(Problem("needs-local", name, found="global", hint="use semantics='local'"))
+        if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
+            found.append(Problem("needs-local", "style", found="hybrid, global", hint="use semantics='local'"))
+        if self.semantics == "global" and self.traffic.hook is not None:
+            hint = "use semantics='local': under global semantics gradients are sums that are not averaged"
+            found.append(Problem("needs-local", "comm_hook", found="global", hint=hint))
+        hook: object = self.traffic.hook
+        if hook is not None and not callable(hook):
+            hint = "pass a function of a flat bucket and a GradientGroup"
+            found.append(Problem("bad-hook", "comm_hook", found=repr(hook), hint=hint))
+        if self.traffic.hook is not None and self.traffic.reduce_dtype is not None:
+            hint = "the hook says what is sent; leave reduce_dtype out and cast in the hook"
+            found.append(Problem("no-effect", "reduce_dtype", found="beside comm_hook", hint=hint))
+        dtype: object = self.traffic.reduce_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
+            hint = f"use one of {', '.join(map(str, _REDUCED))}"
+            found.append(Problem("bad-dtype", "reduce_dtype", found=repr(dtype), hint=hint))
         if self.accumulate < 1 or self.traffic.prefetch < 0 or self.traffic.bucket_bytes < 0:
             found.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
         return found

@@ -37,6 +37,11 @@ class Step:
         return self._runner.num_traces
 
     @property
+    def num_compiled(self) -> int:
+        """How many pieces of graphs inductor has compiled; 0 for the eager backend."""
+        return self._runner.num_compiled
+
+    @property
     def plan(self) -> PartitionPlan:
         """Where parameters, gradients and state lie; there after the first call."""
         return self._runner.bound().plan
@@ -52,7 +57,9 @@ class Step:
         """Text about one parameter, by its full name, or about all."""
         text = self.plan.explain(name)
         if name is None:
-            return text
+            program = self._runner.latest
+            lowered = None if program is None else program.lowered
+            return text if lowered is None else f"{text}\n{lowered.explain()}"
         messages = messages_of(self.graph.graph, self.plan.world)
         return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
 

@@ -17,6 +17,7 @@ class DataParallelStyle(Enum):
         FULLY_SHARD: Everything is sharded on dim 0, uneven parameters too, as under FSDP (ZeRO-3).
         ZERO1: Parameters replicated, optimizer state sharded; gradients are all-reduced.
         ZERO2: Parameters replicated, optimizer state sharded; gradients are reduce-scattered.
+        HYBRID: As FULLY_SHARD over the last axis of a mesh of two, and replicated along the first (HSDP).
     """
 
     DEFAULT = 0
@@ -24,6 +25,7 @@ class DataParallelStyle(Enum):
     FULLY_SHARD = 2
     ZERO1 = 3
     ZERO2 = 4
+    HYBRID = 5
 
 
 class NodeType(Enum):

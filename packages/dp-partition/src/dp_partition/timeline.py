@@ -111,7 +111,7 @@ def timeline_of(graph: fx.Graph, messages: tuple[Message, ...], world: int, link
         if is_collective(node):
             message = by_node[node.name]
             start = max(now, free)
-            free = start + link.seconds(message.kind, message.whole_bytes, world)
+            free = start + link.seconds(message.kind, message.whole_bytes, message.ranks)
             travel.append(Span(message.kind, start, free, position, message.awaited))
             arrives.setdefault(message.awaited, []).append(free)
         arrival = max(arrives.get(position, ()), default=now)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from dp_partition.data_parallel import partition_data_parallel
 from dp_partition.legacy.world import whole_world
+from dp_partition.problems import PlanError, Problem
 from dp_partition.styles import DataParallelStyle, parse_style
 
 
@@ -66,6 +67,9 @@ class DataParallel(ParallelMode):
         custom_passes: Callable[[GraphModule], GraphModule] | None = None,
     ) -> None:
         self.parallel_style = parse_style(parallel_style)
+        if self.parallel_style is DataParallelStyle.HYBRID:
+            hint = "use dp_partition.compile with a mesh of two axes"
+            raise PlanError(Problem("mesh-not-2d", "parallel_style", found="hybrid on one axis", hint=hint))
         self.input_batch_dim = input_batch_dim
         self.custom_passes = custom_passes
 

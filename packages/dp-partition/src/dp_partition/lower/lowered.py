@@ -1,0 +1,176 @@
+"""A lowered program: its pieces, run one after the other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import increment_version
+
+from dp_partition._torch_compat import inductor_compile, inductor_problem
+from dp_partition.lower.lists import take_lists_apart
+from dp_partition.lower.numbers import bring_forward
+from dp_partition.lower.split import Piece, split
+from dp_partition.messages import is_collective
+from dp_partition.ops import base_name, is_op
+from dp_partition.problems import PlanError, Problem
+from dp_partition.progress import Progress
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One piece, ready to run; values are known by their position in a table."""
+
+    function: Callable[..., Any]
+    boxed: bool  # takes a list that it may empty, so that what it has used up can go
+    inputs: tuple[int, ...]
+    numbers: tuple[int, ...]
+    outputs: tuple[int, ...]
+    written: tuple[int, ...]  # compiled code does not count versions
+    dead: tuple[int, ...]  # of no use afterwards
+
+
+class Lowered:
+    """Runs a rank's graph with its compute compiled.
+
+    Attributes:
+        num_compiled: Number of compiled pieces.
+        kept: How many calls of which operators run as they are, collectives and numbers left out.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]], module: fx.GraphModule
+    ) -> None:
+        self.num_compiled = sum(piece.compiled for piece in pieces)
+        self.num_nodes = sum(len(piece.nodes) for piece in pieces if piece.compiled)
+        plain = [n for p in pieces if not p.compiled for n in p.nodes if is_op(n) and not is_collective(n)]
+        self.kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        constants = [node for node in module.graph.nodes if node.op == "get_attr"]
+        self._places = {node: place for place, node in enumerate([*inputs, *constants])}
+        self._constants = [_attribute(module, str(node.target)) for node in constants]
+        self._device = next((n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)), None)
+        self._calls = self._link(pieces, functions)
+
+    def _link(self, pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]]) -> list[_Call]:
+        last: dict[fx.Node, int] = {}
+        for number, piece in enumerate(pieces):
+            for node in (*piece.inputs, *piece.numbers):
+                last[node] = number
+            for node in piece.outputs:
+                self._places[node] = len(self._places)
+        calls = []
+        for number, (piece, function) in enumerate(zip(pieces, functions, strict=True)):
+            inputs, numbers, outputs, written = (tuple(self._places[n] for n in part) for part in _parts(piece))
+            dead = tuple(self._places[n] for n, end in last.items() if end == number)
+            calls.append(_Call(function, piece.compiled, inputs, numbers, outputs, written, dead))
+        return calls
+
+    def __call__(self, *values: Any) -> Any:
+        """Run on local inputs; returns what the graph returns."""
+        table: list[Any] = [*values, *self._constants]
+        table += [None] * (len(self._places) - len(table))
+        result: Any = None
+        for call in self._calls:
+            given = [table[place] for place in call.inputs]
+            if call.numbers:
+                given.append(self._tensor([table[place] for place in call.numbers]))
+            if call.written:
+                increment_version([table[place] for place in call.written])
+            for place in call.dead:
+                table[place] = None
+            result = call.function(given) if call.boxed else call.function(*given)
+            del given
+            for place, value in zip(call.outputs, result, strict=False):
+                table[place] = value
+        return result
+
+    def _tensor(self, numbers: list[Any]) -> torch.Tensor:
+        if self._device is None or self._device.type == "cpu":
+            return torch.tensor(numbers, dtype=torch.float64)
+        pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
+        return pinned.to(self._device, non_blocking=True)
+
+    def explain(self) -> str:
+        """A line about what is compiled and what is not."""
+        kept = ", ".join(f"{count} {name}" for name, count in sorted(self.kept.items())) or "nothing"
+        return (
+            f"inductor: {self.num_nodes} operators compiled in {self.num_compiled} pieces between collectives; "
+            f"as they are run: {kept}"
+        )
+
+
+def _parts(piece: Piece) -> tuple[list[fx.Node], ...]:
+    return piece.inputs, piece.numbers, piece.outputs, piece.written if piece.compiled else []
+
+
+def check_inductor(device_type: str) -> None:
+    """Raise if nothing can be compiled here.
+
+    Raises:
+        PlanError: With what is missing (code ``no-compiler``).
+    """
+    missing = inductor_problem(device_type)
+    if missing is not None:
+        hint = 'install a C++ compiler (set CXX) on every rank, or Triton for a GPU, or use backend="eager"'
+        raise PlanError(Problem("no-compiler", "backend", found=" ".join(missing.split()), hint=hint))
+
+
+def lower(module: fx.GraphModule, name: str, progress: Progress) -> Lowered:
+    """Lower a rank's graph; the graph itself is left as it is.
+
+    Args:
+        module: It, with local values in ``meta["val"]``.
+        name: Name of the step, for errors.
+        progress: Is told how many pieces are compiled.
+
+    Raises:
+        PlanError: When inductor cannot compile a piece (code ``not-lowered``).
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    copy = fx.GraphModule(module, graph)
+    take_lists_apart(graph)
+    bring_forward(graph)
+    pieces = split(graph)
+    total, done = sum(piece.compiled for piece in pieces), 0
+    functions = []
+    for piece in pieces:
+        body = fx.GraphModule(copy, piece.graph)
+        if not piece.compiled:
+            functions.append(body.forward)
+            continue
+        progress.tell(done, total, "pieces")
+        functions.append(_compile(body, piece, name))
+        done += 1
+    return Lowered(pieces, functions, copy)
+
+
+def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any]:
+    examples = [node.meta["val"] for node in piece.inputs]
+    like = next(value for value in examples if isinstance(value, torch.Tensor))
+    if piece.numbers:
+        examples.append(like.new_empty(len(piece.numbers), dtype=torch.float64))
+    try:
+        return inductor_compile(body, examples)
+    except Exception as error:
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:600]
+        where = f"nodes {piece.nodes[0].name} to {piece.nodes[-1].name}"
+        hint = 'use backend="eager"'
+        raise PlanError(Problem("not-lowered", where, found=found, hint=hint), f"{name}: inductor") from error
+
+
+def _attribute(module: fx.GraphModule, name: str) -> Any:
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+__all__ = ["Lowered", "check_inductor", "lower"]
