@@ -237,47 +237,6 @@ def test_predicted_collectives_are_those_that_happen(ranks: Ranks) -> None:
         handle.undo()
 
 
-class Compiled(nn.Module):
-    """A Llama-like attention with DTensor parameters, an attention of torch with local ones, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.llama = models.GroupedAttention(16, 4, 2)
-        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
-        self.head = nn.Linear(16, 17, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.llama(x)
-        out: torch.Tensor = self.head(x + self.attention(x, x, x, need_weights=False)[0])
-        return out
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
-@pytest.mark.ranks(2)
-def test_compile_without_graph_breaks(ranks: Ranks) -> None:
-    """Llama-like block, attention block and vocabulary-parallel loss under fullgraph (aot_eager: no C++ compiler)."""
-    mesh = ranks.mesh((2,), ("tp",))
-    model: Any = models.seeded(Compiled).double()
-    grouped = tp.GQAParallel(q="q", k="k", v="v", o="o", norms=("q_norm", "k_norm"))
-    tp.apply_plan(model.llama, mesh, grouped)
-    tp.apply_plan(
-        model, mesh, {"attention": tp.MultiheadAttentionParallel(), "head": tp.ColwiseParallel()}, params="local"
-    )
-    x, ids = torch.randn(2, 6, 16, dtype=torch.float64), torch.randint(0, 17, (2, 6))
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        return tp.vocab_parallel_cross_entropy(model(x), ids, mesh=mesh, num_classes=17)
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(x)  # the first forward: outputs are watched
-    torch.autograd.backward(compiled)
-    found = models.full_gradients(model, mesh)
-    model.zero_grad()
-    eager = loss(x)
-    torch.autograd.backward(eager)
-    torch.testing.assert_close(compiled, eager, atol=EXACT, rtol=0)
-    assert models.assert_close(found, models.full_gradients(model, mesh), atol=EXACT) > 1500
-
-
 @pytest.mark.ranks(4)
 def test_next_to_ddp(ranks: Ranks) -> None:
     """Tensor parallel over 2 ranks, torch's DDP over 2: it takes parameters that are plain tensors."""

@@ -1,0 +1,95 @@
+"""Under the compiler: one graph, the same random numbers, the same checks. One test: the tracer starts once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import tp_models as models
+import tp_styles as tp
+from ranktest import Ranks
+from test_watched import Gated
+from torch import nn
+
+EXACT = 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
+@pytest.mark.ranks(2)
+def test_compile(ranks: Ranks) -> None:
+    without_graph_breaks(ranks)
+    a_fused_weight_that_is_declared_a_plain_one(ranks)
+    draws_as_in_eager_training(ranks)
+
+
+class Compiled(nn.Module):
+    """A Llama-like attention with DTensor parameters, an attention of torch with local ones, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llama = models.GroupedAttention(16, 4, 2)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, 17, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.llama(x)
+        out: torch.Tensor = self.head(x + self.attention(x, x, x, need_weights=False)[0])
+        return out
+
+
+def without_graph_breaks(ranks: Ranks) -> None:
+    """Llama-like block, attention block and vocabulary-parallel loss under fullgraph (aot_eager: no C++ compiler)."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model: Any = models.seeded(Compiled).double()
+    grouped = tp.GQAParallel(q="q", k="k", v="v", o="o", norms=("q_norm", "k_norm"))
+    tp.apply_plan(model.llama, mesh, grouped)
+    tp.apply_plan(
+        model, mesh, {"attention": tp.MultiheadAttentionParallel(), "head": tp.ColwiseParallel()}, params="local"
+    )
+    x, ids = torch.randn(2, 6, 16, dtype=torch.float64), torch.randint(0, 17, (2, 6))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return tp.vocab_parallel_cross_entropy(model(x), ids, mesh=mesh, num_classes=17)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(x)  # the first forward: outputs are watched
+    torch.autograd.backward(compiled)
+    found = models.full_gradients(model, mesh)
+    model.zero_grad()
+    eager = loss(x)
+    torch.autograd.backward(eager)
+    torch.testing.assert_close(compiled, eager, atol=EXACT, rtol=0)
+    assert models.assert_close(found, models.full_gradients(model, mesh), atol=EXACT) > 1500
+
+
+def a_fused_weight_that_is_declared_a_plain_one(ranks: Ranks) -> None:
+    """An error while compiling: no eager forward has come before."""
+    model = models.seeded(Gated)
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"both": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    with pytest.raises(Exception, match="channels-cut"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(3, 8))
+
+
+def draws_as_in_eager_training(ranks: Ranks) -> None:
+    """Outputs and gradients are bit-equal, ranks differ inside; what needs one graph gets an error."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8))).double()
+    handle = tp.apply_plan(model, mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
+    x = torch.randn(4, 8, dtype=torch.float64)
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        torch.manual_seed(1)
+        model.zero_grad()
+        out = run(x)
+        out.sum().backward()
+        found.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
+    assert models.assert_close(found[1], found[0], atol=0) > 500
+    one, other = ranks.gather([value.tolist() for value in found[1].values()])
+    assert one == other
+    zeros = ranks.gather((model.get_parameter("2.weight").grad.to_local() == 0).any(0).tolist())  # type: ignore[union-attr]
+    assert zeros[0] != zeros[1]  # channels dropped in all rows
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    handle.undo()
