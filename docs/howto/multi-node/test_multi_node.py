@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -149,6 +150,96 @@ def test_slurm_gives_each_host_its_number(tmp_path: Path) -> None:
         assert f"--nnodes 2 --node-rank {number} --nproc-per-node 8" in line
         assert "--master-addr node7 --master-port 21234" in line
         assert line.endswith("train.py --tp 8")
+
+
+def job_number() -> int:
+    """A Slurm job number whose port nobody listens on."""
+    for number in range(os.getpid() % 20000, 20000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 20000 + number)) != 0:
+                return number
+    raise RuntimeError("no free port")
+
+
+def trained_on_two_hosts(folder: Path, said: str) -> None:
+    """Two steps by two hosts of one rank each are those of one process."""
+    assert "2 ranks, from step 0 to 2" in said, said
+    alone = folder / "alone"
+    on_one_host(1, ["--steps", "2", "--checkpoints", str(alone)])
+    wanted, found = losses(alone), losses(folder / "run1")
+    assert list(found) == list(wanted) == [1, 2]
+    assert all(abs(found[step] - wanted[step]) < 1e-9 * wanted[step] for step in wanted)
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
+def test_the_scripts_are_scripts(script: str) -> None:
+    subprocess.run(["bash", "-n", str(HERE / script)], check=True)
+
+
+def test_what_slurm_starts_trains(tmp_path: Path) -> None:
+    """Slurm's commands are stood in for, by ones that start the tasks at once; everything else is what would run."""
+    executable(
+        tmp_path / "scontrol", '#!/bin/sh\n[ "$1 $2" = "show hostnames" ] && printf "127.0.0.1\\nlocalhost\\n"\n'
+    )
+    wait = "for task in $tasks; do wait $task || status=$?; done; exit ${status:-0}"
+    start = 'for i in 0 1; do SLURM_NODEID=$i "$@" & tasks="$tasks $!"; done'
+    executable(tmp_path / "srun", f"#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\n{start}\n{wait}\n")
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_JOB_ID": str(job_number()),
+        "SLURM_SUBMIT_DIR": str(HERE),
+        "NPROC_PER_NODE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHON": sys.executable,
+    }
+    command = [
+        "bash",
+        str(HERE / "slurm.sbatch"),
+        TRAIN,
+        *SMALL,
+        "--steps",
+        "2",
+        "--checkpoints",
+        str(tmp_path / "run1"),
+    ]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=2 * START)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained_on_two_hosts(tmp_path, done.stdout)
+
+
+def test_what_kubernetes_starts_trains(tmp_path: Path) -> None:
+    """The container's own command line, in the environment that the training operator gives to each pod."""
+    job = yaml.safe_load((HERE / "pytorchjob.yaml").read_text())
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    port, pods = str(free_port()), []
+    for number, replica in enumerate(replicas.values()):
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["command"][0] == "torchrun"
+        words = [*container["command"][1:], *container["args"]]
+        # what is another one here: where the repository and the shared folder lie, one rank a host, two short steps
+        smaller = {"--tp": "1", "--steps": "2", "--checkpoints": str(tmp_path / "run1")}
+        words = [smaller.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+        words = [word.replace("/repo/", f"{HERE.parents[2]}/") for word in words]
+        operator = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port,
+            "WORLD_SIZE": str(len(replicas)), "RANK": str(number), "PYTHONUNBUFFERED": "1",
+            "PET_NNODES": str(len(replicas)), "PET_NODE_RANK": str(number), "PET_NPROC_PER_NODE": "1",
+        }  # fmt: skip
+        own = {entry["name"]: entry["value"].replace("eth0", "lo") for entry in container["env"]}
+        command = [sys.executable, "-m", "torch.distributed.run", *words, *SMALL]
+        with (tmp_path / f"pod{number}.log").open("w") as log:
+            pods.append(subprocess.Popen(command, env={**os.environ, **own, **operator}, stdout=log, stderr=log))
+    try:
+        codes = [pod.wait(2 * START) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    said = [(tmp_path / f"pod{number}.log").read_text() for number in range(len(pods))]
+    assert codes == [0, 0], said
+    trained_on_two_hosts(tmp_path, said[0])
 
 
 def test_the_kubernetes_job_is_two_hosts_that_run_a_script_of_this_repository() -> None:
