@@ -130,11 +130,15 @@ def write_page(results: dict[str, str]) -> None:
         "",
         f"{len(results)} cells: {counts}. At two ranks and local semantics {share:.0%} of {len(two)} are bitwise.",
         "",
-        "A cell trains for five steps and compares every loss, parameter and buffer with DistributedDataParallel in "
-        "float32, or, where a model is marked global, with one device on all ranks' rows in float64. `=` is equal bit "
-        "for bit, `~` close, with the greatest difference relative to the largest value of a tensor, `refused` names "
-        "the error. Every cell also asserts the bytes of parameters and state that a rank holds and what the recorder "
-        "saw it send: gradients once, by the collective of the style.",
+        "A cell trains for five steps and compares every loss, parameter and buffer with DistributedDataParallel, or, "
+        "where a model is marked global, with one device on all ranks' rows. `=` is equal bit for bit, `~` close, with "
+        "the greatest difference relative to the largest value of a tensor, `refused` names the error. Every cell also "
+        "asserts the bytes of parameters and state that a rank holds and what the recorder saw it send: gradients "
+        "once, by the collective of the style.",
+        "",
+        "Two ranks under local semantics run in float32; where sums have several orders (more ranks, one device), in "
+        "float64. There a gradient that is 0 but for rounding (a key's bias, a bias before a batch norm) is noise in "
+        "float32 that an optimizer scales up to a whole update, in torch's own wrappers as well.",
         "",
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo on CPU; "
         f"{date.today().isoformat()}. Repeat: `python packages/dp-partition/benchmarks/coverage.py --again`.",

@@ -1,8 +1,12 @@
 """The cells of the coverage matrix: models, optimizers and styles, and what one cell must prove.
 
 A cell trains a model for five steps with `compile` and with its reference, and compares every loss, parameter and
-buffer: under local semantics the reference is DistributedDataParallel, under global semantics one device on all rows,
-in double precision. It also asserts what a rank holds and what was sent, so that one style cannot pass for another.
+buffer: under local semantics the reference is DistributedDataParallel, under global semantics one device on all rows.
+It also asserts what a rank holds and what was sent, so that one style cannot pass for another.
+
+Two ranks under local semantics run in float32, and most are equal bit for bit: a sum of two has one order. Where sums
+have several, all run in float64: a gradient that is 0 but for rounding (a key's bias, a bias before a batch norm)
+becomes, divided by its own root of squares + 1e-8, an update of noise as large as the learning rate in float32.
 """
 
 from __future__ import annotations
@@ -26,10 +30,8 @@ from torch.utils import _pytree as pytree
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
 STEPS = 5
 CLOSE = 1e-5  # float32 sums in another order, after five steps
-# Of float64. One device sums over all rows where ranks sum over their own; where a gradient is 0 but for rounding (a
-# bias before a batch norm), Adam divides rounding by rounding + 1e-8: in float32 that is noise of the size of lr.
-CLOSE_IN_DOUBLE = 1e-6
-UPDATE = 1e-2  # the learning rate: about what AdamW changes an element by in a step
+CLOSE_IN_DOUBLE = 1e-7  # rounding of 1e-17 over 1e-8, or over Adagrad's 1e-10
+UPDATE = 1e-2  # about what a step changes an element by
 
 
 @dataclass(frozen=True)
@@ -311,13 +313,14 @@ def run_cell(ranks: Ranks, cell: Cell) -> str:
     """
     make, function, data, semantics = (MODELS | UNDER_GLOBAL)[cell.model]
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
-    model = models.seeded(make).to(ranks.device, torch.float32 if semantics == "local" else torch.float64)
+    double = semantics == "global" or cell.world > 2
+    model = models.seeded(make).to(ranks.device, torch.float64 if double else torch.float32)
     reference = copy.deepcopy(model)
     own = optimizer(cell, model)
     step = dp.compile(function, mesh=mesh, style=cell.style, semantics=semantics)
     generator = torch.Generator().manual_seed(3)
     batches: list[Any] = [data(generator, 4 * ranks.world_size) for _ in range(STEPS)]
-    if semantics == "global":
+    if double:
         batches = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, batches)
     losses = []
     try:
@@ -337,7 +340,7 @@ def run_cell(ranks: Ranks, cell: Cell) -> str:
     expected = train_reference(ranks, cell, reference, function, batches, semantics)
     assert step.num_traces <= 2  # an optimizer that makes its state in the first step has a graph for that
     step.release()
-    return compare(ranks, losses, expected, model, reference, semantics)
+    return compare(ranks, losses, expected, model, reference, double)
 
 
 def optimizer(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
@@ -368,7 +371,7 @@ def compare(
     expected: list[torch.Tensor],
     model: nn.Module,
     reference: nn.Module,
-    semantics: str,
+    double: bool,
 ) -> str:
     """Every loss, parameter and buffer against the reference's."""
     buffers = dict(reference.named_buffers())
@@ -380,11 +383,11 @@ def compare(
         assert one.shape == other.shape, f"{one.shape} is not {other.shape}"
         if not torch.equal(one, other):
             # What starts at 0 and has no gradient but rounding (a key's bias) is compared with the size of an update.
-            scale = max(other.abs().max().double().item(), 0.0 if semantics == "local" else UPDATE) or 1.0
+            scale = max(other.abs().max().double().item(), UPDATE if double else 0.0) or 1.0
             worst = max(worst, (one.double() - other.double()).abs().max().item() / scale)
             assert not one.isnan().any()
     worst = max(ranks.gather(worst))
-    limit = CLOSE if semantics == "local" else CLOSE_IN_DOUBLE
+    limit = CLOSE_IN_DOUBLE if double else CLOSE
     assert worst <= limit, f"differs from the reference by {worst:.1e}"
     return "bitwise" if worst == 0.0 else f"close: {worst:.0e}"
 
@@ -419,10 +422,7 @@ def check_sent(step: dp.Step, log: Any, semantics: str) -> None:
     if semantics == "global":
         check_sent_globally(step, log, needed)
     else:
-        # A gradient of one row is taken whole by an operator that works element by element: fewer bytes on many ranks.
-        moved = sent["all_reduce"] - needed["all_reduce"]
-        assert moved in (0, one_row_bytes(step.plan)), f"sent {sent}, gradients are {needed}"
-        assert sent["reduce_scatter"] == needed["reduce_scatter"] - moved * (step.plan.world - 1), f"sent {sent}"
+        assert {op: sent[op] for op in needed} == needed, f"sent {sent}, gradients are {needed}"
         assert sent["all_gather"] <= 2 * gathered, f"gathered {sent['all_gather']}, parameters are {gathered}"
         assert set(log.ops) <= {op for op, size in {**needed, "all_gather": gathered}.items() if size}
     assert sent["all_gather"] >= gathered, f"gathered {sent['all_gather']}, parameters are {gathered}"
@@ -455,12 +455,6 @@ def gradient_bytes(plan: dp.PartitionPlan) -> dict[str, int]:
             size = param.info.num_bytes if whole else others_bytes(param, plan.world)
             sent["all_reduce" if whole else "reduce_scatter"] += size
     return sent
-
-
-def one_row_bytes(plan: dp.PartitionPlan) -> int:
-    """Bytes of the gradients that become shards of a single row."""
-    sharded = [p.info for p in plan.params if p.info.requires_grad and not p.grad.is_replicate()]
-    return sum(info.num_bytes for info in sharded if info.shape[0] == 1)
 
 
 def gathered_bytes(plan: dp.PartitionPlan) -> int:

@@ -90,10 +90,11 @@ def operand_ways(
     dims = dict.fromkeys(dim + ndim - len(call.shape(node)) for node, dim in call.shards(operands))
     for dim in dims:
         inputs: dict[fx.Node, Placement] = {}
-        for node in operands:
-            shape = call.shape(node)
-            own = dim - (ndim - len(shape))
-            whole = own < 0 or (shape[own] == 1 and not _is_shard(call, node, own))
+        own_dims = {node: dim - (ndim - len(call.shape(node))) for node in operands}
+        sizes = {node: call.shape(node)[own] for node, own in own_dims.items() if own >= 0}
+        stretched = any(size != 1 for size in sizes.values())  # a single row among single rows is a shard like others
+        for node, own in own_dims.items():
+            whole = own < 0 or (sizes[node] == 1 and stretched and not _is_shard(call, node, own))
             inputs[node] = R if whole else Shard(own)
         yield inputs, Shard(dim)
     yield dict.fromkeys(operands, R), R
