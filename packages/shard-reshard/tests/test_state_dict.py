@@ -227,6 +227,20 @@ def test_a_kept_resharder_and_versions_that_differ(ranks: Ranks) -> None:
         assert state_version(out) == (11 if atomic else None)
         assert all(torch.equal(out[name], before[name]) is atomic for name in layouts)
     assert resharder(given, out=out, version=40).version == 40  # and goes on
+    plain = StateDictResharder(
+        given, dict.fromkeys(layouts, "2: S(1)"), src_layouts=layouts, shapes=shapes, versions=False
+    )
+    for step in range(4):  # what a call allocates is never kept, also where everything else is
+        for name, tensor in rows(step).items():
+            given[name].copy_(tensor)
+        with ranks.record() as log, ranks.delayed():
+            moved = plain(given)
+        assert list(log.ops) == ["all_to_all"]
+        for at, name in enumerate(layouts):
+            wanted = (torch.arange(48.0).view(8, 6) + 100 * step + at).chunk(2, 1)[ranks.rank].to(ranks.device)
+            assert torch.equal(moved[name], wanted), step
+    with pytest.raises(PlanError, match="no-versions"):
+        plain(given, version=1)
 
 
 @pytest.mark.ranks(2)

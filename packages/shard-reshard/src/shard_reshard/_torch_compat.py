@@ -19,12 +19,12 @@ def assume_constant_result(function: F) -> F:
     return function
 
 
-def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy every source to its target, on CUDA in as few kernels as torch knows how to; dtypes are converted."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:
-        torch._foreach_copy_(list(targets), list(sources))
+        torch._foreach_copy_(targets, sources)
 
 
 def is_fake(tensors: Sequence[torch.Tensor]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from operator import sub
 
-from shard_reshard.bound import Cell, Index
+from shard_reshard.bound import Cell, Index, new_tuple
 from shard_reshard.copies import Move, split_box
 
 # Below this a part is not worth a message of its own: pieces are split among holders in parts of at least so much.
@@ -40,7 +40,11 @@ def moves(
         if len(lacking) > 1:
             yield from _relayed(holders, lacking, sizes, me)
             return
-    if me is None or me in holding:
+    if len(holders) == 1 and (me is None or me in holding):
+        for rank in receivers:
+            if rank != holders[0]:
+                yield new_tuple(Move, (0, 0, holders[0], rank, zero, sizes))
+    elif me is None or me in holding:
         for rank in receivers:
             if rank not in holding:
                 for move in _fetched(holders, rank, sizes, itemsize):

@@ -8,7 +8,7 @@ from math import prod
 from operator import add
 from typing import NamedTuple
 
-from shard_reshard.bound import Cell, Index
+from shard_reshard.bound import Cell, Index, new_tuple
 
 
 class Copy(NamedTuple):
@@ -50,7 +50,7 @@ def cut_cell(cell: Cell, start: Index, stop: Index) -> Cell:
     if cell.start == start and cell.stop == stop:
         return cell
     local = tuple([at + new - old for at, new, old in zip(cell.local_start, start, cell.start, strict=True)])
-    return Cell(start, stop, local, cell.holders, cell.tensors)
+    return new_tuple(Cell, (start, stop, local, cell.holders, cell.tensors))
 
 
 def make_copy(move: Move, src: Cell, dst: Cell) -> Copy:
@@ -63,7 +63,9 @@ def make_copy(move: Move, src: Cell, dst: Cell) -> Copy:
         src_start, dst_start = tuple(map(add, src_start, offset)), tuple(map(add, dst_start, offset))
     src_tensor = 0 if came_from.tensors is None else came_from.tensors[src_rank]
     dst_tensor = 0 if dst.tensors is None else dst.tensors[dst_rank]
-    return Copy(stage, addend, start, sizes, src_rank, dst_rank, src_tensor, src_start, dst_tensor, dst_start)
+    return new_tuple(
+        Copy, (stage, addend, start, sizes, src_rank, dst_rank, src_tensor, src_start, dst_tensor, dst_start)
+    )
 
 
 def merge_copies(copies: Iterable[Copy]) -> list[Copy]:

@@ -14,7 +14,7 @@ from shard_reshard._torch_compat import is_fake
 from shard_reshard.agreement import agree, check_mode
 from shard_reshard.bound import Index
 from shard_reshard.destinations import destination_problems
-from shard_reshard.exchange import Collective, Exchange
+from shard_reshard.exchange import Exchange
 from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import Members, data_device
 from shard_reshard.plan import ReshardPlan
@@ -162,15 +162,15 @@ class Mover:
         device = self.device(sources, outs or ())
         exchange = self.exchange
         fresh = fresh_outs or outs is None
-        repeated, self._repeated = self._repeated and not fresh, False
-        number = self.num_calls = self.num_calls + 1
+        repeated, self._repeated = self._repeated, False
+        self.num_calls += 1
         self._busy = self.keep_workspace
         try:
             with torch.no_grad():
                 if self._freed is not None:
                     torch.cuda.current_stream(device).wait_event(self._freed)
                 targets = exchange.allocate(device) if outs is None else list(outs)
-                finish = exchange.start(sources, targets, self._collective(number), device, async_op, fresh, repeated)
+                finish = exchange.start(sources, targets, self._collective, device, async_op, fresh, repeated)
         except BaseException:
             self._busy = False
             raise
@@ -201,21 +201,21 @@ class Mover:
                 return tensor.device
         return data_device(self.members.group)
 
-    def _collective(self, call: int) -> Collective:
-        group = self.members.group
-
-        def collective(
-            output: torch.Tensor, input: torch.Tensor, output_splits: list[int], input_splits: list[int], async_op: bool
-        ) -> Any:
-            try:
-                work = dist.all_to_all_single(
-                    output, input, output_splits, input_splits, group=group, async_op=async_op
-                )
-            except RuntimeError as error:
-                raise self._failed(call) from error
-            return None if work is None else _NamedWork(work, self, call)
-
-        return collective
+    def _collective(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        async_op: bool,
+    ) -> Any:
+        """The collective of the call that was started last."""
+        group, call = self.members.group, self.num_calls
+        try:
+            work = dist.all_to_all_single(output, input, output_splits, input_splits, group=group, async_op=async_op)
+        except RuntimeError as error:
+            raise self._failed(call) from error
+        return None if work is None else _NamedWork(work, self, call)
 
     def _failed(self, call: int) -> RuntimeError:
         digest = self.plans[0].digest[:12]

@@ -77,21 +77,37 @@ def lay_out_step(
     """
     itemsizes = [plan.itemsize for plan in plans]
     reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
-    memory = _chosen(step, plans, rank, send_strides, dst_strides)
-    return memory._replace(
-        sends=_joined(memory.sends, itemsizes, [False] * len(plans)),
-        receives=_joined(memory.receives, itemsizes, reducing),
-    )
+    ways = [
+        memory._replace(
+            sends=_joined(memory.sends, itemsizes, [False] * len(plans)),
+            receives=_joined(memory.receives, itemsizes, reducing),
+        )
+        for memory in _ways(step, plans, rank, send_strides, dst_strides)
+    ]
+    return min(ways, key=lambda memory: _cost(memory, itemsizes, rank))  # the first of equals
 
 
-def _chosen(
+# What calling a copy costs, in bytes that could have been copied meanwhile.
+_CALL_BYTES = 16 * 1024
+
+
+def _cost(memory: StepMemory, itemsizes: Sequence[int], rank: int) -> int:
+    """About how long the copies of a step take, in bytes: each calls, reads and writes."""
+    copied, calls = _copied(memory), len(memory.own)
+    calls += sum(len(side.packed) for side in (memory.sends, memory.receives) if side.run is None)
+    own = sum(prod(source.sizes) * itemsizes[plan] for source, _, plan, _ in memory.own)
+    kept = sum(memory.sends.splits[rank : rank + 1])  # copied by the collective itself
+    return copied + own + kept + calls * _CALL_BYTES
+
+
+def _ways(
     step: Step,
     plans: Sequence[ReshardPlan],
     rank: int,
     send_strides: Sequence[Index],
     dst_strides: Sequence[Index],
-) -> StepMemory:
-    """Which sides are used in place, and whether the own bytes take part in the collective."""
+) -> Iterator[StepMemory]:
+    """The ways in which a step can be carried out: sides in place or not, own bytes in the collective or past it."""
     own = tuple(
         (
             _region(copy.src_tensor, copy.src_start, copy.sizes, send_strides),
@@ -108,20 +124,27 @@ def _chosen(
         Side(None, receives, step.receive_splits, sum(step.receive_splits)),
         own,
     )
-    if len(plans) > 1 or not step.exchanges:
-        return plain
-    (plan,) = plans
-    may_send = plan.dtype == plan.wire_dtype or step.relayed
-    may_receive = plan.out_dtype == plan.wire_dtype and plan.reduce_op is None
+    if not step.exchanges:
+        yield plain
+        return
+    in_place = len(plans) == 1
+    may_send = in_place and (plans[0].dtype == plans[0].wire_dtype or step.relayed)
+    may_receive = in_place and plans[0].out_dtype == plans[0].wire_dtype and plans[0].reduce_op is None
     apart = StepMemory(_in_place(plain.sends, may_send), _in_place(plain.receives, may_receive), own)
-    if not own or plan.reduce_op is not None:
-        return apart
-    size = plan.itemsize
-    sends_with = _with_own(plain.sends, [entry[0] for entry in own], rank, size)
-    receives_with = _with_own(plain.receives, [entry[1] for entry in own], rank, size)
-    together = StepMemory(_in_place(sends_with, may_send), _in_place(receives_with, may_receive), ())
-    # Both move the own bytes once; what differs is how many bytes are copied to and from buffers.
-    return together if _copied(together) < _copied(apart) else apart
+    yield apart
+    if not own or any(plan.reduce_op is not None for plan in plans):
+        return
+    itemsizes = [plan.itemsize for plan in plans]
+    sources = [(region, plan) for region, _, plan, _ in own]
+    results = [(region, plan) for _, region, plan, _ in own]
+    together = StepMemory(
+        _in_place(_with_own(plain.sends, sources, rank, itemsizes), may_send),
+        _in_place(_with_own(plain.receives, results, rank, itemsizes), may_receive),
+        (),
+    )
+    bounded = any(plan.max_workspace_bytes is not None for plan in plans)
+    if not bounded or _copied(together) <= _copied(apart):  # rounds have no room for more in their buffers
+        yield together
 
 
 def buffer_bytes(program: Program) -> int:
@@ -153,15 +176,18 @@ def _packed(segments: Iterable[Segment], strides: Sequence[Index]) -> tuple[Pack
     )
 
 
-def _with_own(side: Side, own: list[Region], rank: int, itemsize: int) -> Side:
-    """The side with the rank's own bytes in their slot of the collective."""
-    own_bytes = sum(prod(region.sizes) for region in own) * itemsize
+def _with_own(side: Side, own: Sequence[tuple[Region, int]], rank: int, itemsizes: Sequence[int]) -> Side:
+    """The side with the rank's own regions, each with its plan, in their slot of the collective."""
     begin = sum(side.splits[:rank])
     packed = [entry for entry in side.packed if entry.byte_offset < begin]
     offset = begin
-    for region in own:
-        packed.append(Packed(region, offset, 0, 0, dense_strides(region.sizes)))
-        offset += prod(region.sizes) * itemsize
+    # In order of falling element size, as everything in a message: every place is aligned.
+    for region, plan in sorted(own, key=lambda entry: (-itemsizes[entry[1]], entry[1])):
+        packed.append(Packed(region, offset, plan, 0, dense_strides(region.sizes)))
+        offset += prod(region.sizes) * itemsizes[plan]
+    if len(set(itemsizes)) > 1:
+        offset += -offset % max(itemsizes)
+    own_bytes = offset - begin
     packed.extend(
         entry._replace(byte_offset=entry.byte_offset + own_bytes) for entry in side.packed if entry.byte_offset >= begin
     )

@@ -12,7 +12,7 @@ from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from shard_reshard.assign import SMALLEST_PART_BYTES, moves
-from shard_reshard.bound import BoundLayout, Cell, Index, bound_from_json
+from shard_reshard.bound import BoundLayout, Cell, Index, bound_from_json, new_tuple
 from shard_reshard.copies import Copy, cut_cell, make_copy, merge_copies
 from shard_reshard.dtypes import FLOATING, ITEMSIZES, dtype_name
 from shard_reshard.problems import PlanError, Problem
@@ -244,14 +244,14 @@ class ReshardPlan:
             for low, high, there, ((sender,),), tensors in self.src.cross(start, stop):
                 number = 0 if tensors is None else tensors[sender]
                 sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-                arriving.append(Copy(0, 0, low, sizes, sender, rank, number, there, tensor, here))
+                arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
         for start, stop, tensor, local_start in self.src.pieces(rank):
             shift = tuple(map(sub, local_start, start))
             for low, high, there, ((receiver,),), tensors in self.dst.cross(start, stop):
                 if receiver != rank:
                     number = 0 if tensors is None else tensors[receiver]
                     sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-                    leaving.append(Copy(0, 0, low, sizes, rank, receiver, tensor, here, number, there))
+                    leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
         return arriving, leaving
 
     def _between(self, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool) -> Iterator[Copy]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shard_reshard.exchange import Collective, Exchange
+from shard_reshard.calls import Collective
+from shard_reshard.exchange import Exchange
 from shard_reshard.local_tensors import Shards, as_list, as_result, local_problems
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.problems import PlanError

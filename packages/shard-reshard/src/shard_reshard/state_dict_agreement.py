@@ -32,9 +32,10 @@ def agreed_plan(
     bucket_bytes: int,
     version: int | None,
     strict: bool,
+    versions: bool = True,
 ) -> tuple[StateDictPlan, int | None]:
     """The plan for what all ranks know. Facts travel only when a rank's have changed; a digest of them always."""
-    asked = repr(sorted((key_map or {}).items())) + repr((bucket_bytes, strict)) + _layouts_text(dst_layouts)
+    asked = repr(sorted((key_map or {}).items())) + repr((bucket_bytes, strict, versions)) + _layouts_text(dst_layouts)
     digest = hashlib.sha256(pickle.dumps((facts, asked), protocol=4)).digest()
     rows = exchange_rows(members, Topic.STATE_DICT, digest + version_row(version))()
     if rows is None:

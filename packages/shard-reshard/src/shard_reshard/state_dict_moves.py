@@ -234,7 +234,7 @@ def deliver(
     locals_: Mapping[str, torch.Tensor],
     dst_layouts: DstLayouts,
 ) -> MovedStateDict:
-    """The answer of this rank; fills ``outs`` (their local tensors are ``locals_``) where tensors arrived beside them."""
+    """The answer of this rank; fills ``outs`` (locally ``locals_``) where tensors arrived beside them."""
     plan, result = here.plan, MovedStateDict()
     for first, second in here.one_memory:
         one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))

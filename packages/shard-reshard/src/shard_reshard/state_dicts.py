@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shard_reshard.agreement import check_mode, tell
 from shard_reshard.bind import LayoutLike
 from shard_reshard.members import members_of
-from shard_reshard.problems import Problem
+from shard_reshard.problems import PlanError, Problem
 from shard_reshard.state_dict_agreement import agreed_plan, exchange_version
 from shard_reshard.state_dict_facts import (
     VERSION_KEY,
@@ -104,8 +104,10 @@ def reshard_state_dict(
 class StateDictResharder:
     """Moves the tensors of state dicts that are alike again and again: what ranks agree on, they agree on once.
 
-    Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. The
-    constructor communicates, and so does every call; every rank of the group makes them in the same order.
+    Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
+    compares versions, while the tensors move; with ``versions=False`` (the same on every rank) calls have none, and
+    are one small collective less. The constructor communicates, and so does every call; every rank of the group makes
+    them in the same order.
 
     Attributes:
         plan: What is moved how.
@@ -126,7 +128,9 @@ class StateDictResharder:
         strict: bool = True,
         check: str = "first",
         keep_workspace: bool = True,
+        versions: bool = True,
     ) -> None:
+        self._versions = versions
         self._members = members_of(group)
         self._dst_layouts = dst_layouts
         try:
@@ -135,7 +139,7 @@ class StateDictResharder:
         except Exception as error:
             tell(self._members, error)
         self.plan, self._first_version = agreed_plan(
-            self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version, strict
+            self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version, strict, versions
         )
         self._check, self._strict = check_mode(check), strict
         self._here = Here(self.plan, self._members.rank)
@@ -153,6 +157,11 @@ class StateDictResharder:
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
+        if not self._versions:
+            if version is not None:
+                hint = "make the resharder with versions=True"
+                raise PlanError(Problem("no-versions", "version", found=f"{version} with versions=False", hint=hint))
+            return self._run(state_dict, out, progress, atomic, lambda: None)
         agreed = exchange_version(self._members, version)  # under way while the tensors move
         return self._run(state_dict, out, progress, atomic, agreed)
 
