@@ -11,6 +11,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from tp_styles.runtime.axis import Axis
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -109,19 +110,14 @@ def build(family: str) -> nn.Module:
     return model
 
 
-def check(family: str, mesh: DeviceMesh) -> float:
-    """`check_by` for `auto_plan`; only the share."""
-    share: float = check_by(family, mesh, "auto_plan")["share"]
-    return share
-
-
-def check_by(family: str, mesh: DeviceMesh, way: str) -> dict[str, Any]:
-    """Logits, all gradients and greedy generation by one kind of plan.
+def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[str, Any]:
+    """Logits, all gradients, greedy generation, and parameters after some steps, by one kind of plan.
 
     Args:
         family: Model type.
         mesh: 1-D mesh.
         way: `"auto_plan"`, or `"own"` for the model's own plan and nothing else.
+        steps: Steps of SGD.
 
     Returns:
         The share of matmul-weight bytes that are divided, and patterns of those that are not.
@@ -144,8 +140,26 @@ def check_by(family: str, mesh: DeviceMesh, way: str) -> dict[str, Any]:
     with torch.no_grad():
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(ids, **options), alone.generate(ids, **options))  # type: ignore[operator]
+    if steps:
+        losses = [_train(m, ids, steps) for m in (model, alone)]
+        torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-6, rtol=0)
+        axis = Axis(mesh)
+        state = {name: models.whole_parameter(p, axis) for name, p in model.named_parameters()}
+        models.assert_close(state, {name: p.detach() for name, p in alone.named_parameters()}, atol=1e-6)
     share, left = divided(alone, handle.plan)
     return {"share": share, "left": left}
+
+
+def _train(model: nn.Module, ids: torch.Tensor, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def divided(model: nn.Module, plan: tp.TPPlan) -> tuple[float, list[str]]:

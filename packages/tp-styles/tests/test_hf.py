@@ -19,7 +19,8 @@ def test_families(ranks: Ranks) -> None:
     """Logits, gradients and generation by the model's own plan, and what it leaves whole; Stablelm has no plan."""
     mesh = ranks.mesh((2,), ("tp",))
     for family in SAMPLE:
-        assert hf_models.check(family, mesh) >= 0.95
+        steps = 5 if family in ("granitemoe", "stablelm") else 0
+        assert hf_models.check_by(family, mesh, "auto_plan", steps)["share"] >= 0.95
     _from_a_configuration()
 
 
