@@ -86,7 +86,8 @@ def trained(ranks: Ranks, backend: str, style: str, optimizer: Any, settings: di
     found, compiled = [], set()
     for number in range(5):
         batch = models.rows_of(ranks, torch.randn(8, 8, generator=generator, dtype=dtype))
-        with ranks.record() as log:
+        block: Any = ranks.delayed() if number == 3 else ranks.record()  # what is read too early is NaN
+        with block as log:
             found.append(step(model, optim, batch))
         compiled.add(step.num_compiled)
         optim.param_groups[0]["lr"] = 1e-2 / (number + 2)
@@ -142,6 +143,41 @@ def test_a_rank_without_a_compiler_stops_all(ranks: Ranks, monkeypatch: pytest.M
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(dp.PlanError, match="unknown-backend"):
         dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), backend="nothing")
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_fails_says_what_it_wrote(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code does not count versions: nothing would be known of a half-done update."""
+    broken: list[int] = []
+    made: list[int] = []
+
+    def compiled(module: fx.GraphModule, examples: list[Any]) -> Callable[[list[Any]], Any]:
+        run, number = run_as_compiled(module, examples), len(made)
+        made.append(number)
+
+        def call(inputs: list[Any]) -> Any:
+            if number in broken:
+                raise MemoryError("no more of it")
+            return run(inputs)
+
+        return call
+
+    monkeypatch.setattr(lowered, "inductor_compile", compiled)
+    monkeypatch.setattr(lowered, "inductor_problem", lambda device: None)
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", backend="inductor")
+    x = torch.ones(4, 8, device=ranks.device)
+    step(model, optim, x)
+    assert made == [0, 1]
+    broken.append(0)
+    with pytest.raises(MemoryError) as caught:
+        step(model, optim, x)
+    assert "as they were before the step" in "".join(caught.value.__notes__)
+    broken[:] = [1]
+    with pytest.raises(dp.StepInterrupted) as interrupted:
+        step(model, optim, x)
+    assert len(interrupted.value.written) == 8
 
 
 def test_a_missing_compiler_is_found() -> None:
