@@ -22,6 +22,7 @@ from dp_partition._torch_compat import (
     without_onednn,
 )
 from dp_partition.capture.attributes import attributes_kept
+from dp_partition.capture.effects import Results, check_repeatable, param_groups_kept, random_numbers_watched
 from dp_partition.capture.hypers import Hyper, find_hypers
 from dp_partition.capture.phases import Phases, mark_phases
 from dp_partition.capture.states import initial_state
@@ -117,6 +118,7 @@ def trace_step(
         PlanError: When the step cannot be traced (code ``not-traceable``) or carries gradients or Python state from one
             call to the next (``grads-carried-over``, ``python-state``).
     """
+    name = getattr(function, "__name__", "train_step")
     mode = new_fake_mode()
     leaves, spec = pytree.tree_flatten((args, kwargs))
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -124,6 +126,7 @@ def trace_step(
     inputs, flat = _flatten_inputs(fakes)
     phases = Phases()
     record: dict[str, Any] = {}
+    runs = [Results(flat), Results(flat)]  # of the trace, and of another call to compare with
 
     def body(*tensors: Any) -> list[Any]:
         count = len(tensors) - len(positions)
@@ -132,31 +135,36 @@ def trace_step(
             call[position] = value
         call_args, call_kwargs = pytree.tree_unflatten(call, spec)
         with _installed(subject, fakes, record), phases.recording(subject.optimizers, [m for _, m in subject.modules]):
-            with gradients_tagging(dict(fakes.params)), torch.enable_grad():
+            tagging, kept = gradients_tagging(dict(fakes.params)), param_groups_kept(subject.optimizers)
+            with tagging, torch.enable_grad(), kept, record["results"]:
                 result = function(*call_args, **call_kwargs)
             return _collect_outputs(result, subject, fakes, phases, record)
 
+    def call_on_fakes(run: Callable[..., Any], results: Results) -> Any:
+        record["results"] = results
+        kept, watched = attributes_kept(subject.modules), random_numbers_watched(name)
+        with kept, watched, mode, _recurrent_layers_taken_apart(subject):
+            made = run(*flat)
+        for param in fakes.params.values():
+            param.grad = None
+        return made
+
     try:
-        with attributes_kept(subject.modules), mode, _recurrent_layers_taken_apart(subject):
-            module = make_fx(body)(*flat)
+        module = call_on_fakes(make_fx(body), runs[0])
+        runs[0].check_gone(name, module.graph, frozenset().union(*phases.optimizer))
+        shape_env: Any = mode.shape_env
+        guards = [guard.expr for guard in shape_env.guards]
+        mark_phases(list(module.graph.nodes), phases)
+        returned = record["outputs"], record["user_leaves"], record["user_spec"]
+        capture = Capture(module, inputs, *returned, mode, guards, record["symbols"])
+        call_on_fakes(body, runs[1])
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(_trace_problem(function, error), "the train step could not be traced") from error
+        raise PlanError(_trace_problem(name, error), "the train step could not be traced") from error
+    check_repeatable(name, runs, (capture.user_leaves, record["user_leaves"]))
     module.graph.set_codegen(fx.graph.CodeGen())
-    mark_phases(list(module.graph.nodes), phases)
     _name_placeholders(module, inputs, _groups(subject))
-    shape_env: Any = mode.shape_env
-    capture = Capture(
-        module,
-        inputs,
-        record["outputs"],
-        record["user_leaves"],
-        record["user_spec"],
-        mode,
-        [guard.expr for guard in shape_env.guards],
-        record["symbols"],
-    )
     _check_constants(module)
     _check_gradients(module)
     return capture
@@ -351,8 +359,7 @@ def fill_result(capture: Capture, values: tuple[Any, ...]) -> Any:
     return pytree.tree_unflatten(leaves, capture.user_spec)
 
 
-def _trace_problem(function: Callable[..., Any], error: Exception) -> Problem:
-    name = getattr(function, "__name__", "train_step")
+def _trace_problem(name: str, error: Exception) -> Problem:
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     optimizer = _optimizer_in(error)
     if optimizer is not None:
