@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The README's examples run as they stand, one after the other."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 
-def test_example() -> None:
+def test_examples() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    code = "\n".join(blocks)
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:dp_partition", "-c", code], capture_output=True
     )
