@@ -443,7 +443,6 @@ def check_sent_globally(step: dp.Step, log: Any, needed: dict[str, int]) -> None
     # What two parameters' gradients are cut from (a class token among positions) is reduced whole, in any style.
     assert sent["all_reduce"] <= (needed["all_reduce"] or sum(needed.values()) // 4), f"{sent}, gradients are {needed}"
     assert sent["reduce_scatter"] <= needed["reduce_scatter"], f"{sent}, gradients are {needed}"
-    assert (sent["reduce_scatter"] > 0) == (needed["reduce_scatter"] > 0)
 
 
 def gradient_bytes(plan: dp.PartitionPlan) -> dict[str, int]:

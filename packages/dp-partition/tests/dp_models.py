@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dp_partition as dp
@@ -118,9 +119,11 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def rows_of(ranks: Ranks, batch: Any) -> Any:
-    """A rank's rows of every tensor in a batch."""
+    """A rank's rows of every tensor in a batch that has rows."""
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0:
+            return tensor.to(ranks.device)
         size = tensor.shape[0] // ranks.world_size
         return tensor[ranks.rank * size : (ranks.rank + 1) * size].to(ranks.device)
 
@@ -129,6 +132,16 @@ def rows_of(ranks: Ranks, batch: Any) -> Any:
 
 def mean_over_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
     return torch.stack([one.cpu() for one in ranks.gather(value.detach().cpu())]).mean(0)
+
+
+@contextmanager
+def case(name: object) -> Iterator[None]:
+    """One of several cases that share a test's ranks; a failure says which."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case: {name}")
+        raise
 
 
 def worst_difference(model: nn.Module, reference: nn.Module) -> tuple[float, int]:

@@ -38,10 +38,9 @@ def loss_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
-def test_gpt(ranks: Ranks, style: str) -> None:
+def test_gpt(ranks: Ranks) -> None:
     models.compare_with_one_device(
-        ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style, semantics="global"
+        ranks, models.token_step, models.GPT, ADAMW, models.tokens, style="zero1", semantics="global"
     )
 
 
@@ -59,19 +58,42 @@ def test_features_as_many_as_rows(ranks: Ranks) -> None:
 
 # The original bakes the global numel in and averages again: gradients 1/world too small.
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "default"])
-def test_hand_written_mean(ranks: Ranks, style: str) -> None:
+def test_hand_written_mean(ranks: Ranks) -> None:
     optim = partial(torch.optim.SGD, lr=0.1)
-    models.compare_with_one_device(
-        ranks, models.mean_step, models.mlp, optim, models.vectors, style=style, semantics="global"
-    )
+    for style in ("replicate", "default"):
+        models.compare_with_one_device(
+            ranks, models.mean_step, models.mlp, optim, models.vectors, style=style, semantics="global"
+        )
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("make", [Contrast, Centred])
-def test_rows_that_see_each_other(ranks: Ranks, make: type[nn.Module]) -> None:
-    style = "fully_shard"
-    models.compare_with_one_device(ranks, loss_step, make, ADAMW, models.vectors, style=style, semantics="global")
+def test_rows_that_see_each_other(ranks: Ranks) -> None:
+    for make in (Contrast, Centred):
+        with models.case(make):
+            models.compare_with_one_device(
+                ranks, loss_step, make, ADAMW, models.vectors, style="fully_shard", semantics="global"
+            )
+
+
+def weighted_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    loss: Any = weight * model(x).square().mean()
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def weighted_rows(generator: torch.Generator) -> tuple[Any, ...]:
+    return (*models.vectors(generator), torch.rand((), generator=generator, dtype=torch.float64))
+
+
+# The original breaks: it looks for a batch dim of the scalar.
+@pytest.mark.ranks(2)
+def test_a_scalar_tensor_argument(ranks: Ranks) -> None:
+    for semantics in ("local", "global"):
+        models.compare_with_one_device(
+            ranks, weighted_step, models.mlp, ADAMW, weighted_rows, style="fully_shard", semantics=semantics
+        )
 
 
 def penalty_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:

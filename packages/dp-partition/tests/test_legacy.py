@@ -19,11 +19,10 @@ STYLES = {"replicate": dp.DataParallelStyle.REPLICATE, "fully_shard": dp.DataPar
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("style", "optim"), [("replicate", "adam-foreach"), ("fully_shard", "adamw-fused"), ("default", "momentum")]
-)
-def test_decorated_steps_equal_one_device(ranks: Ranks, style: str, optim: str) -> None:
-    train_decorated(ranks, style, optim)
+def test_decorated_steps_equal_one_device(ranks: Ranks) -> None:
+    for style, optim in [("replicate", "adam-foreach"), ("fully_shard", "adamw-fused"), ("default", "momentum")]:
+        with models.case((style, optim)):
+            train_decorated(ranks, style, optim)
 
 
 @pytest.mark.ranks(4)
@@ -116,8 +115,13 @@ def traced(model: nn.Module, batch: torch.Tensor, lr: float) -> fx.GraphModule:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", STYLES)
-def test_graph_level_functions(ranks: Ranks, style: str) -> None:
+def test_graph_level_functions(ranks: Ranks) -> None:
+    for style in STYLES:
+        with models.case(style):
+            graph_level_functions(ranks, style)
+
+
+def graph_level_functions(ranks: Ranks, style: str) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model, reference = models.seeded(models.mlp).double().to(ranks.device), models.seeded(models.mlp).double()
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

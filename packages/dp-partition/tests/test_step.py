@@ -20,27 +20,27 @@ FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)  # one node: traced in h
 
 # The original fails here as shipped: AVG on gloo raises, and the second call of a fully sharded graph fails.
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "zero2"])
-def test_gpt_with_adamw(ranks: Ranks, style: str) -> None:
-    models.compare_with_one_device(ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style)
+def test_gpt_with_adamw(ranks: Ranks) -> None:
+    for style in ("replicate", "zero2"):
+        with models.case(style):
+            models.compare_with_one_device(ranks, models.token_step, models.GPT, ADAMW, models.tokens, style=style)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("style", ["default", "fully_shard"])
-def test_gpt_with_adamw_on_four_ranks(ranks: Ranks, style: str) -> None:
-    step = models.compare_with_one_device(ranks, models.token_step, models.GPT, FUSED, models.tokens, style=style)
-    whole = [p.info.name for p in step.plan.params if p.param == Replicate()]
-    assert whole == (["tokens.weight", "head.weight"] if style == "default" else [])  # 31 rows over 4 ranks
+def test_gpt_with_adamw_on_four_ranks(ranks: Ranks) -> None:
+    for style in ("default", "fully_shard"):
+        step = models.compare_with_one_device(ranks, models.token_step, models.GPT, FUSED, models.tokens, style=style)
+        whole = [p.info.name for p in step.plan.params if p.param == Replicate()]
+        assert whole == (["tokens.weight", "head.weight"] if style == "default" else [])  # 31 rows over 4 ranks
 
 
 # In float32 the ranks' sums differ from one device's in the last bits; 20 steps of AdamW stay within 1e-5.
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["fully_shard"])
-def test_gpt_in_float32_for_20_steps(ranks: Ranks, style: str) -> None:
+def test_gpt_in_float32_for_20_steps(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model, reference = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT)
     own, theirs = FUSED(model.parameters()), FUSED(reference.parameters())
-    step = dp.compile(models.token_step, mesh=mesh, style=style)
+    step = dp.compile(models.token_step, mesh=mesh, style="fully_shard")
     generator = torch.Generator().manual_seed(3)
     for _ in range(20):
         batch = models.tokens(generator)
@@ -49,39 +49,43 @@ def test_gpt_in_float32_for_20_steps(ranks: Ranks, style: str) -> None:
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
-def optimizers() -> list[Any]:
-    """The original: foreach Adam goes NaN at step 2, Adam on CPU breaks, state needs a warm-up step."""
-    return [
-        pytest.param("replicate", partial(torch.optim.SGD, lr=0.1), id="sgd"),
-        pytest.param("fully_shard", partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True), id="nesterov"),
-        pytest.param(
-            "zero1",
-            partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True),
-            id="momentum-foreach",
-        ),
-        pytest.param("replicate", partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), id="momentum-fused"),
-        pytest.param("fully_shard", partial(torch.optim.Adam, lr=0.01, foreach=True), id="adam-foreach"),
-        pytest.param("zero1", partial(torch.optim.Adam, lr=0.01, fused=True), id="adam-fused"),
-        pytest.param(
-            "replicate", partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1), id="adam-amsgrad"
-        ),
-        pytest.param("fully_shard", partial(torch.optim.AdamW, lr=0.01, foreach=True), id="adamw-foreach"),
-        pytest.param("zero1", partial(torch.optim.AdamW, lr=0.01, fused=True), id="adamw-fused"),
-        pytest.param("replicate", partial(torch.optim.RMSprop, lr=0.01, momentum=0.5), id="rmsprop"),
-        pytest.param("fully_shard", partial(torch.optim.Adagrad, lr=0.01), id="adagrad"),
-    ]
+# The original: foreach Adam goes NaN at step 2, Adam on CPU breaks, state needs a warm-up step.
+OPTIMIZERS: dict[str, list[tuple[str, Any]]] = {
+    "one after the other": [
+        ("replicate", partial(torch.optim.SGD, lr=0.1)),
+        ("fully_shard", partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)),
+        ("replicate", partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1)),
+        ("replicate", partial(torch.optim.RMSprop, lr=0.01, momentum=0.5)),
+        ("fully_shard", partial(torch.optim.Adagrad, lr=0.01)),
+    ],
+    "in lists": [
+        ("zero1", partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True)),
+        ("replicate", partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)),
+        ("fully_shard", partial(torch.optim.Adam, lr=0.01, foreach=True)),
+        ("zero1", partial(torch.optim.Adam, lr=0.01, fused=True)),
+        ("fully_shard", partial(torch.optim.AdamW, lr=0.01, foreach=True)),
+        ("zero1", partial(torch.optim.AdamW, lr=0.01, fused=True)),
+    ],
+}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("style", "optim"), optimizers())
-def test_optimizers(ranks: Ranks, style: str, optim: Any) -> None:
-    models.compare_with_one_device(ranks, models.mean_step, models.mlp, optim, models.vectors, style=style)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers(ranks: Ranks, kind: str) -> None:
+    for style, optim in OPTIMIZERS[kind]:
+        with models.case((style, optim)):
+            models.compare_with_one_device(ranks, models.mean_step, models.mlp, optim, models.vectors, style=style)
 
 
 # The original burns the learning rate in, keeps the old parameters in param_groups and sees only group 0.
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("fused", [False, True])
-def test_hyperparameters_stay_live_in_every_group(ranks: Ranks, fused: bool) -> None:
+def test_hyperparameters_stay_live_in_every_group(ranks: Ranks) -> None:
+    for fused in (False, True):
+        with models.case(f"fused: {fused}"):
+            hyperparameters_stay_live(ranks, fused)
+
+
+def hyperparameters_stay_live(ranks: Ranks, fused: bool) -> None:
     mesh = ranks.mesh((2,), ("dp",))
 
     def optim(model: nn.Module) -> torch.optim.Optimizer:
@@ -129,9 +133,14 @@ TRAFFIC = {  # style -> collectives of one step with one bucket of each kind, in
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", TRAFFIC)
-def test_what_lies_on_a_rank_and_what_is_sent(ranks: Ranks, style: str) -> None:
+def test_what_lies_on_a_rank_and_what_is_sent(ranks: Ranks) -> None:
     """4 x 6 elements that divide evenly, 7 x 4 that do not: live bytes and collectives are those of the style."""
+    for style in TRAFFIC:
+        with models.case(style):
+            lies_and_is_sent(ranks, style)
+
+
+def lies_and_is_sent(ranks: Ranks, style: str) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 7, bias=False)).to(ranks.device)
     optim = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -183,8 +192,13 @@ def test_buckets_change_messages_and_not_results(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_equal_to_ddp_bit_for_bit(ranks: Ranks, style: str) -> None:
+def test_equal_to_ddp_bit_for_bit(ranks: Ranks) -> None:
+    for style in ("replicate", "fully_shard"):
+        with models.case(style):
+            equal_to_ddp(ranks, style)
+
+
+def equal_to_ddp(ranks: Ranks, style: str) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model, plain = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT).to(ranks.device)
     ddp = nn.parallel.DistributedDataParallel(plain, process_group=mesh.get_group())
@@ -276,8 +290,13 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rng", ["same", "per_rank"])
-def test_random_streams(ranks: Ranks, rng: str) -> None:
+def test_random_streams(ranks: Ranks) -> None:
+    for rng in ("same", "per_rank"):
+        with models.case(rng):
+            random_streams(ranks, rng)
+
+
+def random_streams(ranks: Ranks, rng: str) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = models.seeded(Noisy).to(ranks.device)
     step = dp.compile(models.mean_step, mesh=mesh, style="replicate", rng=rng)
@@ -322,8 +341,13 @@ def test_tied_frozen_and_scalar_parameters(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_clipping_uses_the_norm_over_all_shards(ranks: Ranks, style: str) -> None:
+def test_clipping_uses_the_norm_over_all_shards(ranks: Ranks) -> None:
+    for style in ("replicate", "fully_shard"):
+        with models.case(style):
+            clips_by_the_norm(ranks, style)
+
+
+def clips_by_the_norm(ranks: Ranks, style: str) -> None:
     def function(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
         loss: Any = model(x).square().mean()
         loss.backward()
