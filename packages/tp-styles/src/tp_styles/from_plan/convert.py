@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tp_styles.from_plan.alone import below, column, gathering, no_region
 from tp_styles.from_plan.counts import local_counts
 from tp_styles.from_plan.cuts import AxisCuts, cuts_on_axis
 from tp_styles.from_plan.regions import Region, find_regions, uncut_blocks
-from tp_styles.from_plan.rehearsal import Call, Stage, Verdict
+from tp_styles.from_plan.rehearsal import Stage, Verdict
+from tp_styles.from_plan.twin import Call
 from tp_styles.hf.styles import ParametersParallel
 from tp_styles.problems import PlanError, Problem
 from tp_styles.spec import describe
-from tp_styles.split import Split
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.colwise import ColwiseParallel
-from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.layers import linear_shape
 from tp_styles.styles.mha import MultiheadAttentionParallel
 from tp_styles.styles.region import PickedColwiseParallel, RegionParallel
@@ -188,7 +187,7 @@ class _Conversion:
             return
         inner = bool(region.row) and bool(region.columns)
         for name, split in region.columns.items():
-            self.found[name] = _column(split, Shard(-1) if inner else Replicate())
+            self.found[name] = column(split, Shard(-1) if inner else Replicate())
         for name, split in region.picked.items():
             (section,) = split.sections
             self.found[name] = PickedColwiseParallel(section.size, unit=section.unit, copies=section.copies)
@@ -241,45 +240,13 @@ class _Conversion:
         for name in dict.fromkeys(n.rpartition(".")[0] for n in self.cuts.splits if n in names):
             module = self.module.get_submodule(name)
             keys = {key for key in module._parameters if f"{name}.{key}".lstrip(".") in names}
-            style, problem = self._gathering(name, module, keys)
+            style, problem = gathering(self.cuts, name, module, keys)
             if problem is not None:
                 self.problems.append(problem)
             elif style is not None and self.unproven == "gather":
                 self.found.setdefault(name, style)
             else:
-                self.problems.append(self._no_region(name, keys))
-
-    def _no_region(self, name: str, keys: set[str]) -> Problem:
-        found = ", ".join(f"{key}: {self.cuts.splits[_below(name, key)]}" for key in sorted(keys))
-        hint = (
-            "it is part of no recognised block that the plan cuts by columns and rows. For a data-parallel axis use "
-            'FSDP or shard_spec.apply_plan; for a tensor-parallel one unproven="gather" makes it right on its own'
-        )
-        return Problem("no-region", name, axis=self.cuts.axis, found=found, hint=hint)
-
-    def _gathering(self, name: str, module: nn.Module, keys: set[str]) -> tuple[ParallelStyle | None, Problem | None]:
-        """The style that makes the layer right between whole activations; or why there is none."""
-        info = describe(module, name)
-        weight, bias = (self.cuts.splits.get(_below(name, key)) for key in ("weight", "bias"))
-        shape = linear_shape(info)
-        if shape is not None and weight is not None:
-            column = weight.dim == shape.out_dim
-            has_bias = module._parameters.get("bias") is not None
-            if has_bias and (not self.cuts.agree(_below(name, "bias"), replace(weight, dim=0)) if column else bias):
-                hint = "cut the bias with the rows of its weight, and keep it whole with the columns"
-                return None, Problem("bias-layout", _below(name, "bias"), found=str(bias or "whole"), hint=hint)
-            if column:
-                return _column(replace(weight, dim=0), Replicate()), None
-            if weight.is_single and all(section.unit == 1 for section in weight.sections):
-                return RowwiseParallel(input_layouts=Replicate()), None
-        if isinstance(module, nn.Embedding) and weight is not None and weight.is_single:
-            by_rows = weight.dim == 0
-            return RowwiseParallel() if by_rows else ColwiseParallel(output_layouts=Replicate()), None
-        found = f"{type(module).__name__} with " + ", ".join(
-            f"{key}: {self.cuts.splits[_below(name, key)]}" for key in sorted(keys)
-        )
-        hint = "styles cut nn.Linear and nn.Embedding weights; keep this one whole on the axis"
-        return None, Problem("no-style", name, axis=self.cuts.axis, found=found, hint=hint)
+                self.problems.append(no_region(self.cuts, name, keys))
 
     def _tied(self) -> None:
         """A tied weight's other layers get the style that divides it alike."""
@@ -291,13 +258,13 @@ class _Conversion:
                 continue
             for name in names:
                 module = self.module.get_submodule(name)
-                split = self.cuts.splits.get(_below(name, "weight"))
+                split = self.cuts.splits.get(below(name, "weight"))
                 if name in self.found or split is None:
                     continue
                 if isinstance(module, nn.Embedding):
                     self.found[name] = RowwiseParallel()
                 elif linear_shape(describe(module)) is not None:
-                    self.found[name] = _column(replace(split, dim=0), Replicate())
+                    self.found[name] = column(replace(split, dim=0), Replicate())
 
     # ------------------------------------------------------------------ remarks
 
@@ -317,14 +284,6 @@ class _Conversion:
         return Problem(note.code, ", ".join(missing), axis=self.cuts.axis, found=note.found, hint=hint)
 
 
-def _column(split: Split, output: Any) -> ParallelStyle:
-    if len(split.sections) == 1 and split.sections[0].unit == 1:
-        return ColwiseParallel(output_layouts=output)
-    return FusedColwiseParallel(
-        tuple(s.size for s in split.sections), unit=tuple(s.unit for s in split.sections), output_layouts=output
-    )
-
-
 def _not_proven(region: Region, verdict: Verdict) -> Problem:
     hint = (
         "pass call= with which it can be tried; or "
@@ -337,7 +296,3 @@ def _not_proven(region: Region, verdict: Verdict) -> Problem:
         found=f"{region.kind} by columns and rows: {verdict.reason}",
         hint=hint + 'unproven="gather" takes each layer on its own',
     )
-
-
-def _below(name: str, attribute: str) -> str:
-    return f"{name}.{attribute}" if name else attribute
