@@ -125,7 +125,7 @@ def test_compiled(ranks: Ranks) -> None:
     found, own_sent, pieces, _ = trained(ranks, "inductor", *case, make=models.mlp)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert own_sent == sent
-    assert pieces == 2
+    assert 2 <= pieces <= 3  # a rank whose shards are padded packs before it gathers
 
 
 @pytest.mark.ranks(2)

@@ -157,7 +157,8 @@ def trace_step(
         mark_phases(list(module.graph.nodes), phases)
         returned = record["outputs"], record["user_leaves"], record["user_spec"]
         capture = Capture(module, inputs, *returned, mode, guards, record["symbols"])
-        call_on_fakes(body, runs[1])
+        with shape_env.ignore_fresh_unbacked_symbols():  # of numbers that no proxy binds; later passes use the mode
+            call_on_fakes(body, runs[1])
     except PlanError:
         raise
     except Exception as error:
