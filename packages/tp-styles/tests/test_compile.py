@@ -17,7 +17,7 @@ EXACT = 1e-12
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=180)  # tracing takes long where the machine is busy
 def test_compile(ranks: Ranks) -> None:
     without_graph_breaks(ranks)
     a_fused_weight_that_is_declared_a_plain_one(ranks)
@@ -61,6 +61,12 @@ def without_graph_breaks(ranks: Ranks) -> None:
     torch.autograd.backward(eager)
     torch.testing.assert_close(compiled, eager, atol=EXACT, rtol=0)
     assert models.assert_close(found, models.full_gradients(model, mesh), atol=EXACT) > 1500
+    fresh = models.seeded(lambda: nn.Sequential(models.MLP(), nn.Linear(8, 6)))
+    tp.apply_plan(
+        fresh, mesh, {"0.up": tp.ColwiseParallel(), "0.down": tp.RowwiseParallel(), "1": tp.ColwiseParallel()}
+    )
+    logits = torch.compile(fresh, backend="aot_eager", fullgraph=True)(torch.randn(2, 8))
+    assert type(logits) is torch.Tensor  # what leaves the model is not watched there
 
 
 def a_fused_weight_that_is_declared_a_plain_one(ranks: Ranks) -> None:

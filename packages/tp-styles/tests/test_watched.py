@@ -108,6 +108,11 @@ def test_what_raises_and_what_does_not() -> None:
             act(watched())
     for act in KEPT:
         act(watched())
+    shared: list[Callable[[Any], object]] = [lambda x: x.max(dim=-1), lambda x: x.exp().sum(-1), lambda x: x.topk(2)]
+    for share in shared:
+        share(watch(torch.ones(2, 5, 12), "head", (), inside=False))  # a loss, or a sampler, that knows
+    with pytest.raises(tp.PlanError, match="channels-cut"):
+        F.cross_entropy(watch(torch.ones(5, 12), "head", (), inside=False), torch.zeros(5, dtype=torch.int64))
     for cuts, act, right in SECTIONS:
         if right:
             act(watched(cuts))

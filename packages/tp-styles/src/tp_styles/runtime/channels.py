@@ -23,23 +23,26 @@ class Channels:
         dim: The dim, from the front.
         size: This rank's channels, or groups of them.
         cuts: Places between sections: a cut there gives this rank's part of each section.
+        inside: A row-wise layer takes them in. Channels that leave the model (logits) may be meant for code that
+            finds a greatest one or a sum on each rank, and communicates.
     """
 
     name: str
     dim: int
     size: int
     cuts: tuple[int, ...] = ()
+    inside: bool = True
 
     def at(self, dim: int) -> Channels:
         """The same channels in another dim."""
-        return Channels(self.name, dim, self.size, self.cuts)
+        return Channels(self.name, dim, self.size, self.cuts, self.inside)
 
     def piece(self, start: int, stop: int) -> Channels | None:
         """Some of the channels; None where the cut is not between sections."""
         if (start != 0 and start not in self.cuts) or (stop != self.size and stop not in self.cuts):
             return None
-        inside = tuple([cut - start for cut in self.cuts if start < cut < stop])
-        return Channels(self.name, self.dim, stop - start, inside)
+        within = tuple([cut - start for cut in self.cuts if start < cut < stop])
+        return Channels(self.name, self.dim, stop - start, within, self.inside)
 
     def reshaped(self, old: Shape, new: Shape) -> Channels | None:
         """The channels after a view of the whole tensor.
@@ -60,13 +63,13 @@ class Channels:
             return None
         if new[dim] % self.size == 0:  # dims behind have joined
             factor = new[dim] // self.size
-            return Channels(self.name, dim, new[dim], tuple([cut * factor for cut in self.cuts]))
+            return Channels(self.name, dim, new[dim], tuple([cut * factor for cut in self.cuts]), self.inside)
         if self.size % new[dim] != 0:
             return None
         group = self.size // new[dim]
         if any(cut % group for cut in self.cuts):
             raise Cut(f"a view of {new[dim]} groups of {group} channels, with sections that end at {self.cuts}")
-        return Channels(self.name, dim, new[dim], tuple([cut // group for cut in self.cuts]))
+        return Channels(self.name, dim, new[dim], tuple([cut // group for cut in self.cuts]), self.inside)
 
 
 class Cut(Exception):
@@ -152,7 +155,7 @@ def _one(channels: Channels, key: int | slice, dim: int) -> Channels | None:
         return None
     start, stop, step = key.indices(channels.size)
     if step > 1 and start < step and stop == channels.size and channels.size % step == 0:
-        return Channels(channels.name, dim, channels.size // step)  # interleaved: a part of each
+        return Channels(channels.name, dim, channels.size // step, (), channels.inside)  # interleaved: a part of each
     if start >= stop:
         return None
     return _piece(channels, start, stop).at(dim)

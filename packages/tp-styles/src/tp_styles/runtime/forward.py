@@ -44,17 +44,18 @@ class Forward:
         """The module's forward."""
         raise AssertionError("subclasses compute")
 
-    def watch(self, *, compiled: bool) -> None:
+    def watch(self, *, inside: bool) -> None:
         """See what is done with outputs of which this rank has some channels.
 
         Args:
-            compiled: Where the compiler sees the first forward, too: for outputs that do not leave the model.
+            inside: A row-wise layer takes them in. Only these are watched under the compiler, too: others would leave
+                the compiled model as what they are watched by.
         """
         for leave in self.leaves:
             if leave is None or not leave.local or leave.flow.split is None or self.axis.size == 1:
                 continue
             if isinstance(leave.flow.source, Shard):  # a sum that is scattered, was asked for
-                leave.watching, leave.watching_compiled = True, compiled
+                leave.watching, leave.inside = True, inside
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """A parameter to compute with."""
@@ -85,7 +86,7 @@ class Output:
         self.axis = axis
         self.name = name
         self.local = local
-        self.watching = self.watching_compiled = False
+        self.watching = self.inside = False
         self.move = Move(flow, axis, name, fresh=fresh, uneven=not local)
 
     def __call__(self, produced: torch.Tensor, known: dict[int, int] | None = None) -> torch.Tensor:
@@ -101,7 +102,7 @@ class Output:
     def _watched(self, moved: torch.Tensor) -> torch.Tensor:
         """The first output, and all that are compiled: what is watched there leaves no trace in the graph."""
         if is_compiling():
-            if not self.watching_compiled:
+            if not self.inside:
                 return moved
         else:
             self.watching = False
@@ -109,7 +110,7 @@ class Output:
         if split is None or not isinstance(wanted, Shard) or wanted.dim != moved.dim() - 1:
             return moved
         ends = list(accumulate(stop - start for start, stop in split.ranges(self.axis.rank, self.axis.size)))
-        return watch(moved, self.name.removesuffix(" ->"), tuple(ends[:-1]))
+        return watch(moved, self.name.removesuffix(" ->"), tuple(ends[:-1]), self.inside)
 
     def wrapped(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> DTensor:
         """A DTensor around the moved output; `produced` is the local shape before the move."""

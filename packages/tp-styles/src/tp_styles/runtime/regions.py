@@ -122,11 +122,14 @@ def watch_outputs(model: nn.Module, plan: TPPlan) -> None:
         model: The model, parallel already.
         plan: What was done to it.
     """
-    inside = {name for names in _homes(plan, [f.name for f in plan.modules if _is_row(f)]).values() for name in names}
-    for found in plan.modules:
+    rows = {found.name: place for place, found in enumerate(plan.modules) if _is_row(found)}
+    homes = {name: home for home, names in _homes(plan, list(rows)).items() for name in names}
+    for place, found in enumerate(plan.modules):
+        home = homes.get(found.name)
+        inside = home is not None and any(_is_below(row, home) and at > place for row, at in rows.items())
         forward = vars(model.get_submodule(found.name)).get("forward")
         if isinstance(forward, Forward):
-            forward.watch(compiled=found.name in inside)
+            forward.watch(inside=inside)
 
 
 def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:

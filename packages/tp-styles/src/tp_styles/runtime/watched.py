@@ -42,6 +42,10 @@ ALONG: dict[str, tuple[int, str, Any, bool]] = {
 sum of a part, as a loss, gives a part's gradient."""
 
 
+SHARED = {"max", "min", "amax", "amin", "argmax", "argmin", "topk", "sum", "prod", "logsumexp"}
+"""What ranks do on their parts before they share the results."""
+
+
 class Watched(torch.Tensor):
     """An activation of the first forward that knows which dim this rank has a part of.
 
@@ -98,16 +102,17 @@ class Watched(torch.Tensor):
         return unwatched(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
 
 
-def watch(output: torch.Tensor, name: str, cuts: tuple[int, ...]) -> torch.Tensor:
+def watch(output: torch.Tensor, name: str, cuts: tuple[int, ...], inside: bool = True) -> torch.Tensor:
     """The output of a layer whose last dim is this rank's part, watched.
 
     Args:
         output: The output; it is not changed.
         name: FQN of the layer, for the error.
         cuts: Where this rank's part of each section ends, but for the last.
+        inside: A row-wise layer takes it in; it does not leave the model.
     """
     size = output.shape[-1]
-    return output if size < 2 else _watched(output, Channels(name, output.dim() - 1, size, cuts))
+    return output if size < 2 else _watched(output, Channels(name, output.dim() - 1, size, cuts, inside))
 
 
 def unwatched(x: torch.Tensor) -> torch.Tensor:
@@ -227,6 +232,8 @@ def _along(name: str, args: Any, kwargs: Any, channels: Channels, shape: tuple[i
     dims = _argument(args, kwargs, place, key, default)
     if isinstance(dims, torch.Tensor):  # the greater one of two
         return _same(name, args, kwargs, channels, shape, found)
+    if name in SHARED and not channels.inside:
+        return None
     first = found[0] if isinstance(found, tuple) else found
     reduced(channels, len(shape), dims, whole=whole and first.requires_grad)
     return None
