@@ -136,7 +136,7 @@ def test_peak_memory_as_measured(ranks: Ranks) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     def peak(call: Callable[[], object]) -> float:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             call()
         alive = most = 0
         for event in profiler.profiler.kineto_results.events():
@@ -157,3 +157,21 @@ def test_peak_memory_as_measured(ranks: Ranks) -> None:
         assert fresh <= 2.0
         assert fresh * shard == pytest.approx(plan.peak_bytes(ranks.rank), abs=1024)
         assert peak(lambda a=local, r=kept, o=out: r(a, out=o)) * shard < 1024  # type: ignore[misc]  # bound early
+    for src, dst, dtype, out_dtype in (
+        ("2: S(0)", "2: S(1)", torch.float32, torch.float32),
+        ("2: S(0)", "2: S(1)", torch.float32, torch.bfloat16),
+        ("2: P", "2: S(1)", torch.float32, torch.float32),
+        ("2: P(max)", "2: S(0)", torch.float32, torch.float32),
+        ("2: P", "2: S(1)", torch.bfloat16, torch.bfloat16),
+    ):
+        limit = 256 * 1024
+        plan = plan_reshard(shape, dtype, src, dst, out_dtype=out_dtype, max_workspace_bytes=limit)
+        local = torch.ones(plan.src.local_shapes(ranks.rank)[0], dtype=dtype)
+        out = torch.empty(plan.dst.local_shapes(ranks.rank)[0], dtype=out_dtype)
+        bounded = Resharder(plan, keep_workspace=False)
+        bounded(local, out=out)
+        used = peak(lambda a=local, r=bounded, o=out: r(a, out=o)) * shard  # type: ignore[misc]  # bound early
+        # Halves are summed in float32 tensors of the result's size, which the bound of buffers does not count.
+        apart = 4 * 512 * 256 if dtype == torch.bfloat16 else 0
+        assert plan.workspace_bytes(ranks.rank) <= limit + apart
+        assert used <= plan.workspace_bytes(ranks.rank) + (2**17 if apart else 2048), (src, dst, dtype)

@@ -133,29 +133,47 @@ def test_without_a_process_group() -> None:
         reshard(torch.zeros(2), "2: S(0)", "2: R", shape=(4,))
 
 
+_DEATHS: dict[str, tuple[dict[str, Any], str]] = {
+    "sync": ({}, "all_to_all_single of call 2 of reshard plan"),
+    "async": ({"async_op": True}, "all_to_all_single of call 2 of reshard plan"),
+    "in rounds": ({"max_workspace_bytes": 64}, "all_to_all_single of call 2 of reshard plan"),
+    "compared": ({"check": "always"}, "all_gather of what ranks compare"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:This process")  # fork, in a process with threads: these children do little
 def test_a_rank_that_dies_is_reported_by_the_others(tmp_path: Path) -> None:
-    # A world of its own, so that the death is this test's and nobody else's.
+    # Worlds of their own, so that the deaths are this test's and nobody else's.
     context = multiprocessing.get_context("fork")
     said = context.SimpleQueue()
-    workers = [context.Process(target=_die_or_report, args=(rank, str(tmp_path / "store"), said)) for rank in (0, 1)]
+    workers = [
+        context.Process(target=_die_or_report, args=(rank, str(tmp_path / how), how, said))
+        for how in _DEATHS
+        for rank in (0, 1)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(30)
-    assert "all_to_all_single of call 2 of reshard plan" in said.get()
+    heard = dict(said.get() for _ in _DEATHS)
+    for how, (_, message) in _DEATHS.items():
+        assert message in heard[how], how
 
 
-def _die_or_report(rank: int, path: str, said: Any) -> None:
+def _die_or_report(rank: int, path: str, how: str, said: Any) -> None:
     try:
         store = torch.distributed.FileStore(path, 2)  # type: ignore[attr-defined]  # public, though not declared so
         limit = timedelta(seconds=20)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
         local = torch.zeros(4, 12)
-        reshard(local, "2: S(0)", "2: S(1)", shape=SHAPE)
+        options: dict[str, Any] = {"shape": SHAPE, **_DEATHS[how][0]}
+        for _ in range(2 - rank):  # the other one leaves after its first call
+            moved = reshard(local, "2: S(0)", "2: S(1)", **options)
+            if "async_op" in options:
+                moved.wait()
         if rank == 0:
-            reshard(local, "2: S(0)", "2: S(1)", shape=SHAPE)
+            said.put((how, "no error"))
     except RuntimeError as error:
-        said.put(str(error))
+        said.put((how, str(error)))
     finally:
         os._exit(0)

@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from shard_reshard._torch_compat import foreach_copy_, is_fake
 from shard_reshard.kept_views import KeptViews
-from shard_reshard.packing import Run, Side, StepMemory
+from shard_reshard.packing import Run, Side, StepMemory, room_of
 from shard_reshard.program import Step
 from shard_reshard.reducing import Reduction
 
 if TYPE_CHECKING:
     from shard_reshard.exchange import Exchange
+
+Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: the steps of two may be under way at a time
 
 # Sends `input` cut into `input_splits` bytes, receives `output`; returns a work to wait for, or None when it is done.
 Collective = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], bool], "dist.Work | None"]
@@ -28,7 +30,7 @@ class Flying(NamedTuple):
     step: Step
     memory: StepMemory
     sent: torch.Tensor
-    buffer: torch.Tensor | None  # what arrives, where that is not the result itself
+    buffer: torch.Tensor  # what arrives, where that is not the result itself
     slot: int
 
     def wait(self) -> None:
@@ -59,6 +61,7 @@ class Call:
         self.src = exchange.carried(sources, exchange.src_plan)
         self.dst = exchange.carried(outs, exchange.dst_plan)
         self.memories = exchange.memories(self.src, self.dst)
+        self.room, self.buffers = room_of(self.memories), Buffers()
         self.reducing, self.reduces = exchange.reducing, exchange.reduces
         self.reduction = Reduction(exchange.program.plans, self.dst, exchange.dst_plan) if self.reduces else None
         self.targets = self.dst if self.reduction is None else self.reduction.targets
@@ -94,7 +97,7 @@ class Call:
             if step.relayed and self.reduction is not None and not settled:
                 self.reduction.settle()  # what is passed on is the reduced value
                 settled = True
-            following = self._launch(number % 2, step, memory)
+            following = self._launch(number % 2 if self.exchange.overlaps else 0, step, memory)
             if flying is not None:
                 yield flying
                 self._land(flying)
@@ -112,24 +115,23 @@ class Call:
             if self.reduction is not None and not step.relayed:
                 self.reduction.add(memory, [], self.src)
             return None
-        sent = self._pack(memory.sends, self.dst if step.relayed else self.src, slot)
-        side, buffer = memory.receives, None
+        packed, buffer = self.exchange.buffers(slot, memory, self.room, self.device, self.buffers)
+        sent = self._pack(memory.sends, self.dst if step.relayed else self.src, slot, packed)
+        side = memory.receives
         if side.run is not None:
             received = bytes_of(self.dst[side.run.tensor], side.run)
             note_writing(self.dst[side.run.tensor])
         else:
-            buffer = self.exchange.buffer("receive", slot, side.num_bytes, self.device)
             received = buffer[: side.num_bytes]
         work = self.collective(received, sent, list(side.splits), list(memory.sends.splits), self.async_op)
         self._copy_own(step, memory)
         return Flying(work, step, memory, sent, buffer, slot)
 
-    def _pack(self, side: Side, base: Sequence[torch.Tensor], slot: int) -> torch.Tensor:
+    def _pack(self, side: Side, base: Sequence[torch.Tensor], slot: int, buffer: torch.Tensor) -> torch.Tensor:
         if side.run is not None:
             return bytes_of(base[side.run.tensor], side.run)
-        buffer = self.exchange.buffer("send", slot, side.num_bytes, self.device)
         if side.packed:
-            targets = self.exchange.buffer_views("send", slot, buffer, side)
+            targets = self.exchange.buffer_views(slot, buffer, side)
             views = self.dst_views if base is self.dst else self.src_views
             sources = views.get("send", slot, side, base, lambda: [entry.region for entry in side.packed])
             foreach_copy_(targets, sources)
@@ -147,8 +149,8 @@ class Call:
         """Unpack a collective that has been waited for."""
         side = flying.memory.receives
         arrived: list[torch.Tensor] = []
-        if flying.buffer is not None and side.packed:
-            arrived = self.exchange.buffer_views("receive", flying.slot, flying.buffer, side)
+        if side.run is None and side.packed:
+            arrived = self.exchange.buffer_views(flying.slot, flying.buffer, side)
             values, regions = arrived, lambda: [entry.region for entry in side.packed]
             if self.reduces and not flying.step.relayed:
                 plain = [at for at, entry in enumerate(side.packed) if not self.reducing[entry.plan]]

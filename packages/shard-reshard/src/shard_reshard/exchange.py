@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shard_reshard.calls import Call, Collective, Flying, nothing_left
+from shard_reshard.calls import Buffers, Call, Collective, Flying, nothing_left
 from shard_reshard.dtypes import torch_dtype
 from shard_reshard.kept_views import KeptViews
-from shard_reshard.packing import Side, StepMemory, lay_out_step
+from shard_reshard.packing import Side, StepMemory, aligned_bytes, lay_out_step
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.program import Program
 from shard_reshard.repeated import RepeatedCall
 
-_ALIGNMENT = 16  # bytes; the largest element is a complex128
 # What these hold is moved as plain integers of the same size: not every copy kernel knows them.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
@@ -31,7 +30,7 @@ class Exchange:
 
     def __init__(self, program: Program, keep_workspace: bool = False) -> None:
         self.program = program
-        self._kept: dict[tuple[object, ...], torch.Tensor] | None = {} if keep_workspace else None
+        self._kept: Buffers | None = {} if keep_workspace else None
         self._memories: dict[tuple[object, ...], tuple[StepMemory, ...]] = {}
         self._wire_dtypes = [
             torch_dtype(plan.wire_dtype) if self._as_values(plan) else _carrier(plan) for plan in program.plans
@@ -115,6 +114,7 @@ class Exchange:
 
                 return finish
             flying.wait()
+            del flying  # its buffers are not to outlive their unpacking: the next step's are alive already
         return nothing_left
 
     def steps(
@@ -148,21 +148,32 @@ class Exchange:
             )
         return self._memories[key]
 
-    def buffer(self, name: str, slot: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer of at least ``num_bytes``, rounded up to whole alignments; kept ones are handed out again."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if self._kept is None:
-            return torch.empty(size, dtype=torch.uint8, device=device)
-        key = (name, slot, device)
-        found = self._kept.get(key)
-        if found is None or found.numel() < size:
-            found = self._kept[key] = torch.empty(size, dtype=torch.uint8, device=device)
-            self._views = {view: tensors for view, tensors in self._views.items() if view[:3] != key}
-        return found
+    def buffers(
+        self, slot: int, memory: StepMemory, room: int, device: torch.device, found: Buffers
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step packs into and what it receives into, rounded up to whole alignments.
 
-    def buffer_views(self, name: str, slot: int, buffer: torch.Tensor, side: Side) -> list[torch.Tensor]:
-        """The places of a side's regions in a buffer, as tensors of their shapes; kept with a kept buffer."""
-        key = (name, slot, buffer.device, id(side))  # sides live as long as the exchange, in `_memories`
+        Both are parts of one buffer for each slot: steps that mostly send and steps that mostly receive share it.
+
+        Args:
+            slot: Steps of two slots may be under way at a time.
+            memory: The step's.
+            room: The most bytes that any step of the call needs.
+            device: Where the buffer is to be.
+            found: The buffers of this call, where none are kept.
+        """
+        held = found if self._kept is None else self._kept
+        key = (slot, device)
+        buffer = held.get(key)
+        if buffer is None or buffer.numel() < room:
+            buffer = held[key] = torch.empty(room, dtype=torch.uint8, device=device)
+            self._views = {view: tensors for view, tensors in self._views.items() if view[:2] != key}
+        middle = aligned_bytes(memory.sends)
+        return buffer[:middle], buffer[middle : middle + aligned_bytes(memory.receives)]
+
+    def buffer_views(self, slot: int, buffer: torch.Tensor, side: Side) -> list[torch.Tensor]:
+        """The places of a side's regions in its buffer, as tensors of their shapes; kept with a kept buffer."""
+        key = (slot, buffer.device, id(side))  # sides live as long as the exchange, in `_memories`
         found = self._views.get(key) if self._kept is not None else None
         if found is None:
             typed: dict[torch.dtype, torch.Tensor] = {}
@@ -171,7 +182,7 @@ class Exchange:
                 dtype = self._wire_dtypes[entry.plan]
                 if dtype not in typed:
                     typed[dtype] = buffer.view(dtype)
-                place = entry.byte_offset // dtype.itemsize
+                place = typed[dtype].storage_offset() + entry.byte_offset // dtype.itemsize
                 found.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
             if self._kept is not None:
                 self._views[key] = found

@@ -270,5 +270,18 @@ def is_contiguous(sizes: Index, strides: Index) -> bool:
     return True
 
 
+ALIGNMENT = 16  # bytes; the largest element is a complex128
+
+
+def aligned_bytes(side: Side) -> int:
+    """Bytes of a side's buffer, in whole alignments; none where it is used in place."""
+    return 0 if side.run is not None else -(-side.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def room_of(memories: Iterable[StepMemory]) -> int:
+    """The most bytes of buffers that any of these steps needs."""
+    return max((aligned_bytes(memory.sends) + aligned_bytes(memory.receives) for memory in memories), default=0)
+
+
 def _copied(memory: StepMemory) -> int:
     return sum(0 if side.run is not None else side.num_bytes for side in (memory.sends, memory.receives))

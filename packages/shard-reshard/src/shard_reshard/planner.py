@@ -35,7 +35,8 @@ def plan_reshard(
         src: Where the tensor is, see `LayoutLike`. Ranks are ranks of one union group.
         dst: Where it is to be.
         out_dtype: The destination's dtype; None: the source's. Values are cast where fewer bytes travel.
-        max_workspace_bytes: The most bytes of temporary buffers on a rank; more than one collective where needed.
+        max_workspace_bytes: The most bytes of buffers on a rank; more than one collective where needed. The float32
+            tensors in which halves are summed come on top: ``workspace_bytes(rank)`` of the plan counts them too.
 
     Returns:
         A plan with ``explain()``, ``digest``, ``to_json()``, ``bytes_matrix``, ``lower_bound``, ``transpose()``.

@@ -72,7 +72,18 @@ def _accumulator(out: torch.Tensor, plan: ReshardPlan) -> torch.Tensor:
     return torch.empty_strided(out.size(), out.stride(), dtype=dtype, device=out.device)
 
 
+# Mixed dtypes are added on CPUs by way of a copy of one operand: at most so many elements at a time.
+_MIXED_ELEMENTS = 16 * 1024
+
+
 def _combine(op: str | None, target: torch.Tensor, value: torch.Tensor) -> None:
+    if value.dtype != target.dtype and value.numel() > _MIXED_ELEMENTS:
+        dim = max(range(value.dim()), key=value.size)
+        step = max(1, _MIXED_ELEMENTS * value.size(dim) // value.numel())
+        for start in range(0, value.size(dim), step):
+            size = min(step, value.size(dim) - start)
+            _combine(op, target.narrow(dim, start, size), value.narrow(dim, start, size))
+        return
     if op == "sum":
         target.add_(value)
     elif op == "product":

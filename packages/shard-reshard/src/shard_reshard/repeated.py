@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import foreach_copy_
 from shard_reshard.calls import Collective, bytes_of, note_writing, nothing_left
 from shard_reshard.kept_views import strided_views
-from shard_reshard.packing import Side, StepMemory
+from shard_reshard.packing import Side, StepMemory, room_of
 from shard_reshard.program import Step
 
 if TYPE_CHECKING:
@@ -64,10 +64,11 @@ class RepeatedCall:
         self.exchange, self.device, self.fresh = exchange, device, fresh
         self.src = exchange.carried([tensor.detach() for tensor in sources], exchange.src_plan)
         self.dst = exchange.carried([tensor.detach() for tensor in outs], exchange.dst_plan)
-        steps = zip(exchange.program.steps, exchange.memories(self.src, self.dst), strict=True)
-        self.steps = list(enumerate(steps))
+        memories = exchange.memories(self.src, self.dst)
+        self.room = room_of(memories)
+        self.steps = list(zip(exchange.program.steps, memories, strict=True))
         self.relays = any(step.relayed for step in exchange.program.steps)
-        self.leaving = [] if self.relays else [self._leaving(n % 2, *step) for n, step in self.steps]
+        self.leaving = [] if self.relays else [self._leaving(*step) for step in self.steps]
         self.arriving: list[_Arriving] = []
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh: bool) -> bool:
@@ -87,40 +88,42 @@ class RepeatedCall:
             for at in tensors:
                 self.dst[at].fill_(value)
         if not arriving or self.fresh:
-            arriving = [self._arriving(n % 2, *step) for n, step in self.steps]
+            arriving = [self._arriving(*step) for step in self.steps]
             if self.relays:  # what is sent on is read from destinations
-                leaving = [self._leaving(n % 2, *step) for n, step in self.steps]
+                leaving = [self._leaving(*step) for step in self.steps]
             if self.fresh:
                 self.dst = []
             else:
                 self.leaving, self.arriving = leaving, arriving
         return _run(leaving, arriving, collective, async_op)
 
-    def _leaving(self, slot: int, step: Step, memory: StepMemory) -> _Leaving:
+    def _leaving(self, step: Step, memory: StepMemory) -> _Leaving:
         tensors = self.dst if step.relayed else self.src
         staying = strided_views(tensors, [entry[0] for entry in memory.own])
         if not step.exchanges:
             return _Leaving([], [], None, [], staying)
-        sent, places, regions = self._side("send", slot, memory.sends, tensors)
+        sent, places, regions = self._side(self._buffers(memory)[0], memory.sends, tensors)
         return _Leaving(places, regions, sent, list(memory.sends.splits), staying)
 
-    def _arriving(self, slot: int, step: Step, memory: StepMemory) -> _Arriving:
+    def _arriving(self, step: Step, memory: StepMemory) -> _Arriving:
         staying = strided_views(self.dst, [entry[1] for entry in memory.own])
         if not step.exchanges:
             return _Arriving([], [], None, [], staying, None)
-        received, places, regions = self._side("receive", slot, memory.receives, self.dst)
+        received, places, regions = self._side(self._buffers(memory)[1], memory.receives, self.dst)
         run = memory.receives.run
         written = None if run is None else self.dst[run.tensor]
         return _Arriving(places, regions, received, list(memory.receives.splits), staying, written)
 
+    def _buffers(self, memory: StepMemory) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.exchange.buffers(0, memory, self.room, self.device, {})
+
     def _side(
-        self, name: str, slot: int, side: Side, tensors: Sequence[torch.Tensor]
+        self, buffer: torch.Tensor, side: Side, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """What a side hands to the collective; places in it, and the regions of local tensors that go there."""
         if side.run is not None:
             return bytes_of(tensors[side.run.tensor], side.run), [], []
-        buffer = self.exchange.buffer(name, slot, side.num_bytes, self.device)
-        places = self.exchange.buffer_views(name, slot, buffer, side)
+        places = self.exchange.buffer_views(0, buffer, side)
         return buffer[: side.num_bytes], places, strided_views(tensors, [entry.region for entry in side.packed])
 
 

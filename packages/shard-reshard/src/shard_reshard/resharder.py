@@ -41,7 +41,8 @@ def reshard(
 ) -> Any:
     """Move a tensor from one layout to another: one all-to-all, differentiable.
 
-    Every rank of ``group`` calls it with the same layouts.
+    Every rank of ``group`` calls it with the same layouts. Backward is an exchange too: a rank whose result does not
+    reach its loss adds ``0 * result.sum()`` to it, or the others wait for it.
 
     Args:
         tensor: This rank's local tensor (a list for several boxes, None where it has none), or a DTensor.

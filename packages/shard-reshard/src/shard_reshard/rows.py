@@ -43,12 +43,26 @@ def exchange_rows(members: Members, topic: Topic, payload: bytes) -> Callable[[]
     row = [int(topic), *payload.ljust(ROW_BYTES - 1, b"\0")]
     mine = torch.tensor(row, dtype=torch.uint8, device=message_device(members.group))
     everyone = [torch.empty_like(mine) for _ in range(members.size)]
-    work = dist.all_gather(everyone, mine, group=members.group, async_op=True)
+    try:
+        work = dist.all_gather(everyone, mine, group=members.group, async_op=True)
+    except RuntimeError as error:
+        raise _failed(members, topic) from error
 
     def rows() -> list[bytes] | None:
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failed(members, topic) from error
         found = [bytes(row.tolist()) for row in everyone]
         return [row[1:] for row in found] if all(row[0] == topic for row in found) else None
 
     return rows
+
+
+def _failed(members: Members, topic: Topic) -> RuntimeError:
+    what = topic.name.lower().replace("_", " ")
+    return RuntimeError(
+        f"all_gather of what ranks compare before they reshard (about: {what}) failed on rank {members.rank}: another "
+        "rank died or made no such call; nothing was moved"
+    )
