@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 Series = dict[str, list[tuple[float, float]]]
-WIDTHS, LAYERS, RANKS = (64, 128, 256), (1, 2, 4, 8), (8, 64, 512, 4096)
+WIDTHS, LAYERS, RANKS = (64, 128, 256), (1, 2, 4), (8, 64, 512, 4096)
 
 
 def gpt(layers: int, width: int) -> nn.Module:
