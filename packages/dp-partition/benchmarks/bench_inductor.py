@@ -1,4 +1,4 @@
-"""dp-partition with its compute compiled by inductor, against DistributedDataParallel, FSDP2 and the eager backend.
+"""dp-partition with its compute compiled by inductor, against DistributedDataParallel and the eager backend.
 
     python packages/dp-partition/benchmarks/bench_inductor.py [--json FILE] [--rounds 40]
 
@@ -26,10 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-CASES = {
-    "replicate": {"style": "replicate"},
-    "fully_shard": {"style": "fully_shard", "bucket_mb": 2, "reshard_after_forward": True},
-}
+CASES: dict[str, dict[str, Any]] = {"replicate": {"style": "replicate"}}
 
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
@@ -41,7 +38,7 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     mesh = init_device_mesh("cpu", (eager.WORLD,), mesh_dim_names=("dp",))
     generator = torch.Generator().manual_seed(rank)
     (batch,) = eager.models.tokens(generator, rows=4, vocabulary=512, length=64)
-    runs: dict[str, eager.Run] = {"ddp": eager.ddp(batch), "fsdp2": eager.fsdp2(mesh, batch)}
+    runs: dict[str, eager.Run] = {"ddp": eager.ddp(batch)}
     first: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
     for name, settings in CASES.items():
@@ -76,8 +73,8 @@ def on_ranks(rounds: int) -> dict[str, Any]:
 
 def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     seconds, rows = facts["seconds"], []
-    for style, peer, target in (("replicate", "ddp", "<= 0.85x"), ("fully_shard", "fsdp2", "<= 0.65x")):
-        own, shown = seconds[f"{style} inductor"], {"ddp": "DDP", "fsdp2": "FSDP2 per block"}[peer]
+    for style, peer, target in (("replicate", "ddp", "<= 0.85x"),):
+        own, shown = seconds[f"{style} inductor"], {"ddp": "DDP"}[peer]
         rows.append(eager.compared(f"{style}, inductor", target, own, shown, seconds[peer]))
         plain = seconds[f"{style} eager"]
         rows.append(eager.compared(f"{style}, inductor against eager", "< 1.00x", own, "eager backend", plain))
