@@ -82,12 +82,12 @@ def draw(name: str, curve: dict[str, Any]) -> str:
     matplotlib.rcParams["svg.hashsalt"] = "shardworks"  # the same figures give the same file
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
     for (label, points), marker in zip(curve["series"].items(), "osD^vP*X" * 4, strict=False):
         axes.loglog(*zip(*points, strict=True), marker=marker, label=label)
     axes.set(title=curve["title"], xlabel=curve["x"], ylabel=curve["y"])
     axes.grid(visible=True, which="both", alpha=0.25)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=1 if max(map(len, curve["series"])) > 24 else 2)
     file = f"{name}-{curve['name']}.svg"
     figure.savefig(OUT / file, metadata={"Date": None})
     pyplot.close(figure)

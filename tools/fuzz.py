@@ -104,9 +104,11 @@ def page(rows: list[dict[str, Any]], count: int) -> str:
     import hypothesis
     import torch
 
+    short = [row["name"] for row in rows if row["read"] + row["refused"] < count]
+    fewer = f", fewer for {', '.join(short)}, whose runs were ended (each row has its numbers)" if short else ""
     head = f"""# Files from strangers
 
-Made by `python tools/fuzz.py` on {date.today().isoformat()}, {count:,} inputs for each parser; torch
+Made by `python tools/fuzz.py` on {date.today().isoformat()}, {count:,} inputs for each parser{fewer}; torch
 {torch.__version__}, hypothesis {hypothesis.__version__}. What is trusted, and what is not:
 [security](../design/security.md).
 
