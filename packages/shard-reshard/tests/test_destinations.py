@@ -35,7 +35,7 @@ def _view(rng: random.Random, memory: torch.Tensor) -> torch.Tensor:
 def test_shared_bytes_are_those_that_counting_finds() -> None:
     rng, memory = random.Random(0), torch.zeros(64, dtype=torch.uint8)
     inside = common = 0
-    for _ in range(600):
+    for _ in range(400):
         views = [_view(rng, memory) for _ in range(3)]
         for view in views:
             counted = len(_places(view)) < view.numel() * view.element_size()

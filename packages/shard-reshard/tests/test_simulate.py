@@ -14,7 +14,7 @@ from shard_reshard.bind import bind
 from shard_reshard.dtypes import ITEMSIZES
 from shard_reshard.plan import make_plan
 
-NUM_PAIRS = 800
+NUM_PAIRS = 600
 
 
 def test_random_pairs() -> None:
@@ -29,10 +29,10 @@ def test_random_pairs() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_random_programs_on_odd_tensors() -> None:
     # benchmarks/grids.py runs 12,000. Every dtype, odd strides on both sides, casts, sums, fused plans.
-    counts = check_programs(250, seed=0)
-    assert counts.plans > counts.programs == 250
-    assert counts.elements > 5_000
-    assert counts.guards > 10_000
+    counts = check_programs(200, seed=0)
+    assert counts.plans > counts.programs == 200
+    assert counts.elements > 4_000
+    assert counts.guards > 8_000
     assert set(ITEMSIZES) <= set(counts.odd)
     kinds = ["fused", "expanded", "negated", "conjugated", "turned destination", "cast", "pending", "partial product"]
     assert min(counts.odd[kind] for kind in (*kinds, "0-dim", "no elements")) > 2
@@ -44,7 +44,7 @@ def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shard_reshard.plan.SMALLEST_PART_BYTES", 1)
     rng = random.Random(2)
     relayed = shared = reduced = 0
-    for _ in range(260):
+    for _ in range(200):
         world_size, shape = rng.randint(2, 6), random_shape(rng)
         src: BoundLayout | str = random_layout(rng, shape, world_size)
         dst = rng.choice(["{n}: R", "2x{h}: R, S(0)", "2x{h}: S(-1), R", "{n}: P"]).format(
@@ -168,7 +168,7 @@ def test_strided_and_expanded_sources() -> None:
 def test_transpose_is_the_adjoint() -> None:
     # <A x, y> == <x, A' y> for the linear map of all ranks' tensors, and transposing twice gives the plan.
     rng = random.Random(1)
-    for _ in range(200):
+    for _ in range(150):
         world_size, shape = rng.randint(2, 5), random_shape(rng)
         src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
         plan = plan_reshard(shape, torch.float64, src, dst)
