@@ -112,7 +112,7 @@ def measured_peak(run: Callable[[], object], repeat: int = 2) -> int:
     """
     peaks = []
     for _ in range(repeat):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
             run()
         events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
         now = most = 0
