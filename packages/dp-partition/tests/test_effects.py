@@ -114,6 +114,15 @@ def collecting_numbers() -> Step:
     return step
 
 
+def showing() -> Step:
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = plain(model, optim, x, y)
+        f"loss {loss.item()}"  # as a log line would; it would be written once
+        return loss
+
+    return step
+
+
 def caching() -> Step:
     @lru_cache
     def mask(size: int) -> torch.Tensor:
@@ -138,6 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "a scheduler": (scheduled, r"hyperparameter-changed.*param_groups\[0\]\['lr'\]"),
     "a list of losses": (collecting, r"value-kept.*shape \(\)"),
     "a list of numbers": (collecting_numbers, "value-kept.*a number"),
+    "a number that is shown": (showing, "value-kept.*a number"),
     "a cache": (caching, r"value-kept.*shape \(4, 4\)"),
     "a tick that is returned": (returning_the_time, "python-state.*tick|python-state.*return"),
 }

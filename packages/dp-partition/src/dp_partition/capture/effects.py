@@ -133,7 +133,7 @@ class Results(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                 self.tensors.append(_Made(weakref.ref(value), "", f"{made} made by {func}"))
             elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 node = (current_trace_nodes() or [""])[-1]  # the number itself is wrapped ever anew; its symbol lasts
-                self.numbers.append(_Made(weakref.ref(value.node), node, f"a number made by {func}"))
+                self.numbers.append(_Made(weakref.ref(value.node), node, f"a number read with {func}"))
         return result
 
     def _shown(self, value: Any) -> str:
@@ -145,7 +145,7 @@ class Results(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return self.inputs.get(id(value)) or f"{value.dtype}{tuple(value.shape)}"
 
     def check_gone(self, name: str, graph: fx.Graph, optimizer: frozenset[str]) -> None:
-        """Raise if something outlives the step: a list, a cache or a closure keeps it.
+        """Raise if something leaves the step beside its result: a list or a cache keeps it, a log shows it.
 
         Args:
             name: The step's.
@@ -159,9 +159,9 @@ class Results(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         made = [*self.tensors, *(number for number in self.numbers if number.node not in used)]
         if any(one.value() is not None for one in made):
             gc.collect()  # what only cycles hold is nobody's
-        hint = "return it from the step, and put it away outside"
+        hint = "return it from the step, and keep or print it outside"
         problems = [
-            Problem("value-kept", name, found=f"{one.what} is kept outside", hint=hint)
+            Problem("value-kept", name, found=f"{one.what} leaves the step", hint=hint)
             for one in made
             if one.value() is not None
         ]

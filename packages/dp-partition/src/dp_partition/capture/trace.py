@@ -368,7 +368,7 @@ def _trace_problem(name: str, error: Exception) -> Problem:
         found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
         return Problem("optimizer-not-traceable", name, found=found, hint=hint)
     hint = (
-        "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no closure-based optimizer)"
+        "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     )
     return Problem("not-traceable", name, found=" ".join(text[:3])[:600], hint=hint)
 
