@@ -367,9 +367,7 @@ def _trace_problem(name: str, error: Exception) -> Problem:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
         return Problem("optimizer-not-traceable", name, found=found, hint=hint)
-    hint = (
-        "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
-    )
+    hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     return Problem("not-traceable", name, found=" ".join(text[:3])[:600], hint=hint)
 
 
