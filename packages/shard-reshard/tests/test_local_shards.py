@@ -104,7 +104,7 @@ def test_sub_groups_and_enumerable_specs(ranks: Ranks) -> None:
     full = torch.arange(70.0).view(10, 7)
     # torch's mixes global and group ranks: wrong data, without an error, in a reversed group.
     # (torch 2.11 makes ascending groups only)
-    keeps = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+    keeps: Any = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
     groups = [dist.new_group([1, 0], **keeps), dist.new_group([3, 2], **keeps)]
     group = groups[ranks.rank // 2]
     low = 2 * (ranks.rank // 2)

@@ -12,10 +12,11 @@ from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
 from shard_reshard.assign import SMALLEST_PART_BYTES, moves
-from shard_reshard.bound import BoundLayout, Cell, Index, bound_from_json, new_tuple
+from shard_reshard.bound import BoundLayout, Cell, Index, new_tuple
 from shard_reshard.copies import Copy, cut_cell, make_copy, merge_copies
 from shard_reshard.dtypes import FLOATING, ITEMSIZES, dtype_name
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.reading import read_fields
 
 if TYPE_CHECKING:
     import torch
@@ -85,16 +86,9 @@ class ReshardPlan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            PlanError: ``unknown-format`` for a format of another version.
+            PlanError: ``unknown-format`` for a format of another version, ``malformed-plan`` for what is no plan.
         """
-        data = json.loads(text)
-        if data.get("format") != FORMAT:
-            found = f"format {data.get('format')!r}"
-            raise PlanError(Problem("unknown-format", found=found, hint=f"this version reads format {FORMAT}"))
-        shape = tuple(data["shape"])
-        src, dst = bound_from_json(shape, data["src"]), bound_from_json(shape, data["dst"])
-        limit, adjoint = data["max_workspace_bytes"], data["adjoint"]
-        return ReshardPlan(shape, data["dtype"], data["out_dtype"], src, dst, limit, adjoint)
+        return ReshardPlan(*read_fields(text, FORMAT))
 
     @property
     def problems(self) -> tuple[Problem, ...]:
