@@ -71,14 +71,17 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
 
 def counted(function: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
-    """The train step, telling how many operators it has run; when it is through, partitioning begins."""
+    """The train step, telling how many operators it has run.
+
+    When it was traced it is called again and checked for Python state; after that partitioning begins.
+    """
     if progress.stream is None:
         return function
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         with _Counter(progress):
             result = function(*args, **kwargs)
-        progress.begin("partitioning")
+        progress.begin("checking" if progress.name == "tracing" else "partitioning")
         return result
 
     counting.__name__ = getattr(function, "__name__", "train_step")
