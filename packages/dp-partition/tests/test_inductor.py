@@ -106,9 +106,8 @@ def trained(ranks: Ranks, backend: str, style: str, optimizer: Any, settings: di
 def test_cut_graphs_are_equal_to_whole_ones(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setattr(lowered, "inductor_compile", run_as_compiled)
     monkeypatch.setattr(lowered, "inductor_problem", lambda device: None)  # importing inductor takes seconds
-    for style, optimizer, settings in (CASES if os.environ.get("DP_ALL") else CASES[2:])[
-        part::2
-    ]:  # the others with DP_ALL=1
+    cases = CASES if os.environ.get("DP_ALL") else CASES[2:]
+    for style, optimizer, settings in cases[part::2]:
         expected, sent, none, _ = trained(ranks, "eager", style, optimizer, settings)
         found, own_sent, pieces, text = trained(ranks, "inductor", style, optimizer, settings)
         # moments are written with multiplications and additions instead of addcmul and lerp: the last bit may differ,
