@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
-import tempfile
 import time
 import warnings
 from functools import partial
@@ -58,19 +56,6 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def on_ranks(rounds: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue = context.Queue()
-        ranks = [context.Process(target=measure, args=(r, folder, rounds, queue)) for r in range(eager.WORLD)]
-        for process in ranks:
-            process.start()
-        facts: dict[str, Any] = queue.get(timeout=1200)
-        for process in ranks:
-            process.join()
-    return facts
-
-
 def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     seconds, rows = facts["seconds"], []
     for style, peer, target in (("replicate", "ddp", "<= 0.85x"),):
@@ -96,7 +81,7 @@ def main() -> int:
     result = {
         "title": f"Steps compiled by inductor on {eager.WORLD} ranks: GPT of 4 layers, width 192, fused AdamW, gloo",
         "command": "python packages/dp-partition/benchmarks/bench_inductor.py",
-        "rows": rows_of(on_ranks(options.rounds)),
+        "rows": rows_of(eager.on_ranks(measure, options.rounds, timeout=1200)),
     }
     if options.json:
         options.json.write_text(json.dumps(result))

@@ -210,17 +210,18 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def on_ranks(rounds: int) -> dict[str, Any]:
+def on_ranks(measure: Callable[..., None], rounds: int, timeout: float = 600) -> Any:
+    """What rank 0 of `WORLD` puts into the queue of ``measure(rank, folder, rounds, queue)``."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.Queue()
         ranks = [context.Process(target=measure, args=(rank, folder, rounds, queue)) for rank in range(WORLD)]
         for process in ranks:
             process.start()
-        facts: dict[str, Any] = queue.get(timeout=600)
+        found = queue.get(timeout=timeout)
         for process in ranks:
             process.join()
-    return facts
+    return found
 
 
 def plan_for_1024(queue: Any) -> None:
@@ -322,7 +323,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    rows = rows_of(on_ranks(options.rounds))
+    rows = rows_of(on_ranks(measure, options.rounds))
     numel, taken, memory, exact = in_child(plan_for_1024)
     rows.append(
         row(

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -109,19 +107,6 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-def on_ranks(rounds: int) -> tuple[Series, Series]:
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue = context.Queue()
-        ranks = [context.Process(target=measure, args=(rank, folder, rounds, queue)) for rank in range(WORLD)]
-        for process in ranks:
-            process.start()
-        found: tuple[Series, Series] = queue.get(timeout=600)
-        for process in ranks:
-            process.join()
-    return found
-
-
 def estimates() -> Series:
     """Seconds of `estimate` on the meta device: tracing once, whatever the number of ranks."""
     series: Series = {"fully_shard, 4 layers": [], "replicate, 4 layers": [], "fully_shard, 1 layer": []}
@@ -143,7 +128,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    by_size, by_layers = on_ranks(options.rounds)
+    by_size, by_layers = bench.on_ranks(measure, options.rounds)
     parts = [
         ("parameters", f"A step of a GPT of 2 layers on {WORLD} ranks, fused AdamW", "parameters", by_size),
         ("layers", f"Tracing a GPT of width 64 on {WORLD} ranks", "layers", by_layers),

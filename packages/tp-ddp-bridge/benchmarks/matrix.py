@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
 import bridge_cells  # noqa: E402 - beside the tests, which run a sample of the cells
+from bridge_subjects import SUBJECTS  # noqa: E402
 
 PAGE = HERE.parents[3] / "docs" / "benchmarks" / "tp-ddp-bridge-matrix.md"
 WORLD = 4
@@ -93,7 +94,7 @@ def _rank(rank: int, folder: str, todo: list[tuple[str, str]], queue: Any) -> No
 
 def write_page(results: dict[tuple[str, str], float | str]) -> None:
     """All results as one table."""
-    subjects = list(bridge_cells.SUBJECTS)
+    subjects = list(SUBJECTS)
     lines = [
         "# How tp-ddp-bridge trains",
         "",

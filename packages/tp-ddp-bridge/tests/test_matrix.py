@@ -7,7 +7,8 @@ from typing import Any
 
 import bridge_models as models
 import pytest
-from bridge_cells import ADAM_ATOL, OPTIONS, SITUATIONS, SUBJECTS, adam, cells, run_cell, zero_optimizer
+from bridge_cells import OPTIONS, SITUATIONS, cells, run_cell, zero_optimizer
+from bridge_subjects import ADAM_ATOL, SUBJECTS, adam
 from ranktest import Ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from tp_ddp_bridge import check_optimizer, wrap_ddp
