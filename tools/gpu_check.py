@@ -493,6 +493,7 @@ def partitioned_step(settings: Settings, style: str) -> tuple[Any, list[Any]]:
     from dp_partition.step import runner_of
 
     runner = runner_of(step)
+    assert runner.latest is not None  # it has run
     return step, gather_inputs(runner.bound(), runner.latest, arguments, {})
 
 
