@@ -365,14 +365,14 @@ class Parser:
 
 
 PARSERS = {
-    "plan-json": Parser("plans as JSON", make_plan_json, check_plan_json, 100),
-    "plan-yaml": Parser("plans as YAML", make_plan_yaml, check_plan_yaml, 30, ("pyyaml",)),
-    "layout-text": Parser("layouts and meshes as text", make_layout, check_layout, 250),
-    "safetensors-header": Parser("safetensors headers", make_header, check_header, 50),
-    "safetensors-index": Parser("indexes of checkpoints in several files", make_index, check_index, 40),
-    "tp-plan": Parser("Hugging Face tp_plans", make_tp_plan, check_tp_plan, 40),
-    "command-line": Parser("plans through `check`, `explain`, `diff`", make_small_plan, check_command_line, 40),
-    "hugging-face-config": Parser("Hugging Face configs", make_config, check_config, 10, ("transformers",)),
+    "plan-json": Parser("plans as JSON", make_plan_json, check_plan_json, 50),
+    "plan-yaml": Parser("plans as YAML", make_plan_yaml, check_plan_yaml, 20, ("pyyaml",)),
+    "layout-text": Parser("layouts and meshes as text", make_layout, check_layout, 120),
+    "safetensors-header": Parser("safetensors headers", make_header, check_header, 30),
+    "safetensors-index": Parser("indexes of checkpoints in several files", make_index, check_index, 20),
+    "tp-plan": Parser("Hugging Face tp_plans", make_tp_plan, check_tp_plan, 20),
+    "command-line": Parser("plans through `check`, `explain`, `diff`", make_small_plan, check_command_line, 20),
+    "hugging-face-config": Parser("Hugging Face configs", make_config, check_config, 5, ("transformers",)),
 }
 
 
