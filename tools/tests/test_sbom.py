@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import zipfile
@@ -11,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import repo
 import sbom
 
 METADATA = """Metadata-Version: 2.4
@@ -25,6 +27,15 @@ Requires-Dist: rich>=13; extra == 'report'
 
 Text.
 """
+
+
+@pytest.fixture(autouse=True)
+def declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that declares what the metadata above asks for, whatever the real one's extras are."""
+    real = repo.packages()["shard-reshard"]
+    wanted, extras = ("torch>=2.11", "shard-spec>=0.1,<0.2"), (("report", ("matplotlib>=3.8", "rich>=13")),)
+    package = dataclasses.replace(real, requirements=wanted, extras=extras)
+    monkeypatch.setattr(repo, "packages", lambda: {"shard-reshard": package})
 
 
 def wheel(folder: Path, metadata: str = METADATA, extra: str = "") -> Path:
