@@ -105,13 +105,15 @@ OPTIMIZERS: list[Any] = [
 ]
 
 
-def measured_peak(run: Callable[[], object], repeat: int = 2) -> int:
+def measured_peak(run: Callable[[], object], repeat: int = 4) -> int:
     """Most bytes that are allocated at one time on top of what is there, as torch's profiler sees the CPU allocator.
 
-    The least of several runs: gloo's threads give back memory of the call before at times of their own.
+    The least of several runs: gloo's threads give back memory of the call before at times of their own, and a rank that
+    is behind keeps what is sent alive longer.
     """
     peaks = []
     for _ in range(repeat):
+        dist.barrier()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
             run()
         events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -147,9 +149,9 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks) -> None:
     assert [m.sent_bytes for m in found.messages] == [sum(event.bytes_sent) for event in log.events], said
     if ranks.device.type == "cpu":
         peak = measured_peak(lambda: step(model, own, batch)) + found.memory.resident_bytes
-        late = live_memory(step.graph.graph, late=True).peak_bytes  # the other rank may be behind, on a busy machine
-        assert 0.97 * found.peak_bytes <= peak <= 1.03 * late, (found.peak_bytes, peak, late, said)
-        assert late <= 1.5 * found.peak_bytes
+        assert abs(found.peak_bytes - peak) <= 0.05 * peak, (found.peak_bytes, peak, found.memory.peak_kinds, said)
+        late = live_memory(step.graph.graph, late=True).peak_bytes  # at most so much where the other rank is behind
+        assert found.peak_bytes <= late <= 1.5 * found.peak_bytes, (found.peak_bytes, late, said)
 
 
 def test_nothing_of_the_caller_changes() -> None:

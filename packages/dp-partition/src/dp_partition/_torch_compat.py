@@ -29,6 +29,7 @@ __all__ = [
     "decomposition_of",
     "inductor_compile",
     "inductor_problem",
+    "latest_trace_node",
     "make_fx",
     "new_fake_mode",
     "pytree",
@@ -75,6 +76,12 @@ def current_trace_nodes() -> list[str]:
     """Names of the nodes that make_fx has recorded so far."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
     return [node.name for node in tracer.graph.nodes] if tracer is not None else []
+
+
+def latest_trace_node() -> str:
+    """Name of the node that make_fx has recorded last; empty where nothing is traced."""
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    return next((node.name for node in reversed(tracer.graph.nodes)), "") if tracer is not None else ""
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from dp_partition._torch_compat import FakeTensor, TorchDispatchMode, current_trace_nodes, pytree
+from dp_partition._torch_compat import FakeTensor, TorchDispatchMode, latest_trace_node, pytree
 from dp_partition.problems import PlanError, Problem
 
 _SENTINEL = 0x5EED_5EED  # a seed that no caller means
@@ -132,7 +132,7 @@ class Results(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                 made = f"a tensor of shape {tuple(value.shape)}"
                 self.tensors.append(_Made(weakref.ref(value), "", f"{made} made by {func}"))
             elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                node = (current_trace_nodes() or [""])[-1]  # the number itself is wrapped ever anew; its symbol lasts
+                node = latest_trace_node()  # the number itself is wrapped ever anew; its symbol lasts
                 self.numbers.append(_Made(weakref.ref(value.node), node, f"a number read with {func}"))
         return result
 
