@@ -452,6 +452,13 @@ ODD: dict[str, Odd] = {
     "an argument is written": Odd(writes_argument),
     "a branch on the loss": Odd(data_dependent, refused="not-traceable"),
     "a rank's value in a weight": Odd(rank_value_into_weight, refused="ranks-diverge"),
+    "RAdam": Odd(plain, optim=torch.optim.RAdam, refused="optimizer-not-traceable"),
+    "ASGD": Odd(plain, optim=torch.optim.ASGD, refused="optimizer-not-traceable"),
+    "Adafactor": Odd(plain, optim=torch.optim.Adafactor, refused="optimizer-not-traceable"),
+    "Rprop": Odd(plain, optim=torch.optim.Rprop),
+    "Adamax": Odd(plain, optim=torch.optim.Adamax),
+    "SparseAdam": Odd(plain, Sparse, torch.optim.SparseAdam, refused="python-state"),
+    "LBFGS": Odd(with_closure, optim=torch.optim.LBFGS, refused="optimizer-not-traceable"),
     "groups, maximize": Odd(plain, optim=some_groups),
     "Muon": Odd(plain, no_bias, muon, close=1e-2),  # bfloat16 inside,
 }
@@ -515,3 +522,7 @@ def _train(ranks: Ranks, odd: Odd, bare: list[nn.Module], used: list[nn.Module],
     if isinstance(function, dp.Step):
         function.release()
     return found + [t.detach() for model in bare for t in (*model.parameters(), *model.buffers())]
+
+
+# Two markers cannot stand for parameters that one call updates twice; the error says which style can.
+ALSO_REFUSED = {("two updates", style): "no-way" for style in ("zero1", "zero2")}

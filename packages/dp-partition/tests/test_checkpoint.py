@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 
 
 class Scaled(nn.Module):

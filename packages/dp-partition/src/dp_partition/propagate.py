@@ -110,7 +110,7 @@ class _Walk:
             self.visit_output(node)
         elif not is_op(node):
             self.visit_python(node)
-        elif str(node.target).startswith("dp_partition.own_rows"):
+        elif is_own_rows(node):
             self.record(node, Shard(0), dict.fromkeys(self.tensor_inputs(node), R), NodeType.PARAM)
         elif str(node.target).startswith("dp_partition.share_rows"):
             param, rows = node.all_input_nodes
@@ -211,6 +211,8 @@ class _Walk:
     def write_per_rank(self, node: fx.Node, target: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
         """A rank's own value is written into a tensor that was equal on all ranks."""
         root = root_of(target)
+        if is_own_rows(root):  # a view of the parameter: memory that outlives the step
+            root = root.all_input_nodes[0]
         kind = self.homes.types.get(root)
         entry = root.meta.get("input")
         if root.op == "placeholder" and getattr(entry, "kind", "") == "buffer":
@@ -301,6 +303,11 @@ class _Walk:
                 keeps = self.homes.keep_outputs or self.types.get(source) in (NodeType.ACT, None)
                 inputs[source] = state if keeps or isinstance(state, PerRank) else R
         self.record(node, None, inputs, NodeType.NON_TENSOR)
+
+
+def is_own_rows(node: fx.Node) -> bool:
+    """Whether the node is the rows of a parameter that this rank updates (ZeRO-1 and ZeRO-2)."""
+    return str(node.target).startswith("dp_partition.own_rows")
 
 
 def is_gradient(node: fx.Node) -> bool:

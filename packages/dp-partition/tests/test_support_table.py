@@ -1,0 +1,45 @@
+"""The README's support table: what the other tests run and compare, in the words in which they expect it.
+
+`test_odd` and `test_effects` hold each row to its outcome, `test_coverage` the optimizers; this test holds the
+README to those rows. `UPDATE_README=1` writes it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dp_cells import OPTIMIZERS
+from dp_odd import ALSO_REFUSED, ODD
+from test_effects import REFUSED
+
+README = Path(__file__).parents[1] / "README.md"
+MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
+
+
+def table() -> str:
+    """A row for what is refused, one cell for all that is right."""
+    right = [name for name, odd in ODD.items() if not odd.refused]
+    lines = ["| a step, a model or an optimizer with | outcome |", "|---|---|"]
+    for name, odd in ODD.items():
+        if odd.refused:
+            lines.append(f"| {name} | refused: `{odd.refused}` |")
+    for name, (_, code, _) in REFUSED.items():
+        lines.append(f"| {name} | refused: `{code}` |")
+    for name in right:
+        styles = {style: code for (step, style), code in ALSO_REFUSED.items() if step == name}
+        but = "; ".join(f'"{style}" refused: `{code}`' for style, code in styles.items())
+        lines += [f"| {name} | right; {but} |"] if but else []
+    plain = [name for name in right if name not in {step for step, _ in ALSO_REFUSED}]
+    lines.append(f"| {', '.join(OPTIMIZERS)} | right in every style |")
+    lines.append(f"| {'; '.join(plain)} | right in every style |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
+    text = README.read_text()
+    before, rest = text.split(MARKS[0])
+    wanted = before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
+    if os.environ.get("UPDATE_README"):
+        README.write_text(wanted)
+    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
