@@ -46,6 +46,7 @@ class Odd:
         unused: Whether some parameters get no gradient.
         reference: What DistributedDataParallel can run in its stead.
         close: How far it may be from its reference: sums in another order.
+        every: Whether the tests run it in every style, because what it does depends on where parameters lie.
     """
 
     function: Callable[..., Any]
@@ -56,6 +57,7 @@ class Odd:
     unused: bool = False
     reference: Callable[..., Any] | None = None
     close: float = 1e-6
+    every: bool = False
 
 
 def inner(model: nn.Module) -> Any:
@@ -392,6 +394,57 @@ def rank_value_into_weight(model: nn.Module, optim: Any, x: torch.Tensor, y: tor
     return loss
 
 
+@torch.no_grad()
+def zero_a_row(model: Any) -> None:
+    model[0].weight[0].zero_()
+
+
+def parts_of_weights(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """In a sharded weight each of these is a write to a copy, unless the rank's part goes back."""
+    plain_model = inner(model)
+    zero_a_row(plain_model)  # before forward
+    loss = finish(optim, F.mse_loss(model(x), y))
+    with torch.no_grad():
+        weight, bias = plain_model[0].weight, plain_model[2].bias
+        rows, flat, column = weight[1:5], weight.view(-1)[10:30], weight[:, 1]
+        rows.mul_(0.5)
+        column.add_(1.0)
+        flat.sub_(0.1)
+        bias[1:3].zero_()
+        plain_model[2].weight[:, 3:5] = 1.0
+        weight.index_fill_(0, torch.tensor([6, 9], device=x.device), 0.25)
+        weight[7] = weight[8] * 2
+        return loss, rows.sum(), weight.norm(), column * 2
+
+
+def views_from_before(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Views that were taken before the update see it, and what is written to them is written to the weight."""
+    plain_model = inner(model)
+    rows, halves = plain_model[0].weight.detach()[2:7], plain_model[2].weight.detach().split(4)
+    loss = finish(optim, F.mse_loss(model(x), y))
+    with torch.no_grad():
+        rows.mul_(0.9)
+        plain_model[0].weight.mul_(1.1)
+        halves[1].neg_()
+        return loss, rows.sum(), halves[0].sum(), halves[1].clone(), plain_model[2].weight.norm()
+
+
+def parts_of_gradients(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Rows of an embedding that must not learn, and moments that are forgotten."""
+    loss: Any = F.mse_loss(model(x), y)
+    loss.backward()
+    grad = inner(model)[0].weight.grad
+    grad[0].zero_()
+    grad[3:5].mul_(2.0)
+    grad[:, 1].zero_()
+    optim.step()
+    for state in optim.state.values():
+        state["exp_avg"][0].zero_()
+    found = grad.sum()
+    optim.zero_grad()
+    return loss, found
+
+
 def some_groups(params: Any) -> torch.optim.Optimizer:
     params = list(params)
     groups = [{"params": params[:1], "lr": 0.0}, {"params": params[1:], "maximize": True}]
@@ -451,7 +504,10 @@ ODD: dict[str, Odd] = {
     "noise": Odd(noisy_input),
     "an argument is written": Odd(writes_argument),
     "a branch on the loss": Odd(data_dependent, refused="not-traceable"),
-    "a rank's value in a weight": Odd(rank_value_into_weight, refused="ranks-diverge"),
+    "a rank's value in a weight": Odd(rank_value_into_weight, refused="ranks-diverge", every=True),
+    "parts of weights written": Odd(parts_of_weights, every=True),
+    "parts of gradients and moments written": Odd(parts_of_gradients, close=1e-5, every=True),
+    "views from before the update": Odd(views_from_before, every=True),
     "RAdam": Odd(plain, optim=torch.optim.RAdam, refused="optimizer-not-traceable"),
     "ASGD": Odd(plain, optim=torch.optim.ASGD, refused="optimizer-not-traceable"),
     "Adafactor": Odd(plain, optim=torch.optim.Adafactor, refused="optimizer-not-traceable"),

@@ -64,7 +64,13 @@ def graphs(
         plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], world, semantics=semantics)
         mesh = imagined_mesh(world, world - 1, "cpu")
         program = build_program(function, args, {}, subject, plan, mesh, traffic=Traffic(bucket_bytes), reshard=True)
+        check_order(program.module.graph)
         yield program.with_local_values().graph, world
+
+
+def check_order(graph: fx.Graph) -> None:
+    """Generated code frees a value after its last use, which it finds by going backwards through the nodes."""
+    assert list(graph.nodes) == list(reversed(graph.nodes))[::-1]
 
 
 def check_collectives(graph: fx.Graph, world: int) -> int:

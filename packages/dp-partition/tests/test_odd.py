@@ -17,12 +17,12 @@ STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
 
 
 def chosen(style: str) -> list[str]:
-    """Each step in one style, in turn; what would make ranks diverge, or with ODD_ALL set each, in all."""
+    """Each step in one style, in turn; what depends on where parameters lie, or with ODD_ALL set each, in all."""
     names = list(ODD)
     if os.environ.get("ODD_ALL"):
         return names
     turn = STYLES.index(style)
-    return [n for index, n in enumerate(names) if index % len(STYLES) == turn or ODD[n].refused == "ranks-diverge"]
+    return [n for index, n in enumerate(names) if index % len(STYLES) == turn or ODD[n].every]
 
 
 @pytest.mark.ranks(2, timeout=300)

@@ -114,13 +114,18 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
                 optimizer.step()
             ddp.state_dict()
 
+    def least(seconds: float = 1.0) -> tuple[int, int, int]:
+        """Gloo's threads let go of the last bucket late: the least of what is seen meanwhile."""
+        found, deadline = live(), time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            found = min(found, live())
+        return found
+
     train(10)
-    start = live()
+    start = least()
     train(90)
-    deadline = time.monotonic() + 5
-    while live() != start and time.monotonic() < deadline:  # gloo's threads let go of the last bucket late
-        time.sleep(0.01)
-    assert live() == start
+    assert least() == start
     assert start[1] == 4  # a spare view of each sharded leaf
 
 

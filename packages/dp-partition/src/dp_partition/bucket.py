@@ -73,16 +73,19 @@ def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) 
     timing = _Timing(nodes, positions)
     gather_buckets = _group(gathers, timing, traffic.bucket_bytes, timing.first_use)
     reduce_buckets = _group(reductions, timing, traffic.bucket_bytes, timing.ready)
-    issues: list[tuple[fx.Node, _Bucket, fx.Node]] = []
+    issues: list[tuple[_Bucket, tuple[int, int, int]]] = []
     for index, bucket in enumerate(gather_buckets):
         ahead = gather_buckets[max(index - traffic.prefetch, 0)]
         earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
-        issues.append((nodes[min(max(ahead.needed, earliest), bucket.needed)], bucket, nodes[bucket.needed]))
+        sent = min(max(ahead.needed, earliest), bucket.needed)
+        issues.append((bucket, (sent, bucket.needed, bucket.needed)))
     for index, bucket in enumerate(reduce_buckets):
         awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], traffic))
-        issues.append((nodes[bucket.ready + 1], bucket, nodes[awaited]))
-    for anchor, bucket, wait_at in issues:
-        _emit(graph, mover, bucket, (anchor, wait_at, nodes[bucket.needed]), traffic)
+        issues.append((bucket, (bucket.ready + 1, awaited, bucket.needed)))
+    gone: set[fx.Node] = set()
+    for bucket, places in issues:
+        stands = [next(node for node in nodes[place:] if node not in gone) for place in places]
+        _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), traffic, gone)
 
 
 def _place_is_wanted(buckets: list[_Bucket], traffic: Traffic) -> int:
@@ -182,7 +185,12 @@ def _product(sizes: Iterable[int]) -> int:
 
 
 def _emit(
-    graph: fx.Graph, mover: Mover, bucket: _Bucket, stands: tuple[fx.Node, fx.Node, fx.Node], traffic: Traffic
+    graph: fx.Graph,
+    mover: Mover,
+    bucket: _Bucket,
+    stands: tuple[fx.Node, fx.Node, fx.Node],
+    traffic: Traffic,
+    gone: set[fx.Node],
 ) -> None:
     """Write a bucket's collective into the graph and let its results replace the single moves'.
 
@@ -192,6 +200,8 @@ def _emit(
         bucket: The moves.
         stands: Before which node it is sent, awaited, and needed; what has several parts uses all of them.
         traffic: How gradients are reduced.
+        gone: Gets the nodes that are erased: what is written before an erased node is not met on the way back through
+            the graph, by which the last use of every value is found.
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])
@@ -208,14 +218,17 @@ def _emit(
     for move, before, after in zip(bucket.moves, old, results, strict=True):
         after.meta.update({k: v for k, v in before.meta.items() if k in ("moves", "node_type", "phase")})
         before.replace_all_uses_with(after)
-        _erase_chain(graph, before, move.start)
+        gone |= _erase_chain(graph, before, move.start)
 
 
-def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> None:
+def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> set[fx.Node]:
+    erased = set()
     while node is not start and not node.users:
         previous = node.all_input_nodes[0]
         graph.erase_node(node)
+        erased.add(node)
         node = previous
+    return erased
 
 
 def _reduce(mover: Mover, moves: list[Move], traffic: Traffic) -> Parts:

@@ -1,12 +1,14 @@
 """Insert collectives: turn the single-device graph into the graph of one rank.
 
 Reads ``meta["sharding"]`` of every node (a `PlacementStrategy` or None), brings each input where the strategy wants it,
-adapts the arguments that name shapes, and removes the markings. Every value is moved at most once to each placement; a
-value that is written keeps only the copy that was written.
+adapts the arguments that name shapes, and removes the markings. Every value is moved at most once to each placement. A
+value that is written keeps only the copy that was written: views of another copy are taken anew, and where an input of
+the graph was written in a gathered copy, the rank's part is copied back.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -18,7 +20,7 @@ from dp_partition.bucket import Traffic, arrange
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, local_shape
 from dp_partition.fused import lay_out_alike
-from dp_partition.ops import aten, is_random, mutated_inputs, root_of
+from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
 from dp_partition.reshard import MARK
@@ -40,6 +42,15 @@ ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_
 LOWERED = (OWN_ROWS, SHARE_ROWS)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """How a view was taken: of which node, where that lay, and from which node of the rank's graph."""
+
+    base: fx.Node
+    placement: Placement | None
+    start: fx.Node
+
+
 class Inserter:
     """One pass over a graph, for one rank."""
 
@@ -47,6 +58,10 @@ class Inserter:
         self.module, self.world, self.rank = module, mover.world, mover.rank
         self.mover = mover
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
+        self.homes: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of what outlives the step
+        self.taken: dict[fx.Node, Taken] = {}
+        self.native: dict[fx.Node, Placement] = {}
+        self.roots: dict[fx.Node, fx.Node] = {}  # of views, as in the graph before anything was moved
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
         self.gathered: dict[fx.Node, str] = {}  # in which phase a source was moved last
@@ -64,7 +79,7 @@ class Inserter:
         """Bring a node's inputs where it wants them and remember where its output lies."""
         sources = list(node.all_input_nodes)
         wanted = dict(zip(sources, strategy.input_specs or (None,) * len(sources), strict=True))
-        written = mutated_inputs(node)
+        written, base = mutated_inputs(node), base_of(node)
         moved: dict[fx.Node, fx.Node] = {}
         for source, spec in wanted.items():
             if isinstance(spec, PlacementSpec) and source in self.versions:
@@ -82,10 +97,17 @@ class Inserter:
             return
         if is_random(node):
             self.agree(node, strategy)
+        if base is not None:
+            lies = wanted.get(base)
+            self.roots[node] = self.roots.get(base, base)
+            self.taken[node] = Taken(base, getattr(lies, "placement", None), moved.get(base, base))
         if isinstance(strategy.output_spec, PlacementSpec):
             placement = strategy.output_spec.placement
             self.versions[node] = {placement: node}
-            self.family.setdefault(root_of(node), []).append(node)
+            self.native[node] = placement
+            self.family.setdefault(self.roots.get(node, node), []).append(node)
+            if node.op == "placeholder":
+                self.homes[node] = placement, node
             self.fit_shape(node, placement)
         elif node.target in ROW_ARGUMENTS and spec_values(strategy.output_spec)[0].placement == Shard(0):
             position = ROW_ARGUMENTS[node.target]
@@ -101,6 +123,8 @@ class Inserter:
                 rows = self.mover.cut(param, 0, shape)
                 rows.meta.update(node.meta)
                 self.versions[node] = {Shard(0): rows}
+                self.homes[node] = Shard(0), rows
+                self.family[node] = [node]
                 return
             rows = node.args[1]  # type: ignore[assignment]
             whole = self.mover.all_gather(rows, 0, shape)
@@ -134,6 +158,8 @@ class Inserter:
 
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
         """The node that holds ``source`` where it is wanted, moved there if need be."""
+        if not self.versions[source]:
+            self.versions[source] = {self.native[source]: self.take_again(source, before)}
         known = self.versions[source]
         phase = before.meta.get("phase")
         again = MARK in source.meta and wanted == Replicate() and phase == "backward"
@@ -168,20 +194,58 @@ class Inserter:
             node = node.all_input_nodes[0]
 
     def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
-        """After a write only the written copy is the tensor; views of another copy would read stale memory."""
-        kept = self.versions[source].get(placement)
-        root = root_of(source)
+        """After a write only what shares the written memory is the tensor; of a shard that is written, no whole.
+
+        Raises:
+            PlanError: ``alias-after-move`` for a value that is used later, and whose written copy cannot stand for it.
+        """
+        memory = root_of(self.version(source, placement, node))
+        root = self.roots.get(source, source)
         for relative in self.family.get(root, ()):
-            known = self.versions[relative]
-            if relative is source:
-                if kept is not None:
-                    self.versions[relative] = {placement: kept}
-                continue
-            native = next(iter(known))
-            self.versions[relative] = {native: known[native]}
-            if kept is not None and kept is not source and _is_used_after(relative, node):
-                found = f"{source.name} was moved, and {relative.name} still shares memory with the original"
-                raise PlanError(Problem("alias-after-move", f"node {node.name}", found=found))
+            known = {
+                lies: one
+                for lies, one in self.versions[relative].items()
+                if root_of(one) is memory and (isinstance(lies, Shard) or not isinstance(placement, Shard))
+            }
+            if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
+                known = self.write_back(node, relative, known)
+            elif not known and relative not in self.taken and _is_used_after(relative, node):
+                raise self.lost(node, relative)
+            self.versions[relative] = known
+
+    def write_back(self, node: fx.Node, source: fx.Node, known: dict[Placement, fx.Node]) -> dict[Placement, fx.Node]:
+        """The rank's part of a whole copy that was written goes to where the tensor lies."""
+        (placement, home), whole = self.homes[source], known.get(Replicate())
+        if not isinstance(placement, Shard) or whole is None:
+            raise self.lost(node, source)
+        with self.module.graph.inserting_before(node.next):
+            part = self.mover.cut(whole, placement.dim, tuple(source.meta["val"].shape))
+            copy = self.mover.call(aten.copy_.default, home, part)
+        for one in (part, copy):
+            one.meta.update(node_type=source.meta.get("node_type"), phase=node.meta.get("phase"), moves=source.name)
+        return {placement: home, Replicate(): whole}
+
+    def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
+        found = f"writes a copy of {source.name}, which is used later where it was"
+        return PlanError(Problem("alias-after-move", f"node {node.name} ({node.target})", found=found))
+
+    def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
+        """A view of what its base is now: the copy that it looked at was not the one that was written."""
+        if view not in self.taken:
+            raise self.lost(before, view)
+        taken = self.taken[view]
+        if taken.base not in self.versions:  # several views at once
+            fresh = self.take_again(taken.base, before)
+        elif isinstance(taken.placement, Partial) and taken.placement not in self.versions[taken.base]:
+            raise self.lost(before, view)
+        else:
+            assert taken.placement is not None
+            fresh = self.version(taken.base, taken.placement, before)
+        with self.module.graph.inserting_before(before):
+            again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
+        again.meta.pop("sharding", None)
+        again.meta["phase"] = before.meta.get("phase")
+        return again
 
     def fit_shape(self, node: fx.Node, placement: Placement) -> None:
         """Let an argument that names the output's shape name the local one."""

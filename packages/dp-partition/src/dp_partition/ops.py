@@ -44,7 +44,10 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     if not is_op(node):
         return []
     found = []
+    fused_reads = "_fused_" in str(node.target) and node.kwargs.get("grad_scale") is None
     for argument, value in arguments(node):
+        if fused_reads and argument.name == "grads":
+            continue  # a fused optimizer writes gradients only where it divides them by a scale
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += nodes_in(value)
     if node.target in _RUNNING_STATISTICS and len(node.args) > 5 and node.args[5]:
@@ -63,20 +66,20 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def base_of(node: fx.Node) -> fx.Node | None:
+    """The node that a view looks at; for one of several views (``split``), the node that makes them all."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return source if viewed_input(source) is not None else None
+    return viewed_input(node)
+
+
 def root_of(node: fx.Node) -> fx.Node:
     """The node that owns the memory a chain of views looks at."""
-    while True:
-        if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            if viewed_input(source) is None:
-                return node
-            node = source
-            continue
-        viewed = viewed_input(node)
-        if viewed is None:
-            return node
-        node = viewed
+    while (base := base_of(node)) is not None:
+        node = base
+    return node
 
 
 def is_random(node: fx.Node) -> bool:

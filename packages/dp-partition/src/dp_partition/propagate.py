@@ -241,8 +241,9 @@ class _Walk:
         candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))
         if is_random(node) and not any(isinstance(self.at(n), Shard) for n in sources):
             candidates = candidates[-1:]
-        allowed = [c for c in candidates if self.may_write(node, c)]
-        best = cheapest(call, allowed)
+        best = cheapest(call, [c for c in candidates if self.may_write(node, c)])
+        if best is None:  # in a gathered copy, whose part goes back
+            best = cheapest(call, [c for c in candidates if self.may_write(node, c, back=True)])
         if best is None:
             placements = ", ".join(f"{n.name}: {describe(self.states[n])}" for n in sources)
             hint = "no rule runs this operator on shards and writes its result back; replicate the tensors it writes"
@@ -264,12 +265,19 @@ class _Walk:
             n for n in sources if self.types.get(n) == NodeType.PARAM and (meets_activation or n is viewed)
         }
 
-    def may_write(self, node: fx.Node, candidate: Candidate) -> bool:
-        """Memory is written only where it lies: inputs of the graph at home, views where their base is."""
+    def may_write(self, node: fx.Node, candidate: Candidate, back: bool = False) -> bool:
+        """Memory is written only where it lies: inputs of the graph at home, views where their base is.
+
+        Args:
+            node: What writes.
+            candidate: How.
+            back: Whether an input of the graph that is sharded may be written whole, and its part copied back.
+        """
         for source in mutated_inputs(node):
             wanted = candidate.inputs.get(source, R)
             root = root_of(source)
-            if root.op == "placeholder" and wanted != self.states[source]:
+            whole = back and source is root and wanted == R and isinstance(self.states[source], Shard)
+            if root.op == "placeholder" and wanted != self.states[source] and not whole:
                 return False
             reduced = isinstance(self.states[source], Partial)  # into memory of its own; `insert` checks later uses
             if root is not source and wanted != self.states[source] and not reduced:
@@ -281,7 +289,8 @@ class _Walk:
         written = mutated_inputs(node)
         for source, wanted in inputs.items():
             state = self.states[source]
-            if (isinstance(state, Partial) and state != wanted) or source in written:
+            stays = source.op == "placeholder" and isinstance(state, Shard)  # what was written whole goes back
+            if (isinstance(state, Partial) and state != wanted) or (source in written and not stays):
                 self.states[source] = wanted
 
     def inherit_wish(self, node: fx.Node, sources: list[fx.Node]) -> None:
