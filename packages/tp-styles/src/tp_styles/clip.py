@@ -39,11 +39,15 @@ def clip_grad_norm_(
         The norm before clipping, a plain tensor.
 
     Raises:
-        PlanError: A gradient that is a partial sum.
+        PlanError: A gradient that is a partial sum, or an order that is not above 0.
         RuntimeError: A norm that is not finite, if that was asked for.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     order = float(norm_type)
+    if not order > 0:
+        raise PlanError(
+            Problem("norm-type", "norm_type", found=str(norm_type), hint="orders above 0, and inf, can be put together")
+        )
     if not parameters or all(parameter.grad is None for parameter in parameters):
         device = parameters[0].device if parameters else torch.device("cpu")
         # A rank without gradients still takes part in the sums of the others.

@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
     """
     logits = unwatched(logits)
     if isinstance(logits, DTensor):
-        mesh, num_classes, logits = _from_dtensor(logits)
+        mesh, num_classes, logits = _from_dtensor(logits, mesh, num_classes)
     if mesh is None:
         raise PlanError(Problem("no-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
     if mesh.ndim != 1:
@@ -58,9 +58,10 @@ def vocab_parallel_cross_entropy(
     if reduction not in ("mean", "sum", "none"):
         raise PlanError(Problem("reduction", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
     axis = Axis(mesh)
+    target = target.long()
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
     start, stop = chunk_bounds(classes, axis.rank, axis.size)
-    _check(logits, target, stop - start, classes, weight, ignore_index)
+    _check(logits, target, stop - start, classes, weight, ignore_index, label_smoothing)
     even = num_classes is None
 
     counted = target != ignore_index
@@ -74,15 +75,25 @@ def vocab_parallel_cross_entropy(
         total = float(classes) if weight is None else weight.to(normalizer.dtype).sum()
         smoothed = (total * normalizer - smooth) * counted
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothed
+    loss = loss.masked_fill(~counted, 0)  # whatever their logits were, nan and infinity too
     if reduction == "mean":
-        loss = loss.sum() / per_target.sum()
+        loss = _mean(loss, per_target.sum())
     elif reduction == "sum":
         loss = loss.sum()
-    result: torch.Tensor = loss.to(logits.dtype)
+    exact = torch.is_autocast_enabled(logits.device.type)  # autocast has torch's loss in float32, too
+    result: torch.Tensor = loss if exact else loss.to(logits.dtype)
     return result
 
 
-def _from_dtensor(logits: DTensor) -> tuple[DeviceMesh, int, torch.Tensor]:
+def _mean(loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Where nothing counts, torch's mean is nan, and its gradients are zeros."""
+    none = total == 0
+    return (loss.sum() / total.masked_fill(none, 1)).masked_fill(none, float("nan"))
+
+
+def _from_dtensor(
+    logits: DTensor, mesh: DeviceMesh | None, num_classes: int | None
+) -> tuple[DeviceMesh, int, torch.Tensor]:
     last = logits.dim() - 1
     if tuple(logits.placements) != (Shard(last),):
         raise PlanError(
@@ -93,6 +104,14 @@ def _from_dtensor(logits: DTensor) -> tuple[DeviceMesh, int, torch.Tensor]:
                 hint="they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])",
             )
         )
+    for name, given, known in (
+        ("mesh", mesh, logits.device_mesh),
+        ("num_classes", num_classes, logits.shape[-1]),
+    ):
+        if given is not None and given != known:
+            raise PlanError(
+                Problem("logits-say", name, found=str(given), hint=f"the DTensor's is {known}: leave it out")
+            )
     return logits.device_mesh, logits.shape[-1], logits.to_local()
 
 
@@ -103,8 +122,13 @@ def _check(
     classes: int,
     weight: torch.Tensor | None,
     ignore_index: int,
+    label_smoothing: float,
 ) -> None:
     problems = []
+    if not 0 <= label_smoothing <= 1:
+        problems.append(
+            Problem("label-smoothing", "label_smoothing", found=str(label_smoothing), hint="it is between 0 and 1")
+        )
     if logits.shape[-1] != local:
         problems.append(
             Problem(
@@ -158,12 +182,12 @@ class _Terms(torch.autograd.Function):
         exponentials = shifted.exp()
         terms = [exponentials.sum(-1)]
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
-        terms.append(picked * here)
+        terms.append(picked.masked_fill(~here, 0))  # a class that is masked with -inf is not the target
         if spread:
             terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
         summed = axis.all_reduce_(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
         normalizer = summed[0].log()
-        ctx.save_for_backward(exponentials / summed[0].unsqueeze(-1), here, local, by_class)
+        ctx.save_for_backward(exponentials / summed[0].unsqueeze(-1), here, local, by_class, normalizer)
         ctx.spread, ctx.dtype = spread, logits.dtype
         # All three are relative to the highest logit, which cancels in every combination that the loss makes of them.
         smooth = summed[2] if spread else summed[0]
@@ -173,14 +197,37 @@ class _Terms(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Each rank's own part; nothing is communicated."""
         by_normalizer, by_chosen, by_smooth = gradients
-        softmax, here, local, by_class = ctx.saved_tensors
+        softmax, here, local, by_class, normalizer = ctx.saved_tensors
         result = softmax * by_normalizer.unsqueeze(-1)
         if result.shape[-1]:
             result.scatter_add_(-1, local.unsqueeze(-1), (by_chosen * here).unsqueeze(-1))
         if ctx.spread:
             spread = by_smooth.unsqueeze(-1)
             result += spread if by_class is None else spread * by_class
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            result = _Last.apply(result, normalizer)  # type: ignore[no-untyped-call]  # torch's Function
         return result.to(ctx.dtype), None, None, None, None, None, None
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that goes no further: the softmax that it was made of is no constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """The gradient; `source` is something in the graph that it came from."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """There is none."""
+        raise PlanError(
+            Problem(
+                "second-derivative",
+                "vocab_parallel_cross_entropy",
+                found="a gradient of its gradient",
+                hint="gather the logits and use torch's cross_entropy where create_graph=True is needed",
+            )
+        )
 
 
 def _highest(logits: torch.Tensor, axis: Axis, even: bool) -> torch.Tensor:

@@ -88,9 +88,12 @@ def global_view(local: torch.Tensor, parameter: ShardParameter) -> torch.Tensor:
 
 def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> torch.Tensor:
     if isinstance(parameter, DTensor):
-        if isinstance(value, DTensor):
-            return value
         mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        if isinstance(value, DTensor) and value.device_mesh == mesh and value.shape == shape:
+            # `assign=True` would put another layout in the module, whose forward takes a part
+            return value if value.placements == placements else value.redistribute(placements=placements)
+        if isinstance(value, DTensor) and mesh.ndim > 1:
+            return value  # FSDP2's, on a mesh of two dims: torch's own loading compares
         local = _cut(value, (mesh, placements, shape, parameter.stride()), key)
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)

@@ -15,7 +15,7 @@ from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, restore
 from tp_styles.runtime.foreign import apply_foreign
 from tp_styles.runtime.install import install_module
-from tp_styles.runtime.keep import KeepParts, PartsAreKnown
+from tp_styles.runtime.keep import KeepParts, PartsAreKnown, ResetWhole
 from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
 from tp_styles.runtime.regions import install_regions, watch_outputs
 from tp_styles.spec import ParameterSpec
@@ -136,5 +136,8 @@ def _keep(change: ModuleChange, fqn: str, check: bool) -> None:
     if local:
         vars(owner)["_apply"] = KeepParts(owner, local)
         change.removers.append(lambda: vars(owner).pop("_apply", None) and None)
+        if hasattr(type(owner), "reset_parameters"):
+            vars(owner)["reset_parameters"] = ResetWhole(owner, local)
+            change.removers.append(lambda: vars(owner).pop("reset_parameters", None) and None)
         if check:
             change.removers.append(owner.register_forward_pre_hook(PartsAreKnown(local, fqn)).remove)

@@ -16,7 +16,6 @@ from tp_styles.rng import tp_rng
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.linear import RowLinear
 from tp_styles.runtime.moves import Move
-from tp_styles.runtime.parameters import local_parameter
 from tp_styles.spec import Flow, StyleSpec
 
 
@@ -56,6 +55,7 @@ class AttentionForward(RowLinear):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         elif not module.batch_first:
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+        self._check_masks(query, key, value, attn_mask, key_padding_mask)
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = self._merged_mask(None if causal else attn_mask, key_padding_mask, query)
         q, k, v = (self._by_heads(x) for x in self._project(query, key, value))  # [B, H, L or S, D]
@@ -79,6 +79,36 @@ class AttentionForward(RowLinear):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
 
+    def _check_masks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+    ) -> None:
+        """What torch refuses and broadcasting would let through; inputs are [B, L or S, features]."""
+        batch, length, source = query.shape[0], query.shape[1], key.shape[1]
+        shapes: list[tuple[str, torch.Tensor | None, set[tuple[int, ...]]]] = [
+            ("key", key, {(batch, source, key.shape[-1])}),
+            ("value", value, {(batch, source, value.shape[-1])}),
+            ("attn_mask", attn_mask, {(length, source), (batch * self.all_heads, length, source)}),
+            ("key_padding_mask", key_padding_mask, {(batch, source)}),
+        ]
+        problems = []
+        for name, x, wanted in shapes:
+            if x is None:
+                continue
+            where = f"{self.name}({name})"
+            if name.endswith("mask") and not (x.dtype == torch.bool or x.is_floating_point()):
+                hint = "True for what is left out, or numbers to add to the scores: .bool() or .float()"
+                problems.append(Problem("mask-dtype", where, found=str(x.dtype), hint=hint))
+            if tuple(x.shape) not in wanted:
+                hint = " or ".join(str(shape) for shape in sorted(wanted, key=len))
+                problems.append(Problem("attention-shape", where, found=str(tuple(x.shape)), hint=hint))
+        if problems:
+            raise StyleInputError(problems)
+
     def _enter(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,13 +120,13 @@ class AttentionForward(RowLinear):
         return moved[id(query)], moved[id(key)], moved[id(value)]
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        packed, bias = local_parameter(self.module, "in_proj_weight"), local_parameter(self.module, "in_proj_bias")
+        packed, bias = self.parameter("in_proj_weight"), self.parameter("in_proj_bias")
         if packed is not None and query is key is value:
             return F.linear(query, packed, bias).chunk(3, dim=-1)
         if packed is not None:
             weights = packed.chunk(3)
         else:
-            found = [local_parameter(self.module, f"{name}_proj_weight") for name in "qkv"]
+            found = [self.parameter(f"{name}_proj_weight") for name in "qkv"]
             weights = tuple(weight for weight in found if weight is not None)
         biases = bias.chunk(3) if bias is not None else (None, None, None)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
@@ -124,7 +154,7 @@ class AttentionForward(RowLinear):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`add_bias_kv` and `add_zero_attn`: keys that every mask lets through."""
         module = cast(nn.MultiheadAttention, self.module)
-        bias_k, bias_v = local_parameter(module, "bias_k"), local_parameter(module, "bias_v")
+        bias_k, bias_v = self.parameter("bias_k"), self.parameter("bias_v")
         extra = []
         if bias_k is not None and bias_v is not None:
             extra.append(
@@ -164,7 +194,7 @@ class AttentionForward(RowLinear):
             x = x.squeeze(0)
         elif not module.batch_first:
             x = x.transpose(0, 1)
-        weight = local_parameter(module.out_proj, "weight")
+        weight = self.parameter_of(module.out_proj, "weight", "out_proj.weight")
         assert weight is not None
         return self.finish(F.linear(x, weight), self.parameter_of(module.out_proj, "bias", "out_proj.bias"))
 

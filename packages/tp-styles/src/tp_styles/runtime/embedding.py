@@ -10,7 +10,6 @@ from torch import nn
 
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forward import Forward, Output, only
-from tp_styles.runtime.parameters import local_parameter
 from tp_styles.spec import StyleSpec
 
 
@@ -28,7 +27,7 @@ class RowLookup:
         split = dict(spec.parameters)["weight"].split
         ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
         self.num_rows = split.global_size
-        self.padding = cast(nn.Embedding, module).padding_idx
+        self.module = cast(nn.Embedding, module)
         self.name = name
 
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -43,7 +42,7 @@ class RowLookup:
         return self._without_padding_gradient(found, ids)
 
     def _without_padding_gradient(self, found: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        padding = self.padding
+        padding = self.module.padding_idx
         if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
             return found
         return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
@@ -65,6 +64,6 @@ class RowEmbedding(Forward):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """The rows of the ids."""
-        weight = local_parameter(self.module, "weight")
+        weight = self.parameter("weight")
         assert weight is not None
         return self.leave(self.lookup(self.enter(input), weight))

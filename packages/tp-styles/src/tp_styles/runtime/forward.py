@@ -16,6 +16,7 @@ from tp_styles._torch_compat import is_compiling
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import Move, as_dtensor
 from tp_styles.runtime.parameters import computing_parameter, local_parameter, local_weight_and_bias
+from tp_styles.runtime.part_sizes import PartSizes
 from tp_styles.runtime.watched import watch
 from tp_styles.spec import Flow, StyleSpec
 from tp_styles.transfer import normalized
@@ -38,6 +39,7 @@ class Forward:
         self.name = name
         self.moves = {key: Move(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
         self.sums = {key: parameter for key, parameter in spec.parameters if parameter.sum_gradient}
+        self.parts = PartSizes(spec, axis, name)
         self.leaves: list[Output | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,6 +69,9 @@ class Forward:
             weight, bias = self.parameter("weight"), self.parameter("bias")
         else:
             weight, bias = local_weight_and_bias(self.module)
+            self.parts.check("weight", weight)
+            if bias is not None:
+                self.parts.check("bias", bias)
         assert weight is not None
         return weight, bias
 
@@ -74,8 +79,11 @@ class Forward:
         """A parameter of a module below, under its name from here."""
         found = self.sums.get(name)
         if found is None:
-            return local_parameter(owner, attribute)
-        return computing_parameter(owner, attribute, self.axis, found)
+            parameter = local_parameter(owner, attribute)
+        else:
+            parameter = computing_parameter(owner, attribute, self.axis, found)
+        self.parts.check(name, parameter)
+        return parameter
 
 
 class Output:

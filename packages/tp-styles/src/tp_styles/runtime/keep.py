@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.parameters import ShardParameter
+from tp_styles.runtime.parameters import ShardParameter, split_of
 
 
 class KeepParts:
@@ -28,18 +28,60 @@ class KeepParts:
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
         """The module's own `_apply`; new parameters remember what the old ones did."""
         module = self.module
-        before = {name: module._parameters.get(name) for name in self.names}
+        before = {
+            name: (found, dict(vars(found)))
+            for name in self.names
+            if isinstance(found := module._parameters.get(name), ShardParameter)
+        }
         type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]  # torch's
-        for name, old in before.items():
+        for name, (old, known) in before.items():
             new = module._parameters.get(name)
-            if new is not None and new is not old and isinstance(old, ShardParameter):
-                module._parameters[name] = _remembering(new, old)
+            if new is old and type(new) is nn.Parameter:  # swapped: the same object, another inside
+                object.__setattr__(new, "__class__", ShardParameter)
+                vars(new).update(known)
+            elif new is not None and new is not old:
+                module._parameters[name] = _remembering(new, known)
         return module
 
 
-def _remembering(new: torch.Tensor, old: ShardParameter) -> ShardParameter:
+class ResetWhole:
+    """Stands as a module's `reset_parameters`: it runs on whole parameters, and their parts are taken.
+
+    Bounds depend on the number of input features: on a part of the columns they would be too wide.
+
+    Args:
+        module: The module.
+        names: Its local parameters.
+    """
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.module = module
+        self.names = names
+
+    def __call__(self) -> None:
+        """The module's own `reset_parameters`, with the default generator alike on every rank."""
+        module: Any = self.module
+        kept = {
+            name: found
+            for name in self.names
+            if isinstance(found := module._parameters.get(name), ShardParameter) and not found.is_meta
+        }
+        try:
+            for name, part in kept.items():
+                module._parameters[name] = nn.Parameter(part.detach().new_zeros(part._sharding_info[2]))
+            type(module).reset_parameters(module)
+            whole = {name: module._parameters[name].detach() for name in kept}
+        finally:
+            module._parameters.update(kept)
+        with torch.no_grad():
+            for name, part in kept.items():
+                mesh = part._sharding_info[0]
+                part.copy_(split_of(part._sharding_info).take(whole[name], mesh.get_local_rank(), mesh.size()))
+
+
+def _remembering(new: torch.Tensor, known: dict[str, Any]) -> ShardParameter:
     parameter = ShardParameter(new.detach(), new.requires_grad)
-    parameter.__dict__.update(old.__dict__)
+    parameter.__dict__.update(known)
     parameter.grad = new.grad
     return parameter
 

@@ -62,7 +62,8 @@ class RowLinear(Forward):
         """The sum over the ranks, with the bias, in the layout that was asked for."""
         moved = self.leave.move(produced)
         if bias is not None:
-            moved = moved + self._bias_part(bias, moved.dim())
+            # Under autocast the sum is of the lower type, and so is the output of `nn.Linear`.
+            moved = moved + self._bias_part(bias.to(moved.dtype), moved.dim())
         return self.leave.given(moved, produced.shape)
 
     def _bias_part(self, bias: torch.Tensor, ndim: int) -> torch.Tensor:

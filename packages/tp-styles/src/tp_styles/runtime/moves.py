@@ -53,8 +53,7 @@ class Move:
             found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
         if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
             return x
-        moved: torch.Tensor = _Moved.apply(x, found, self)  # type: ignore[no-untyped-call]  # torch's Function
-        return moved
+        return _moved(x, found, self, fresh=self.fresh)
 
     def redistributed(self, x: DTensor) -> DTensor:
         """A DTensor in the wanted layout, from whatever layout it has."""
@@ -150,21 +149,34 @@ class Move:
         return sizes
 
 
+def _moved(x: torch.Tensor, transfer: Transfer, move: Move, *, fresh: bool) -> torch.Tensor:
+    moved: torch.Tensor = _Moved.apply(x, transfer, move, fresh)  # type: ignore[no-untyped-call]  # torch's Function
+    return moved
+
+
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, move: Move) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, move: Move, fresh: bool) -> torch.Tensor:
         ctx.transfer, ctx.move = transfer, move
         if transfer.forward.op == "none":
             return x.view_as(x)
-        in_place = move.fresh and transfer.forward.op == "all_reduce"
+        in_place = fresh and transfer.forward.op == "all_reduce"
         moved = move.run(transfer.forward, x, in_place=in_place)
         if moved is x:
             ctx.mark_dirty(x)
         return moved
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.move.run(ctx.transfer.backward, gradient), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if _is_differentiated_again():  # the two steps are each other's transpose
+            again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
+            return _moved(gradient, again, ctx.move, fresh=False), None, None, None
+        return ctx.move.run(ctx.transfer.backward, gradient), None, None, None
+
+
+def _is_differentiated_again() -> bool:
+    """Whether this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
+    return torch.is_grad_enabled() and not is_compiling()
 
 
 def summed_gradient(parameter: torch.Tensor, axis: Axis, split: Split | None = None) -> torch.Tensor:
@@ -190,9 +202,29 @@ class _SummedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.split is None:
-            return ctx.axis.all_reduce(gradient), None, None
-        return _sum_of_copies(gradient, ctx.axis, ctx.split), None, None
+        if _is_differentiated_again():
+            again: torch.Tensor = _Sum.apply(gradient, ctx.axis, ctx.split)  # type: ignore[no-untyped-call]  # torch's
+            return again, None, None
+        return _sum(gradient, ctx.axis, ctx.split), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The transpose of `_SummedGradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, split: Split | None) -> torch.Tensor:
+        ctx.axis, ctx.split = axis, split
+        return _sum(x, axis, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if _is_differentiated_again():
+            gradient = _SummedGradient.apply(gradient, ctx.axis, ctx.split)  # type: ignore[no-untyped-call]  # torch's
+        return gradient, None, None
+
+
+def _sum(gradient: torch.Tensor, axis: Axis, split: Split | None) -> torch.Tensor:
+    return axis.all_reduce(gradient) if split is None else _sum_of_copies(gradient, axis, split)
 
 
 def _sum_of_copies(gradient: torch.Tensor, axis: Axis, split: Split) -> torch.Tensor:

@@ -69,6 +69,7 @@ class OwnForward(Forward):
                 if found is None:
                     continue
                 local = computing_parameter(owner, attribute, self.axis, self.specs[key])
+                self.parts.check(key, local)
                 if local is not found:
                     kept.append((owner, attribute, found))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call

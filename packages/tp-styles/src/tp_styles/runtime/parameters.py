@@ -43,6 +43,33 @@ class ShardParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
+    def module_load(self, other: torch.Tensor, assign: bool = False) -> ShardParameter:
+        """What `load_state_dict` swaps in, where torch is set to swap."""
+        value = other.detach() if assign else self.detach().copy_(other.detach())
+        return _rebuild(value, self.requires_grad, dict(self.__dict__))
+
+    def _drawn(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
+        """This rank's part of what is drawn for the whole: the same numbers that the whole parameter would get.
+
+        Each rank's generator would otherwise draw the same numbers for another part, or others for the same.
+        """
+        info = self._sharding_info
+        mesh, split = info[0], split_of(info)
+        if self.is_meta or split.dim is None or any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())):
+            getattr(torch.Tensor, name)(self, *args, **kwargs)
+            return self
+        whole = getattr(self.new_empty(info[2]), name)(*args, **kwargs)
+        self.copy_(split.take(whole, mesh.get_local_rank(), mesh.size()))
+        return self
+
+    def uniform_(self, *args: Any, **kwargs: Any) -> ShardParameter:
+        """As of a tensor."""
+        return self._drawn("uniform_", *args, **kwargs)
+
+    def normal_(self, *args: Any, **kwargs: Any) -> ShardParameter:
+        """As of a tensor."""
+        return self._drawn("normal_", *args, **kwargs)
+
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
     parameter = ShardParameter(data, requires_grad)

@@ -1,0 +1,201 @@
+"""What users do to a parallel model by hand, between and around the calls that tests of styles make.
+
+Written down next to one process: what the parts cannot follow is refused, the rest is what the whole model does.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+import tp_models as models
+import tp_styles as tp
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from tp_styles.runtime.parameters import Mode
+
+EXACT = 1e-12
+MODES: tuple[Mode, Mode] = ("dtensor", "local")
+PLAN = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+
+
+def x64(*shape: int) -> torch.Tensor:
+    torch.manual_seed(7)
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def pair(mesh: DeviceMesh, params: Mode) -> tuple[models.MLP, models.MLP]:
+    """A parallel MLP, and the same one alone."""
+    model = models.seeded(lambda: models.MLP().double())
+    alone = copy.deepcopy(model)
+    tp.apply_plan(model, mesh, PLAN, params=params)
+    assert isinstance(model, models.MLP)
+    assert isinstance(alone, models.MLP)
+    return model, alone
+
+
+def assert_same_gradients(model: nn.Module, alone: nn.Module, mesh: DeviceMesh) -> None:
+    found = models.full_gradients(model, mesh)
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert wanted
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, atol=EXACT, rtol=1e-10)
+
+
+@contextmanager
+def swapping() -> Iterator[None]:
+    """Modules swap what is inside of their parameters instead of writing to them."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.ranks(2)
+def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
+    """Shapes fit from column to row: both ranks would compute everything, and the sum would be doubled."""
+    mesh = ranks.mesh((2,), ("tp",))
+    for params in MODES:
+        model, alone = pair(mesh, params)
+        state = {name: value.clone() for name, value in alone.state_dict().items()}
+        with pytest.raises(tp.PlanError, match=r"not-the-part.*'up\.weight', dim 0: 12 .* has 6"):
+            torch.func.functional_call(model, state, (x64(3, 8),))
+        replicated = {
+            name: DTensor.from_local(2 * value, mesh, [Replicate()], run_check=False) for name, value in state.items()
+        }
+        model.load_state_dict(replicated, assign=True)
+        alone.load_state_dict({name: 2 * value for name, value in state.items()})
+        torch.testing.assert_close(model(x64(3, 8)), alone(x64(3, 8)), atol=EXACT, rtol=1e-12)
+        for layer in (model.up, model.down):
+            layer.weight = nn.Parameter(torch.ones(layer.out_features, layer.in_features, dtype=torch.float64))
+        with pytest.raises(tp.PlanError, match="not-the-part"):
+            model(x64(3, 8))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_gradients(ranks: Ranks) -> None:
+    """A gradient penalty goes through the collectives of the backward pass; as no operation, they gave a part."""
+    mesh = ranks.mesh((2,), ("tp",))
+    for params in MODES:
+        model, alone = pair(mesh, params)
+        found = []
+        for one in (model, alone):
+            x = x64(2, 4, 8).requires_grad_()
+            (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
+            (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+            curve.square().sum().backward()  # type: ignore[no-untyped-call]
+            found.append((slope, curve, x.grad))
+        for ours, wanted in zip(*found, strict=True):
+            torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
+        assert_same_gradients(model, alone, mesh)
+    # On sequence shards: gather, scatter, and the row-wise bias, whose gradient is summed.
+    torch.manual_seed(0)
+    model = models.MLP().double()
+    alone = copy.deepcopy(model)
+    rows = tp.RowwiseParallel(output_layouts=Shard(1))
+    tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(input_layouts=Shard(1)), "down": rows})
+    whole = x64(2, 4, 8)
+    for one, part in ((model, whole[:, 2 * ranks.rank :][:, :2]), (alone, whole)):
+        x = part.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
+        slope.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert_same_gradients(model, alone, mesh)
+    logits = x64(3, 4).requires_grad_()
+    loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 5]), mesh=mesh)
+    (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(tp.PlanError, match="second-derivative"):
+        torch.autograd.backward([slope.sum()])
+
+
+@pytest.mark.ranks(2)
+def test_new_values_of_local_parameters(ranks: Ranks) -> None:
+    """Drawn alike on every rank, in place of the same part twice; reset with the bounds of the whole weight."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model, alone = pair(mesh, "local")
+    for one in (model, alone):
+        torch.manual_seed(3)
+        one.up.reset_parameters()
+        one.down.reset_parameters()
+        nn.init.normal_(one.up.weight, std=0.02)
+        nn.init.trunc_normal_(one.up.bias)
+    for name, value in tp.full_state_dict(model).items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+    with torch.device("meta"):
+        later = models.MLP()
+    tp.apply_plan(later, mesh, PLAN, params="local")
+    later.to_empty(device="cpu")
+    torch.manual_seed(3)
+    later.up.reset_parameters()
+    torch.manual_seed(3)
+    assert torch.equal(tp.full_state_dict(later)["up.weight"], nn.Linear(8, 12).weight)
+    # Swapped parameters stay parts: `.to()` and loading under torch's newer setting.
+    with swapping():
+        model.float().double()
+        model.load_state_dict(alone.state_dict())
+    for one in (model, alone):
+        one(x64(3, 8)).sum().backward()
+    wanted = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+    torch.testing.assert_close(tp.clip_grad_norm_(model.parameters(), 1.0), wanted, atol=EXACT, rtol=0)
+    with pytest.raises(tp.PlanError, match="norm-type"):
+        tp.clip_grad_norm_(model.parameters(), 1.0, -math.inf)
+
+
+@pytest.mark.ranks(2)
+def test_layers_as_torch_has_them(ranks: Ranks) -> None:
+    """Types under autocast, a padding index that is set later, and masks that torch refuses."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(models.MLP)
+    tp.apply_plan(model, mesh, PLAN)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.ones(2, 8)).dtype == torch.bfloat16
+        loss = tp.vocab_parallel_cross_entropy(torch.ones(2, 4).bfloat16(), torch.tensor([1, 5]), mesh=mesh)
+        assert loss.dtype == torch.float32
+    embedding = models.seeded(lambda: nn.Embedding(7, 4))
+    tp.apply_plan(embedding, mesh, tp.RowwiseParallel())
+    assert isinstance(embedding, nn.Embedding)
+    embedding.padding_idx = 5
+    embedding(torch.tensor([1, 5])).sum().backward()
+    assert models.full_gradients(embedding, mesh)["weight"].sum(1).tolist() == [0, 4, 0, 0, 0, 0, 0]
+    attention = nn.MultiheadAttention(8, 4, batch_first=True)
+    tp.apply_plan(attention, mesh, tp.MultiheadAttentionParallel())
+    x = torch.ones(2, 5, 8)
+    with pytest.raises(tp.PlanError, match=r"mask-dtype.*attn_mask.*int64"):
+        attention(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.long))
+    with pytest.raises(tp.PlanError, match=r"attention-shape.*key_padding_mask.*\(1, 5\) -> \(2, 5\)"):
+        attention(x, x, x, key_padding_mask=torch.zeros(1, 5, dtype=torch.bool))
+    with pytest.raises(tp.PlanError, match=r"\(4, 5, 5\) -> \(5, 5\) or \(8, 5, 5\)"):
+        attention(x, x, x, attn_mask=torch.zeros(4, 5, 5))
+
+
+@pytest.mark.ranks(2)
+def test_masked_classes_and_batches_of_which_nothing_counts(ranks: Ranks) -> None:
+    """A class at -inf on a rank that has not the target gave nan; so did a batch of ignored targets, as gradients."""
+    mesh = ranks.mesh((2,), ("tp",))
+    whole = x64(2, 3, 8)
+    whole[..., 0] = whole[..., 5:] = whole[0, 0, 4] = -math.inf
+    ignored = torch.full((2, 3), -100)
+    counted = torch.tensor([[1, 3, 4], [-100, 2, 3]])
+    for target in (counted, ignored):
+        local = whole.chunk(2, -1)[ranks.rank].clone().requires_grad_()
+        alone = whole.clone().requires_grad_()
+        loss = tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, num_classes=8)
+        wanted = F.cross_entropy(alone.movedim(-1, 1), target)
+        torch.testing.assert_close(loss, wanted, atol=EXACT, rtol=0, equal_nan=True)
+        torch.autograd.backward([loss])
+        torch.autograd.backward([wanted])
+        assert alone.grad is not None
+        torch.testing.assert_close(local.grad, alone.grad.chunk(2, -1)[ranks.rank], atol=EXACT, rtol=0)
+    with pytest.raises(tp.PlanError, match="label-smoothing"):
+        tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, label_smoothing=1.5)
+    logits = DTensor.from_local(local, mesh, [Shard(2)])
+    with pytest.raises(tp.PlanError, match=r"logits-say.*num_classes"):
+        tp.vocab_parallel_cross_entropy(logits, target, num_classes=7)
