@@ -445,6 +445,33 @@ def parts_of_gradients(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor)
     return loss, found
 
 
+def data_assigned(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    loss = finish(optim, F.mse_loss(model(x), y))
+    weight = inner(model)[0].weight
+    weight.data = weight.data * 0.9
+    return loss
+
+
+def sharpness_aware(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Weights go up along the gradient, back again after a second backward, and are then updated."""
+    params = list(inner(model).parameters())
+    loss: Any = F.mse_loss(model(x), y)
+    loss.backward()
+    with torch.no_grad():
+        ups = [param.grad / (param.grad.norm() + 1e-3) * 0.05 for param in params]
+        for param, up in zip(params, ups, strict=True):
+            param.add_(up)
+            param.grad = None
+    second: Any = F.mse_loss(model(x), y)
+    second.backward()
+    with torch.no_grad():
+        for param, up in zip(params, ups, strict=True):
+            param.sub_(up)
+    optim.step()
+    optim.zero_grad()
+    return loss, second
+
+
 def some_groups(params: Any) -> torch.optim.Optimizer:
     params = list(params)
     groups = [{"params": params[:1], "lr": 0.0}, {"params": params[1:], "maximize": True}]
@@ -507,6 +534,8 @@ ODD: dict[str, Odd] = {
     "a rank's value in a weight": Odd(rank_value_into_weight, refused="ranks-diverge", every=True),
     "parts of weights written": Odd(parts_of_weights, every=True),
     "parts of gradients and moments written": Odd(parts_of_gradients, close=1e-5, every=True),
+    "`weight.data =`": Odd(data_assigned, refused="parameter-replaced"),
+    "sharpness-aware minimisation": Odd(sharpness_aware, close=1e-5),
     "views from before the update": Odd(views_from_before, every=True),
     "RAdam": Odd(plain, optim=torch.optim.RAdam, refused="optimizer-not-traceable"),
     "ASGD": Odd(plain, optim=torch.optim.ASGD, refused="optimizer-not-traceable"),

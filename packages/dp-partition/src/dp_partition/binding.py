@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim import Optimizer
 
 from dp_partition.axes import all_groups, gather_objects, on_mesh, shard_rank, shard_world
 from dp_partition.capture.states import initial_state
@@ -56,6 +57,7 @@ class Binding:
         subject: The module and optimizers; its parameters are the placed ones.
         plan: Where everything lies.
         params: The placed parameters by name.
+        seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
     """
 
     def __init__(self, subject: Subject, plan: PartitionPlan, mesh: DeviceMesh) -> None:
@@ -63,6 +65,7 @@ class Binding:
         self.world, self.rank = shard_world(mesh), shard_rank(mesh)
         self.params: dict[str, nn.Parameter] = dict(subject.params)
         self.slots = list(subject.slots())
+        self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
 
     def place(self, equal: str) -> None:
         """Make the ranks' tensors equal, place them, and rebind the optimizers.
@@ -129,11 +132,14 @@ class Binding:
                         whole = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in known.items()}
                         states[fqn] = {k: self.place_state(fqn, v, whole=True) for k, v in whole.items()}
                     elif param.requires_grad:
-                        local = nn.Parameter(self.state_like(fqn, placed[fqn]), True)
-                        fresh = initial_state(optimizer, group, local)
-                        states[fqn] = {k: self.place_state(fqn, v, whole=False) for k, v in fresh.items()}
+                        states[fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
             result.append(states)
         return result
+
+    def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
+        """What the optimizer's first step would begin with for a placed parameter."""
+        fresh = initial_state(optimizer, group, nn.Parameter(self.state_like(fqn, param), True))
+        return {key: self.place_state(fqn, value, whole=False) for key, value in fresh.items()}
 
     def state_like(self, fqn: str, param: nn.Parameter) -> torch.Tensor:
         """An empty local tensor of the shape that state of this parameter has here."""

@@ -9,12 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
+from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import static_signature
 from dp_partition.capture.subject import Subject
 
 
-def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Shapes, dtypes, structure, constants, modes, which state there is: hashable."""
+def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], outside: FunctionConstants) -> Any:
+    """Shapes, dtypes, structure, constants, modes, which state there is: hashable.
+
+    Args:
+        subject: The modules and optimizers among the arguments.
+        args: The step's arguments.
+        kwargs: Its keyword arguments.
+        outside: What its function reads from elsewhere.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     training = tuple(m.training for _, root in subject.modules for m in root.modules())
     states = tuple(
@@ -26,7 +34,8 @@ def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any])
     trained = tuple(p.requires_grad for p in subject.params.values())
     signature = static_signature(subject.optimizers)
     autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-    constants = (signature, autocast, subject.attributes())
+    buffers = tuple((b.shape, b.dtype, b.stride()) for b in subject.buffers.values())
+    constants = (signature, autocast, subject.attributes(), outside.read(), buffers)
     return tuple(map(_leaf_key, leaves)), spec, training, states, trained, constants
 
 

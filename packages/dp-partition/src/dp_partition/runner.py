@@ -18,6 +18,7 @@ from dp_partition.axes import num_replicas, shard_world
 from dp_partition.binding import Binding
 from dp_partition.bucket import Traffic
 from dp_partition.capture.attributes import check_traceable
+from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import find_hypers
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import fill_result
@@ -31,6 +32,7 @@ from dp_partition.program import Program, build_program
 from dp_partition.progress import Progress, counted
 from dp_partition.randomness import Stream
 from dp_partition.settings import Settings
+from dp_partition.upkeep import check_no_gradients, take_over
 
 
 class Runner:
@@ -62,6 +64,7 @@ class Runner:
     ) -> None:
         self.function, self.mesh, self.settings = function, mesh, settings
         self.share, self.passes, self.progress = share, passes, Progress(progress)
+        self.outside = FunctionConstants(function)
         self.stream: Stream | None = None
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
@@ -106,11 +109,13 @@ class Runner:
             binding, program = self.start(args, kwargs)
         else:
             self.check_subject(binding, args, kwargs)
+            take_over(binding)
             program = self.find_program(binding, args, kwargs)
         return self.run(binding, program, args, kwargs)
 
     def run(self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph and put new state in place."""
+        check_no_gradients(binding.subject, program.capture.cleared)
         inputs = gather_inputs(binding, program, args, kwargs)
         entries = list(zip(program.inputs, inputs, strict=True))
         kept = {e.label: tensor for e, tensor in entries if e.kind in ("param", "state")}
@@ -173,6 +178,7 @@ class Runner:
             self.check_shared(base, subject)
             plan = base.plan
         program = self.made(subject, plan, args, kwargs)
+        check_no_gradients(subject, program.capture.cleared)
         facts = self.facts(plan, program, args, kwargs)
         return (Binding(subject, plan, self.mesh), program, facts), facts
 
@@ -233,13 +239,13 @@ class Runner:
 
     def remember(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
         """Keep a program for arguments like these."""
-        self.programs.setdefault(program_key(subject, args, kwargs), []).append(program)
+        self.programs.setdefault(program_key(subject, args, kwargs, self.outside), []).append(program)
         self.latest = program
 
     def find_program(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         """The program whose guards hold for these arguments; traced now if there is none."""
         hypers = {h: h.read(binding.subject.optimizers) for h in find_hypers(binding.subject.optimizers)}
-        for program in self.programs.get(program_key(binding.subject, args, kwargs), ()):
+        for program in self.programs.get(program_key(binding.subject, args, kwargs, self.outside), ()):
             if program.holds_for(hypers):
                 self.latest = program
                 return program

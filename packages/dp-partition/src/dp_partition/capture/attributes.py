@@ -14,18 +14,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dp_partition.capture.constants import PLAIN_TYPES, frozen, may_hold_plain
 from dp_partition.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from dp_partition.capture.subject import Subject
 
-_PLAIN = (bool, int, float, complex, str, type(None))
+_PLAIN = (bool, int, float, complex, str, type(None))  # what a step must not put in place of another
 _BARE = "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it"
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Attributes:
-    """The plain Python attributes of modules.
+    """The plain Python attributes of modules: numbers and names, and lists, dicts and settings objects of them.
 
     Args:
         modules: ``(prefix, module)``.
@@ -37,12 +38,19 @@ class Attributes:
             for _, root in modules
             for table in map(vars, root.modules())
             for key, value in table.items()
-            if key not in _OF_TORCH and isinstance(value, _PLAIN)
+            if key not in _OF_TORCH and may_hold_plain(value)
         ]
 
     def read(self) -> tuple[Any, ...]:
-        """Type and value of each."""
-        return tuple([(type(value), value) for table, key in self.places for value in (table.get(key),)])
+        """Type and value of each; what several modules share, such as a config, is read once."""
+        values = [table.get(key) for table, key in self.places]
+        kinds = tuple(map(type, values))
+        known: dict[int, Any] = {}
+        for value, kind in zip(values, kinds, strict=True):
+            if kind not in PLAIN_TYPES and id(value) not in known:
+                known[id(value)] = frozen(value)
+        plain = [one if kind in PLAIN_TYPES else known[id(one)] for one, kind in zip(values, kinds, strict=True)]
+        return kinds, tuple(plain)
 
 
 @contextmanager

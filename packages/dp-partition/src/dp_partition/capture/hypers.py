@@ -50,7 +50,9 @@ def find_hypers(optimizers: list[Optimizer]) -> list[Hyper]:
 
 
 def is_live(key: str, value: Any) -> bool:
-    """Whether a value of a parameter group is a number that schedulers change."""
+    """Whether a value of a parameter group is a number that schedulers change; a tensor of one element is one too."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
+        return True
     if isinstance(value, bool) or key in ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"):
         return False
     return isinstance(value, float) or (isinstance(value, int) and key in ("lr", "weight_decay", "momentum", "eps"))

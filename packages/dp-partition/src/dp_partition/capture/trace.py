@@ -18,6 +18,7 @@ from dp_partition._torch_compat import (
     make_fx,
     new_fake_mode,
     pytree,
+    storage_key,
     symbolic_scalar,
     without_onednn,
 )
@@ -75,6 +76,7 @@ class Capture:
         guards: Conditions on hyperparameters under which the trace holds, as sympy expressions.
         symbols: The sympy symbol of each hyperparameter.
         mode: The fake mode that holds the nodes' ``meta["val"]``.
+        cleared: Whether the step clears gradients before its first backward.
     """
 
     module: fx.GraphModule
@@ -85,6 +87,7 @@ class Capture:
     mode: FakeTensorMode
     guards: list[Any] = field(default_factory=list)
     symbols: dict[Hyper, Any] = field(default_factory=dict)
+    cleared: bool = False
 
 
 @dataclass
@@ -95,6 +98,7 @@ class _Fakes:
     buffers: dict[str, torch.Tensor]
     states: dict[tuple[int, str], dict[Any, Any]]
     hypers: dict[Hyper, torch.Tensor]
+    numbers: dict[Hyper, float]
     args: list[torch.Tensor]
 
 
@@ -136,8 +140,10 @@ def trace_step(
         call_args, call_kwargs = pytree.tree_unflatten(call, spec)
         with _installed(subject, fakes, record), phases.recording(subject.optimizers, [m for _, m in subject.modules]):
             tagging, kept = gradients_tagging(dict(fakes.params)), param_groups_kept(subject.optimizers)
+            memory = [(tensor.untyped_storage(), storage_key(tensor)) for tensor in flat]  # held: no key comes again
             with tagging, torch.enable_grad(), kept, record["results"]:
                 result = function(*call_args, **call_kwargs)
+            _check_memory(inputs, flat, memory)
             return _collect_outputs(result, subject, fakes, phases, record)
 
     def call_on_fakes(run: Callable[..., Any], results: Results) -> Any:
@@ -156,7 +162,7 @@ def trace_step(
         guards = [guard.expr for guard in shape_env.guards]
         mark_phases(list(module.graph.nodes), phases)
         returned = record["outputs"], record["user_leaves"], record["user_spec"]
-        capture = Capture(module, inputs, *returned, mode, guards, record["symbols"])
+        capture = Capture(module, inputs, *returned, mode, guards, record["symbols"], phases.cleared)
         with shape_env.ignore_fresh_unbacked_symbols():  # of numbers that no proxy binds; later passes use the mode
             call_on_fakes(body, runs[1])
     except PlanError:
@@ -204,11 +210,13 @@ def _make_fakes(
                         known = initial_state(optimizer, group, params[fqn])
                 # Fresh fakes throughout: one made by torch.tensor() remembers its value and would be burnt in.
                 states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in known.items()}
+    numbers = {hyper: hyper.read(subject.optimizers) for hyper in find_hypers(subject.optimizers)}
     return _Fakes(
         params,
         {fqn: fake(buffer) for fqn, buffer in subject.buffers.items()},
         states,
-        {h: symbolic_scalar(mode, h.read(subject.optimizers), h.label) for h in find_hypers(subject.optimizers)},
+        {hyper: symbolic_scalar(mode, number, hyper.label) for hyper, number in numbers.items()},
+        numbers,
         [
             fake(tensor, batch_of(tensor) if batch_of else None).requires_grad_(tensor.requires_grad)
             for tensor in tensors
@@ -278,13 +286,15 @@ def _install_optimizer(
         group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
         if _is_on_gpu(group) and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
             group["foreach"] = True  # what eager mode chooses there; it does not recognise fake tensors
-        if group.get("fused"):
-            continue  # schemas with plain floats: canonicalise connects them to the inputs
         for hyper, scalar in fakes.hypers.items():
-            if (hyper.optimizer, hyper.group) == (number, index):
+            if (hyper.optimizer, hyper.group) != (number, index):
+                continue
+            if group.get("fused"):  # schemas with plain floats: canonicalise connects them to the inputs
+                value: Any = fakes.numbers[hyper]
+            else:
                 value = scalar.item()
-                symbols[hyper] = getattr(value, "node", None) and value.node.expr  # type: ignore[union-attr]
-                group[hyper.key] = value if hyper.index is None else _replaced(group[hyper.key], hyper.index, value)
+                symbols[hyper] = getattr(value, "node", None) and value.node.expr
+            group[hyper.key] = value if hyper.index is None else _replaced(group[hyper.key], hyper.index, value)
 
 
 def _is_on_gpu(group: dict[str, Any]) -> bool:
@@ -293,6 +303,15 @@ def _is_on_gpu(group: dict[str, Any]) -> bool:
 
 def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
     return tuple(value if i == index else old for i, old in enumerate(values))
+
+
+def _check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[tuple[Any, int]]) -> None:
+    """Refuse ``param.data = value``: no operator writes, so a graph would leave it out."""
+    hint = "write in place: param.data.mul_(...), param.data.copy_(...)"
+    moved = [e for e, t, (_, key) in zip(inputs, tensors, memory, strict=True) if storage_key(t) != key]
+    if moved:
+        found = "the step puts other memory in place with .data ="
+        raise PlanError([Problem("parameter-replaced", entry.label, found=found, hint=hint) for entry in moved])
 
 
 def _collect_outputs(result: Any, subject: Subject, fakes: _Fakes, phases: Phases, record: dict[str, Any]) -> list[Any]:
