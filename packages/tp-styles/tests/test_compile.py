@@ -53,6 +53,11 @@ def without_graph_breaks(ranks: Ranks) -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return tp.vocab_parallel_cross_entropy(model(x), ids, mesh=mesh, num_classes=17)
 
+    if torch.__version__.startswith("2.11."):  # its tracer cannot follow what is watched through F.rms_norm: it raises,
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="hasattr"):
+            torch.compile(loss, backend="aot_eager", fullgraph=True)(x)
+        torch.compiler.reset()
+        loss(x)  # and after an eager forward nothing is watched any more
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)(x)  # the first forward: outputs are watched
     torch.autograd.backward(compiled)
     found = models.full_gradients(model, mesh)

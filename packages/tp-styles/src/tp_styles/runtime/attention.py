@@ -113,11 +113,10 @@ class AttentionForward(RowLinear):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Each different tensor once: self-attention has one input, and one sum of its gradient."""
-        moved: dict[int, torch.Tensor] = {}
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if id(x) not in moved:
-                moved[id(x)] = self.moves[name](x)
-        return moved[id(query)], moved[id(key)], moved[id(value)]
+        q = self.moves["query"](query)
+        k = q if key is query else self.moves["key"](key)
+        v = q if value is query else k if value is key else self.moves["value"](value)
+        return q, k, v
 
     def _project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         packed, bias = self.parameter("in_proj_weight"), self.parameter("in_proj_bias")

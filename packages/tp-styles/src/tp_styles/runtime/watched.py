@@ -76,7 +76,7 @@ class Watched(torch.Tensor):
             try:
                 after = RULES[name](name, args, kwargs, channels, shape, found)
             except Cut as error:
-                cut = str(error)
+                cut = error.args[0]  # str() is not known to every compiler
             else:
                 return _rewrapped(found, after)
         if is_compiling():  # the compiler knows strings, but not how ours are made
