@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +35,37 @@ def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
     if tensors:
         return any(isinstance(tensor, FakeTensor) for tensor in tensors)
     return detect_fake_mode() is not None
+
+
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that an AsyncCollectiveTensor will be, which has no memory of its own; another tensor as it is."""
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    # Views of one do not wait; a copy does, and keeps the graph.
+    if tensor.requires_grad:
+        return tensor.clone()
+    done: torch.Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return done
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of others, so that its own memory says nothing."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def is_transforming() -> bool:
+    """Whether a transformation of torch.func is under way: no tensor that is made meanwhile has memory to send."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor is a dual number of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]  # as there
 
 
 def real_tensors() -> AbstractContextManager[Any]:

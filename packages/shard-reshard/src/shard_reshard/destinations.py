@@ -27,13 +27,18 @@ def destination_problems(
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
             problems.append(Problem("out-overlaps", name, found=f"strides {tensor.stride()}", hint=hint))
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            hint = "write to it under torch.inference_mode(), or pass its clone()"
+            problems.append(Problem("out-inference", name, found="a tensor made in inference mode", hint=hint))
         if in_place and (tensor.is_conj() or tensor.is_neg()):
             hint = "its memory holds other values than it shows; pass a tensor of its own"
             found = "a view that conjugates or negates on reading"
             problems.append(Problem("out-lazy-view", name, found=found, hint=hint))
-        if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-            hint = "write into parameters under torch.no_grad()"
-            problems.append(Problem("out-requires-grad", name, found="a leaf that requires grad", hint=hint))
+        if tensor.requires_grad and torch.is_grad_enabled():
+            # A leaf torch would refuse; another one would keep the graph of the values that it had.
+            hint = "write into parameters under torch.no_grad(); pass the detach() of what was computed"
+            found = f"a {'leaf' if tensor.is_leaf else 'result'} that requires grad"
+            problems.append(Problem("out-requires-grad", name, found=found, hint=hint))
     if is_fake((*outs, *sources)) or problems:
         return problems
     for first, second in sharing(outs, sources if in_place else ()):

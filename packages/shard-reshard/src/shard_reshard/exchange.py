@@ -166,7 +166,8 @@ class Exchange:
         key = (slot, device)
         buffer = held.get(key)
         if buffer is None or buffer.numel() < room:
-            buffer = held[key] = torch.empty(room, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # a kept buffer is written to in any mode
+                buffer = held[key] = torch.empty(room, dtype=torch.uint8, device=device)
             self._views = {view: tensors for view, tensors in self._views.items() if view[:2] != key}
         middle = aligned_bytes(memory.sends)
         return buffer[:middle], buffer[middle : middle + aligned_bytes(memory.receives)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shard_reshard._torch_compat import PLAIN_TYPES, is_wrapper, waited_for
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.problems import PlanError, Problem
 
@@ -22,14 +23,14 @@ def as_list(shards: Shards) -> list[torch.Tensor]:
     if shards is None:
         return []
     if isinstance(shards, torch.Tensor):
-        return [shards]
+        return [shards if type(shards) in PLAIN_TYPES else waited_for(shards)]
     given: Any = shards  # whatever the caller has passed
     listed = list(given) if isinstance(given, Iterable) else [given]
     for value in listed:
         if not isinstance(value, torch.Tensor):
             hint = "pass a tensor, a list of tensors for several boxes, or None"
             raise PlanError(Problem("not-a-tensor", found=f"a {type(value).__qualname__}", hint=hint))
-    return listed
+    return [value if type(value) in PLAIN_TYPES else waited_for(value) for value in listed]
 
 
 def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shards:
@@ -61,6 +62,10 @@ def local_problems(plan: ReshardPlan, rank: int, tensors: Sequence[torch.Tensor]
         if hasattr(tensor, "device_mesh"):
             hint = "pass its to_local(), or use redistribute()"
             problems.append(Problem("local-layout", which, found="a DTensor", hint=hint))
+        elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
+            found = f"a {type(tensor).__qualname__}, which wraps other tensors"
+            hint = "pass the tensors that it wraps, each by a plan of its own"
+            problems.append(Problem("local-layout", which, found=found, hint=hint))
         if tensor.layout != torch.strided:
             found = f"a {tensor.layout} tensor"
             problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shard_reshard._torch_compat import is_fake
+from shard_reshard._torch_compat import PLAIN_TYPES, is_fake
 from shard_reshard.agreement import agree, check_mode
 from shard_reshard.bound import Index
 from shard_reshard.destinations import destination_problems
@@ -90,7 +91,8 @@ class Mover:
 
     def looks_as_before(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> bool:
         """Whether the tensors of this rank look as those that were last found to be good."""
-        looks = torch.is_grad_enabled(), looks_of(sources), None if outs is None else looks_of(outs)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        looks = modes, looks_of(sources), None if outs is None else looks_of(outs)
         self._repeated = looks == self._good
         self._looking = None if looks[1] is None or (outs is not None and looks[2] is None) else looks
         return self._repeated
@@ -177,7 +179,7 @@ class Mover:
         self.num_calls += 1
         self._busy = self.keep_workspace
         try:
-            with torch.no_grad():
+            with _moving(outs):
                 if self._freed is not None:
                     torch.cuda.current_stream(device).wait_event(self._freed)
                 targets = exchange.allocate(device) if outs is None else list(outs)
@@ -191,7 +193,7 @@ class Mover:
 
         def end() -> None:
             try:
-                with torch.no_grad():
+                with _moving(outs):
                     finish()
             finally:
                 self._end(device)
@@ -236,9 +238,19 @@ class Mover:
         )
 
 
+@contextmanager
+def _moving(outs: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """No graph, and no inference mode: what is kept is used outside of it too. Only its own tensors ask for it."""
+    with torch.no_grad():
+        if not torch.is_inference_mode_enabled() or any(out.is_inference() for out in outs or ()):
+            yield
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+
 _NEVER = object()
 _STRIDED = {torch.strided}
-_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
 def looks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]] | None:
@@ -247,7 +259,7 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]] | None
     A view that negates or conjugates on reading has the address of what it is a view of, and counts as another tensor.
     None for tensors that have no memory to look at.
     """
-    if not _PLAIN_TYPES.issuperset(map(type, tensors)) and is_fake(tensors):
+    if not PLAIN_TYPES.issuperset(map(type, tensors)) and is_fake(tensors):
         return None
     if not {tensor.layout for tensor in tensors} <= _STRIDED:
         return None

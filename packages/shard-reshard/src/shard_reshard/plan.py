@@ -390,6 +390,14 @@ class ReshardPlan:
         return torch_dtype(self.dtype), torch_dtype(self.wire_dtype), torch_dtype(self.out_dtype)
 
 
+# What torch has no kernels for; found here, because a rank that finds it while it reduces leaves the others waiting.
+_NOT_REDUCED = {
+    **{name: {"sum", "min", "max"} for name in ("uint16", "uint32", "uint64")},
+    "complex32": {"avg"},
+    "float4_e2m1fn_x2": {"sum", "avg", "min", "max", "product"},
+}
+
+
 def check_plan(plan: ReshardPlan) -> None:
     """Raise everything that keeps a plan from being carried out."""
     problems = []
@@ -399,6 +407,9 @@ def check_plan(plan: ReshardPlan) -> None:
         problems.append(Problem("mixed-reductions", "src", found=f"partial axes of {', '.join(ops)}", hint=hint))
     if ("avg" in ops and plan.dtype not in FLOATING) or (ops and plan.dtype == "bool"):
         hint = "reduce in a floating dtype, or sum"
+        problems.append(Problem("reduction-dtype", "src", found=f"{ops[0]} of {plan.dtype}", hint=hint))
+    if plan.dtype in _NOT_REDUCED and set(ops) & _NOT_REDUCED[plan.dtype]:
+        hint = "convert it before, to a dtype that torch can add and compare"
         problems.append(Problem("reduction-dtype", "src", found=f"{ops[0]} of {plan.dtype}", hint=hint))
     if ops and plan.dtype.startswith("complex") and set(ops) & {"min", "max"}:
         hint = "complex numbers have no order"

@@ -84,6 +84,8 @@ def _combine(op: str | None, target: torch.Tensor, value: torch.Tensor) -> None:
             size = min(step, value.size(dim) - start)
             _combine(op, target.narrow(dim, start, size), value.narrow(dim, start, size))
         return
+    if value.dtype.itemsize == 1 and value.dtype != target.dtype:
+        value = value.to(target.dtype)  # torch does not mix 8-bit floats with others
     if op == "sum":
         target.add_(value)
     elif op == "product":

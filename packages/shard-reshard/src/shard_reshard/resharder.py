@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from shard_spec import Layout
 
-from shard_reshard._torch_compat import assume_constant_result
+from shard_reshard._torch_compat import assume_constant_result, has_tangent, is_transforming
 from shard_reshard.agreement import problems_of, raise_together, tell
 from shard_reshard.bind import LayoutLike, OnRank, bind
 from shard_reshard.bound import BoundLayout
@@ -24,6 +24,7 @@ from shard_reshard.plan import ReshardPlan
 from shard_reshard.planner import bind_both, cached_plan
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.rows import Topic, exchange_rows
+from shard_reshard.state_dict_told import told_problems
 
 
 def reshard(
@@ -72,8 +73,9 @@ def reshard(
         return _compiled_move(operator, tensor, out, async_op)
     members = members_of(group)
     try:
-        tensor, src, shape = _unwrapped(tensor, src, shape)
-        mover = _mover_for(members, as_list(tensor), src, dst, shape, as_list(out), dtype, max_workspace_bytes, check)
+        tensor, src, shape = _unwrapped(tensor, src, shape, members)
+        tensor, out = as_list(tensor), None if out is None else as_list(out)  # once: they may be iterators
+        mover = _mover_for(members, tensor, src, dst, shape, out or [], dtype, max_workspace_bytes, check)
     except Exception as error:
         tell(members, error)
     return _move(mover, tensor, out, async_op)
@@ -108,14 +110,22 @@ class Resharder:
         return _move(self._mover, tensor, out, async_op)
 
 
+_BACKWARD = "a reshard is differentiated by torch.autograd's backward; call it outside of this"
+
+
 def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     """One checked call."""
+    if is_transforming():  # not even the row that tells the other ranks can be sent
+        found = "a transformation of torch.func"
+        raise PlanError(Problem("not-transformable", "tensor", found=found, hint=_BACKWARD))
     src_shapes, dst_shapes = mover.local_shapes
     given: list[torch.Tensor] = []
     sources, outs, grad = given, None, False
     try:
         given = as_list(tensor)
         outs = None if out is None else as_list(out)
+        if has_tangent(given):
+            raise PlanError(Problem("not-transformable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
         # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
         sources = [] if not src_shapes and len(given) == 1 and given[0].numel() == 0 else given
         problems = mover.problems([sources], None if outs is None else [outs])
@@ -188,9 +198,19 @@ def _operator_for(
 # ---- from arguments to movers ---------------------------------------------------------------------------------
 
 
-def _unwrapped(tensor: Any, src: LayoutLike | None, shape: Sequence[int] | None) -> tuple[Shards, Any, Any]:
-    """A DTensor as its local tensor, its layout and its shape."""
+def _unwrapped(
+    tensor: Any, src: LayoutLike | None, shape: Sequence[int] | None, members: Members
+) -> tuple[Shards, Any, Any]:
+    """A DTensor as its local tensor, its layout and its shape.
+
+    Raises:
+        PlanError: ``layout-differs`` where ``src`` says of a DTensor what it does not say itself.
+    """
     if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
+        size = tuple(tensor.shape) if shape is None else shape
+        differs = [] if src is None else told_problems("src", tensor, bind(src, size, members.to_group), members)
+        if differs:
+            raise PlanError(differs)
         src = (tensor.device_mesh, tuple(tensor.placements)) if src is None else src
         shape = tuple(tensor.shape) if shape is None else shape
         tensor = tensor.to_local()

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from shard_reshard._torch_compat import is_fake
+from shard_reshard._torch_compat import PLAIN_TYPES, is_fake, waited_for
 from shard_reshard.bind import LayoutLike, bind
 from shard_reshard.dtypes import dtype_name
 from shard_reshard.members import Members, data_device
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.state_dict_plan import Facts, Known
+from shard_reshard.state_dict_told import own_layout, told_problems
 
 VERSION_KEY = "_shard_reshard_version"
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -69,39 +69,16 @@ def known_of(name: str, value: Any, layout: LayoutLike | None, shape: Any, membe
     if not isinstance(value, torch.Tensor):
         found = f"a {type(value).__qualname__}"
         raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
+    own = None  # what the tensor itself says, where nothing else does
     if layout is None:
-        layout, shape = own_layout(name, value)
+        own, shape = layout, shape = own_layout(name, value)
     if layout is None:
         return Known(tuple(value.shape), dtype_name(value.dtype), "", name)
     bound = bind(layout, shape, members.to_group)
+    differs = told_problems(name, value, bound, members) if own is None else []
+    if differs:
+        raise PlanError(differs)
     return Known(bound.shape, dtype_name(value.dtype), json.dumps(bound.to_json()), name)
-
-
-def own_layout(name: str, value: Any) -> tuple[LayoutLike | None, tuple[int, ...]]:
-    """Layout and global shape that a tensor tells of itself: a DTensor, or a shard with ``_sharding_info``."""
-    if hasattr(value, "device_mesh") and hasattr(value, "placements"):
-        return (value.device_mesh, tuple(value.placements)), tuple(value.shape)
-    info = getattr(value, "_sharding_info", None)
-    if info is None:
-        return None, tuple(value.shape)
-    mesh, placements, shape = info[0], tuple(info[1]), tuple(info[2])
-    if len(info) > 4 and info[4]:
-        placements = _with_sections(name, placements, tuple(info[4]))
-    return (mesh, placements), shape
-
-
-def _with_sections(name: str, placements: tuple[Any, ...], sections: tuple[int, ...]) -> tuple[Any, ...]:
-    from shard_spec import InterleavedShard, Shard
-
-    sharded = [at for at, placement in enumerate(placements) if isinstance(placement, Shard)]
-    if len(sharded) != 1:
-        found = f"sections {sections} with placements {placements}"
-        hint = "give its layout in src_layouts: sections are cut by one axis"
-        raise PlanError(Problem("ambiguous-sections", name, found=found, hint=hint))
-    return tuple(
-        InterleavedShard(placement.dim, sections) if at in sharded else placement
-        for at, placement in enumerate(placements)
-    )
 
 
 def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str, Known]:
@@ -120,8 +97,9 @@ def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str,
 
 def local_tensor(value: Any) -> torch.Tensor:
     """The local part of a tensor: of a DTensor its own, else the tensor; without a graph."""
-    local = value if type(value) in _PLAIN_TENSORS or not hasattr(value, "to_local") else value.to_local()
+    local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
     assert isinstance(local, torch.Tensor)
+    local = local if type(local) in PLAIN_TYPES else waited_for(local)
     return local.detach() if local.requires_grad else local
 
 

@@ -148,6 +148,7 @@ def checked_calls(
     movers: list[Mover],
     sources: Mapping[str, torch.Tensor],
     arriving: Arriving,
+    told: list[Problem],
     out_problems: Callable[[], list[Problem]],
     check: str,
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -163,9 +164,9 @@ def checked_calls(
         outs = [tensor for name in filled for tensor in arriving.tensors[name]]
         calls.append((flat, outs))
         known &= mover.looks_as_before(flat, None if arriving.fresh else outs)
-    problems = [] if known else _source_problems(here, sources, arriving)
+    problems = told if known else told + _source_problems(here, sources, arriving)
     if arriving.fresh or not known:
-        problems += out_problems()
+        problems = problems + out_problems()
     agree(members, f"tensors of state dict plan {here.plan.digest}", problems, check)
     for mover in movers if not known else ():
         mover.found_good()

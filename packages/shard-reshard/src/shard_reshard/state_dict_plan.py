@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -329,14 +330,18 @@ def _aliases(
     targets: Mapping[str, tuple[BoundLayout, str]],
 ) -> dict[str, str]:
     """Tied tensors that move once: one memory at the source, one at the destination, one layout."""
-    whole = {source: part.name for source, part in parts}
+    whole = dict(parts)
+    num_parts = Counter(source for source, _ in parts)
     times = {name: sum(part.name == name for _, part in parts) for name in targets}
     aliases: dict[str, str] = {}
     for source, known in sources.items():
         first = known.tied_to
-        if first == source or first not in whole or source not in whole:
+        if first == source or first not in whole or source not in whole or num_parts[source] + num_parts[first] > 2:
             continue
-        target, first_target = whole[source], whole[first]
+        part, first_part = whole[source], whole[first]
+        if part != replace(first_part, name=part.name):  # other stretches of the one tensor
+            continue
+        target, first_target = part.name, first_part.name
         simple = times[target] == 1 and times[first_target] == 1 and target != first_target
         outs_tied = target not in outs or outs[target].tied_to == outs[first_target].tied_to
         if simple and outs_tied and targets[target] == targets[first_target]:

@@ -33,6 +33,7 @@ from shard_reshard.state_dict_moves import (
     mover_for_bucket,
 )
 from shard_reshard.state_dict_plan import DstLayouts, KeyMap
+from shard_reshard.state_dict_told import Told
 
 
 def reshard_state_dict(
@@ -105,9 +106,10 @@ class StateDictResharder:
     """Moves the tensors of state dicts that are alike again and again: what ranks agree on, they agree on once.
 
     Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
-    compares versions, while the tensors move; with ``versions=False`` (the same on every rank) calls have none, and
-    are one small collective less. The constructor communicates, and so does every call; every rank of the group makes
-    them in the same order.
+    compares versions, and whether plain tensors are equal, while the tensors move; with ``versions=False`` (the same on
+    every rank) calls have no version and are one small collective less, and plain tensors are compared in the
+    constructor only. The constructor communicates, and so does every call; every rank of the group makes them in the
+    same order.
 
     Attributes:
         plan: What is moved how.
@@ -142,6 +144,9 @@ class StateDictResharder:
             self._members, facts, tensors, dst_layouts, key_map, bucket_bytes, version, strict, versions
         )
         self._check, self._strict = check_mode(check), strict
+        self._facts = facts
+        left_out = [name for name, to in (key_map or {}).items() if to is None]
+        self._told = Told(self.plan, facts.sources, left_out, self._members)
         self._here = Here(self.plan, self._members.rank)
         self._movers = [
             mover_for_bucket(self._members, self.plan, bucket, check, keep_workspace) for bucket in self.plan.buckets
@@ -162,7 +167,8 @@ class StateDictResharder:
                 hint = "make the resharder with versions=True"
                 raise PlanError(Problem("no-versions", "version", found=f"{version} with versions=False", hint=hint))
             return self._run(state_dict, out, progress, atomic, lambda: None)
-        agreed = exchange_version(self._members, version)  # under way while the tensors move
+        # Under way while the tensors move.
+        agreed = exchange_version(self._members, version, self._facts, tensors_of(state_dict))
         return self._run(state_dict, out, progress, atomic, agreed)
 
     def _run(
@@ -184,7 +190,9 @@ class StateDictResharder:
             def out_problems() -> list[Problem]:
                 return self._here.out_problems(outs, sources, atomic, self._strict)
 
-            calls = checked_calls(self._here, members, self._movers, sources, arriving, out_problems, self._check)
+            told = self._told.problems(tensors, sources, targets)
+            checked = self._here, members, self._movers, sources, arriving, told, out_problems, self._check
+            calls = checked_calls(*checked)
             if out is not None and not atomic:
                 stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
             move_buckets(self._here, self._movers, calls, arriving.fresh, progress)

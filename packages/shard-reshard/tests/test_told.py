@@ -1,0 +1,142 @@
+"""What tensors say of themselves and how they are, in calls that come again: most of it went wrong without a word."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranktest import Ranks
+from shard_reshard import (
+    Part,
+    PlanError,
+    Resharder,
+    StateDictResharder,
+    plan_reshard,
+    reshard,
+    reshard_state_dict,
+    simulate,
+)
+
+FULL = torch.arange(1.0, 17).view(4, 4)
+ROWS: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": (4, 4)}}
+
+
+def refused(code: str, call: Callable[[], object]) -> None:
+    with pytest.raises(PlanError) as caught:
+        call()
+    assert {problem.code for problem in caught.value.problems} == {code}
+
+
+@pytest.mark.ranks(2)
+def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    full = FULL.to(ranks.device)
+    rows, columns = full.chunk(2)[ranks.rank], full.chunk(2, 1)
+    mesh, turned = (DeviceMesh(ranks.device.type, order) for order in ([0, 1], [1, 0]))
+
+    # A plan was found again under the id of a function that had been freed, and under a mesh of other ranks.
+    for place in (0, 1, 0):
+        layouts = (lambda text: lambda name, shape: text)(f"2: S(1) on ranks {place},{1 - place}")
+        assert torch.equal(reshard_state_dict({"w": rows}, layouts, **ROWS)["w"], columns[(ranks.rank + place) % 2])
+        where = (mesh, turned)[place]
+        moved = reshard_state_dict({"w": rows}, (where, [Shard(1)]), **ROWS)["w"].to_local()
+        assert torch.equal(moved, columns[(ranks.rank + place) % 2])
+
+    # Plain tensors are compared in every call, not in the first alone.
+    plain = torch.ones(9, device=ranks.device)
+    resharder = StateDictResharder({"b": plain}, "2: S(0) on ranks 1,0")
+    for _ in range(2):
+        resharder({"b": plain})
+        assert reshard_state_dict({"b": plain}, "rank 1").keys() == ({"b"} if ranks.rank == 1 else set())
+    drifted = {"b": plain + ranks.rank}
+    refused("layout-needed", lambda: resharder(drifted))
+    refused("layout-needed", lambda: reshard_state_dict(drifted, "rank 1"))
+    assert resharder({"b": plain})["b"].numel() == 4 + ranks.rank
+
+    # Two stretches of one tied tensor are not tied; a tensor that is tied no more is another tensor.
+    tied: dict[str, Any] = {"src_layouts": dict.fromkeys("ab", "2: S(0)"), "shapes": dict.fromkeys("ab", (4, 4))}
+    halves: dict[str, Any] = {
+        "a": [Part("x", size=2), Part("y", source_start=2)],
+        "b": Part("z", source_start=1, size=2),
+    }
+    moved = reshard_state_dict({"a": rows, "b": rows}, "2: R", key_map=halves, **tied)
+    assert all(torch.equal(moved[name], full[at : at + 2]) for name, at in (("x", 0), ("y", 2), ("z", 1)))
+    resharder = StateDictResharder({"a": rows, "b": rows}, "2: R", **tied)
+    resharder({"a": rows, "b": rows})
+    refused("untied", lambda: resharder({"a": rows, "b": -rows}))
+    refused("unknown-key", lambda: resharder({"a": rows, "b": rows, "c": rows}))
+
+    # A DTensor is not taken for, and not filled as, what it does not say it is.
+    ours, zeros = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)])
+    other = {**ROWS, "src_layouts": {"w": "2: S(0) on ranks 1,0"}}
+    refused("layout-differs", lambda: reshard_state_dict({"w": ours}, "2: R", **other))
+    refused("layout-differs", lambda: reshard_state_dict({"w": rows}, other["src_layouts"], **ROWS, out={"w": zeros}))
+    assert not zeros.to_local().any()
+    reshard_state_dict({"w": ours}, "2: S(0)", **ROWS, out={"w": zeros})  # where they agree both may be given
+    assert torch.equal(zeros.to_local(), rows)
+    pending = DTensor.from_local(full, mesh, [Partial()])
+    refused("layout-differs", lambda: reshard(pending, "2: R", "2: S(0)"))
+    resharder = StateDictResharder({"w": distribute_tensor(full, mesh, [Replicate()])}, "2: S(0)")
+    refused("layout-differs", lambda: resharder({"w": pending}))
+
+
+@pytest.mark.ranks(2)
+def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
+    import torch.autograd.forward_ad as forward_ad
+    from torch.distributed._functional_collectives import all_reduce
+
+    full = FULL.to(ranks.device)
+    rows, columns = full.chunk(2)[ranks.rank], full.chunk(2, 1)[ranks.rank]
+    resharder = Resharder(plan_reshard((4, 4), torch.float32, "2: S(0)", "2: S(1)"))
+    summing = Resharder(plan_reshard((4, 4), torch.float32, "2: P(sum)", "2: S(1)"))
+    out = torch.zeros_like(columns)
+    for inference in (True, False, True):  # what is kept was made in inference mode, and could not be written to
+        with torch.inference_mode(inference):
+            own = torch.zeros_like(columns)
+            for _ in range(3):
+                assert torch.equal(resharder(rows), columns)
+                assert torch.equal(resharder(rows, out=out), columns)
+                assert torch.equal(resharder(rows, out=own), columns)
+                assert torch.equal(summing(full, out=out), 2 * columns)
+        if inference:
+            refused("out-inference", partial(resharder, rows, out=own))
+    leaf = rows.clone().requires_grad_()
+    resharder(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.ones_like(rows))
+
+    # A tensor that is still on its way has no memory: the first call's was sent again.
+    whole = Resharder(plan_reshard((4, 4), torch.float32, "2: R", "2: S(0)"))
+    for step in range(1, 4):
+        coming = all_reduce(full * step, "sum", ranks.mesh((2,), ("all",)))
+        assert torch.equal(whole(coming), 2 * step * rows)
+
+    # An out that was computed kept its graph, which is of other values.
+    computed = 2 * torch.ones_like(columns, requires_grad=True)
+    refused("out-requires-grad", lambda: resharder(rows, out=computed))
+    with forward_ad.dual_level():  # the tangent was lost
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at the first dual number
+            ones = torch.ones_like(rows)
+            dual = forward_ad.make_dual(rows, ones)  # type: ignore[no-untyped-call]  # untyped in torch
+        refused("not-transformable", lambda: resharder(dual))
+    refused("not-transformable", lambda: torch.func.grad(lambda tensor: resharder(tensor).sum())(rows))
+
+
+def test_sums_of_dtypes_that_torch_adds_and_of_those_it_does_not() -> None:
+    values = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        for op, wanted in (("sum", 2 * values), ("avg", values), ("max", values), ("product", values * values)):
+            given = values.to(dtype)
+            moved = simulate(plan_reshard((2, 2), dtype, f"2: P({op})", "2: S(0)"), [given, given])
+            both = [tensor.float() for tensor in moved if isinstance(tensor, torch.Tensor)]
+            assert torch.equal(torch.cat(both), wanted), (dtype, op)
+    for name in ("uint16", "uint32", "uint64", "float4_e2m1fn_x2"):
+        for op in ("sum", "min", "max"):
+            refused("reduction-dtype", partial(plan_reshard, (2, 2), name, f"2: P({op})", "2: S(0)"))
