@@ -311,6 +311,22 @@ def test_submodules_called_directly_and_writes_in_place(ranks: Ranks) -> None:
     assert float(named["up.weight"].abs().sum()) == 0.0
     assert float(named["up.bias"].mean()) == 3.0
     assert float(named["down.weight"].mean()) == 0.5
+    # What is assigned to a view reaches the leaf; torch lets it be lost.
+    model.up.weight.data = model.up.weight.data + 2.0
+    assert float(named["up.weight"].abs().sum()) == 0.0  # other memory now, as of any parameter
+    leaves = dict(model.named_parameters())
+    assert float(leaves["up.weight"].detach().mean()) == 2.0
+    model.up(x).sum().backward()
+    model.up.weight.grad = model.up.weight.grad * 3
+    gradient = leaves["up.weight"].grad
+    assert gradient is not None
+    assert float(gradient.mean()) == 6.0
+    model.up.weight.grad = None
+    assert leaves["up.weight"].grad is None
+    with pytest.raises(TypeError, match=r"data of a parameter.* assign a DTensor of that global shape"):
+        model.up.weight.data = torch.zeros(32, 16)
+    assert type(copy.deepcopy(model.up.weight.detach())) is DTensor
+    assert type(pickle.loads(pickle.dumps(model.up.weight)).detach()) is DTensor
     # What goes into a parameter's place is a parameter; anything derived from a view is refused.
     with pytest.raises((TypeError, ValueError)):
         model.up.weight = model.up.weight * 2

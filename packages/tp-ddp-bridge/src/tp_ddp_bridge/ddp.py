@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from tp_ddp_bridge.loading import times_assigned
 from tp_ddp_bridge.problems import PlanError, Problem
 from tp_ddp_bridge.view_class import BridgedModule
 
@@ -17,6 +19,37 @@ class BridgedDDP(DistributedDataParallel):
     parallelism.
     """
 
+    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self._assigned_before = times_assigned()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's stub
+        self._assigned_before = times_assigned()
+
+    def _see_that_parameters_are_reduced(self) -> None:
+        """After ``load_state_dict(assign=True)``: DDP reduces the parameters that it was made with, and no others."""
+        if self._assigned_before == times_assigned():
+            return
+        known = set(map(id, self._module_parameters))
+        ignored = self.parameters_to_ignore
+        new = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known and name not in ignored
+        ]
+        if new:
+            raise PlanError(
+                Problem(
+                    "not-reduced",
+                    name,
+                    found="a parameter that this DDP was not made with: load_state_dict(assign=True) has put it there",
+                    hint="load before wrap_ddp, or without assign=True; or wrap_ddp() and the optimizer are made anew",
+                )
+                for name in new
+            )
+        self._assigned_before = times_assigned()
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; an undone one is refused, because the reducer would wait for leaves that nobody uses."""
         if not isinstance(self.module, BridgedModule):
@@ -24,6 +57,7 @@ class BridgedDDP(DistributedDataParallel):
                 "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
                 "reduce: wrap it anew with wrap_ddp"
             )
+        self._see_that_parameters_are_reduced()
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's stub
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

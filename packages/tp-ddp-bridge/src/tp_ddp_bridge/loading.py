@@ -75,6 +75,7 @@ class Loading(dict[str, Any]):
         """
         if not self.assign:
             return
+        _assigned[0] += 1
         for name, before in self.before.items():
             after = self.module._parameters.get(name)
             if after is None or after is before or isinstance(after, DTensor):
@@ -86,6 +87,14 @@ class Loading(dict[str, Any]):
             with torch.no_grad():
                 replaced.copy_(after)
             self.module._parameters[name] = replaced
+
+
+_assigned = [0]
+
+
+def times_assigned() -> int:
+    """Changes whenever ``load_state_dict(assign=True)`` has given a bridged module other leaves."""
+    return _assigned[0]
 
 
 @contextmanager
