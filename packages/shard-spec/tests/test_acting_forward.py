@@ -142,6 +142,15 @@ def test_copies_and_pickles_go_on_training(ranks: Ranks) -> None:
     shard_module(frozen, plan_for(ranks))
     frozen.inp.requires_grad_(True)
     assert step_and_compare(ranks, full, frozen) == 8
+    # Parameters that are swapped with others list their hooks still, and torch runs them no more.
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        sharded.float().double()
+        full.float().double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for _ in range(2):  # once each, also in the second step
+        assert step_and_compare(ranks, full, sharded) == 8
 
 
 @pytest.mark.ranks(2)

@@ -161,6 +161,11 @@ def tensor_hooks(tensor: Any) -> list[Any]:
     return hooks + list((after or {}).values())
 
 
+def revive_hooks(tensor: Any) -> None:
+    """Make the gradient hooks that a tensor lists run: torch's ``swap_tensors`` keeps the list and stops the hooks."""
+    tensor._backward_hooks = tensor._backward_hooks
+
+
 def all_gather_flat(output: Any, own: Any, group: Any) -> None:
     """All ranks' ``own`` one after another in ``output``: torch 2.13 gave this collective another name."""
     import torch.distributed as dist

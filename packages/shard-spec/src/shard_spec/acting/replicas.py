@@ -47,16 +47,18 @@ class Replicas:
     """The replicated parameters of one module, by name, and the hooks on them.
 
     Copies of a module and parameters that start to need a gradient later get their hooks at the next forward of the
-    root.
+    root. So do parameters that were swapped with others, as ``module.to()`` does under
+    ``torch.__future__.set_swap_module_params_on_conversion``: their hooks are listed still and run no more.
     """
 
     def __init__(self, group: GroupRef, names: tuple[str, ...]) -> None:
         self.group = group
         self.names = names
         self._handles: list[Any] = []
+        self._hooked: dict[str, int] = {}  # by name, the address of what was hooked
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"group": self.group, "names": self.names, "_handles": []}
+        return {"group": self.group, "names": self.names, "_handles": [], "_hooked": {}}
 
     def watch(self, root: nn.Module) -> None:
         """Hook every parameter that needs a gradient and has no such hook yet."""
@@ -68,6 +70,9 @@ class Replicas:
             if not sums_over(parameter, self.group.group):
                 hook = SumGradient(self.group)
                 self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+            elif self._hooked.get(name) != parameter._cdata:
+                _torch_compat.revive_hooks(parameter)
+            self._hooked[name] = parameter._cdata
 
     def remove(self) -> None:
         """Take the hooks away again."""
