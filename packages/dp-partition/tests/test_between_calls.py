@@ -1,7 +1,8 @@
 """What users change between calls: the next step sees it, as it would in a plain loop, or is refused by name.
 
 Each of these was once ignored without a word: optimizer state loaded from a plain checkpoint was read as a shard, a
-learning rate in a tensor stayed what it was, a replaced buffer or an entry of a config was that of the first trace.
+learning rate in a tensor stayed what it was, a replaced buffer, an entry of a config, a hook, a function or a module
+without parameters was that of the first trace.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 7), nn.Linear(7, 8)
-        self.config, self.powers = {"scale": 1.0}, [1.0, 2.0]
+        self.config, self.powers, self.squash = {"scale": 1.0}, [1.0, 2.0], torch.tanh
+        self.masks, self.out = [torch.ones(8)], nn.Identity()
         self.register_buffer("offset", torch.zeros(8))
         self.up.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.up(x)) * self.config["scale"]
-        return torch.as_tensor(self.down(hidden) * self.powers[0] + self.get_buffer("offset"))
+        hidden = self.squash(self.up(x)) * self.config["scale"]
+        shifted = self.out(self.down(hidden)) * self.powers[0] + self.get_buffer("offset")
+        return torch.as_tensor(shifted * self.masks[0])
 
 
 def distance_from(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -74,15 +77,38 @@ def config(model: Any, optim: torch.optim.Optimizer) -> None:
     model.config["scale"], model.powers[0] = 0.7, 1.3
 
 
+def other_function(model: Any, optim: torch.optim.Optimizer) -> None:
+    model.squash = torch.sigmoid
+
+
+def other_module(model: Any, optim: torch.optim.Optimizer) -> None:
+    model.out = nn.ELU()
+
+
+def hook(model: Any, optim: torch.optim.Optimizer) -> None:
+    model.down.register_forward_hook(lambda module, args, out: out * 1.5)
+
+
+def other_mask(model: Any, optim: torch.optim.Optimizer) -> None:
+    model.masks[0] = torch.linspace(0.5, 1, 8)
+
+
+def write_mask(model: Any, optim: torch.optim.Optimizer) -> None:
+    model.masks[0].mul_(0.9)
+
+
 def forget(model: Any, optim: torch.optim.Optimizer) -> None:
     optim.state.clear()
 
 
-CHANGES: tuple[Change, ...] = (thaw, add_group, tensor_lr, fill_lr, other_buffer, config, forget)
+CHANGES: dict[str, tuple[Change, ...]] = {  # one after the other
+    "zero1": (thaw, add_group, tensor_lr, fill_lr, other_function, other_mask, write_mask),
+    "fully_shard": (thaw, other_buffer, config, forget, other_module, hook),
+}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
+@pytest.mark.parametrize("style", CHANGES)
 def test_the_next_step_sees_it(ranks: Ranks, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = (models.seeded(Net).to(ranks.device) for _ in range(2))
     first = [list(net.parameters())[:3] for net in (model, plain)]  # the last bias comes later
@@ -99,7 +125,7 @@ def test_the_next_step_sees_it(ranks: Ranks, style: str, monkeypatch: pytest.Mon
                 torch.testing.assert_close(step(model, own, x, y), wanted, rtol=1e-5, atol=0)
 
     compare("at first")
-    for change in CHANGES:
+    for change in CHANGES[style]:
         for net, optim in ((model, own), (plain, theirs)):
             change(net, optim)
         compare(change.__name__)
@@ -144,6 +170,10 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
     with pytest.raises(dp.PlanError, match="state-placed-elsewhere"):
         step(model, optim, x, x)
     state["exp_avg"] = kept
+    model.register_buffer("another", torch.ones(1))
+    with pytest.raises(dp.PlanError, match=r"model-changed.*another"):
+        step(model, optim, x, x)
+    del model.another
     model.register_buffer("offset", None)
-    with pytest.raises(dp.PlanError, match="buffer-removed"):
+    with pytest.raises(dp.PlanError, match=r"model-changed.*offset"):
         step(model, optim, x, x)

@@ -57,6 +57,7 @@ class Binding:
         subject: The module and optimizers; its parameters are the placed ones.
         plan: Where everything lies.
         params: The placed parameters by name.
+        built: How the modules were built when their tensors were last looked for.
         seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
     """
 
@@ -65,6 +66,7 @@ class Binding:
         self.world, self.rank = shard_world(mesh), shard_rank(mesh)
         self.params: dict[str, nn.Parameter] = dict(subject.params)
         self.slots = list(subject.slots())
+        self.built = subject.structure.current
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
 
     def place(self, equal: str) -> None:

@@ -24,7 +24,7 @@ def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any],
         outside: What its function reads from elsewhere.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    training = tuple(m.training for _, root in subject.modules for m in root.modules())
+    training = tuple([module.training for module in subject.structure.modules])
     states = tuple(
         tuple(sorted(map(str, optimizer.state[p]))) if p in optimizer.state else ()
         for optimizer in subject.optimizers

@@ -23,10 +23,11 @@ def take_over(binding: Binding) -> None:
     """Bring state and buffers where the graphs expect them.
 
     Raises:
-        PlanError: ``parameter-not-in-module`` for a parameter of an optimizer that is not placed,
-            ``state-placed-elsewhere`` for state on another mesh or with other placements, ``buffer-removed`` for a
-            buffer that is None now, ``buffer-untied`` for one of two names of a buffer that names another one now.
+        PlanError: ``model-changed`` for parameters and buffers that came or went, ``parameter-not-in-module`` for a
+            parameter of an optimizer that is not placed, ``state-placed-elsewhere`` for state on another mesh or with
+            other placements, ``buffer-untied`` for one of two names of a buffer that names another one now.
     """
+    _check_structure(binding)
     _take_over_buffers(binding)
     names = {id(param): fqn for fqn, param in binding.params.items()}
     problems: list[Problem] = []
@@ -72,6 +73,20 @@ def _take_over_state(binding: Binding, number: int, group: dict[str, Any], fqn: 
     return problems
 
 
+def _check_structure(binding: Binding) -> None:
+    """Tensors of the model are those that were placed, under their names; hooks and other modules trace anew."""
+    if not binding.subject.structure.look() and binding.built is binding.subject.structure.current:
+        return
+    before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.subject.slots()))
+    if now != before:
+        hint = "call release() on the step first"
+        found = [f"has {name}, which was not placed" for name in sorted(now - before)]
+        found += [f"has no {name} any more" for name in sorted(before - now)]
+        raise PlanError([Problem("model-changed", found=one, hint=hint) for one in found])
+    binding.slots = list(binding.subject.slots())
+    binding.built = binding.subject.structure.current
+
+
 def _take_over_buffers(binding: Binding) -> None:
     subject = binding.subject
     for fqn, module, attribute, is_param in binding.slots:
@@ -80,7 +95,8 @@ def _take_over_buffers(binding: Binding) -> None:
         name, now = subject.aliases.get(fqn, fqn), module._buffers.get(attribute)
         if now is None:
             hint = "call release() on the step first"
-            raise PlanError(Problem("buffer-removed", fqn, found="was a tensor when the step was placed", hint=hint))
+            found = "is None, and was a tensor when the step was placed"
+            raise PlanError(Problem("model-changed", fqn, found=found, hint=hint))
         if now is subject.buffers[name]:
             continue
         if fqn != name:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dp_partition.capture.constants import PLAIN_TYPES, frozen, may_hold_plain
+from dp_partition.capture.constants import PLAIN_TYPES, can_be_compared, frozen
 from dp_partition.problems import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -25,24 +25,71 @@ _BARE = "pass the plain model, as it is before DDP, FSDP or tensor parallelism a
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
-class Attributes:
-    """The plain Python attributes of modules: numbers and names, and lists, dicts and settings objects of them.
+class Structure:
+    """Which modules there are, with which hooks and names of tensors and attributes.
 
     Args:
-        modules: ``(prefix, module)``.
+        roots: The modules that the step is given.
+
+    Attributes:
+        modules: The roots and all modules in them.
+        current: What was seen last; hashable.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self.places: list[tuple[dict[str, Any], str]] = [
-            (table, key)
-            for _, root in modules
-            for table in map(vars, root.modules())
-            for key, value in table.items()
-            if key not in _OF_TORCH and may_hold_plain(value)
-        ]
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self.roots = list(roots)
+        self.modules: list[nn.Module] = []
+        self.current: tuple[Any, ...] | None = None
+        self.look()
+
+    def look(self) -> bool:
+        """Look again; whether anything is other than before."""
+        if self._read() == self.current:  # with all children the same, these are all modules
+            return False
+        self.modules = [module for root in self.roots for module in root.modules()]
+        self.current = self._read()
+        return True
+
+    def _read(self) -> tuple[Any, ...]:
+        return tuple(
+            [
+                (
+                    module,
+                    len(vars(module)),
+                    tuple(module._modules.values()),
+                    tuple(module._parameters),
+                    tuple(module._buffers),
+                    tuple(module._forward_hooks),
+                    tuple(module._forward_pre_hooks),
+                    tuple(module._backward_hooks),
+                )
+                for module in self.modules
+            ]
+        )
+
+
+class Attributes:
+    """What modules keep beside parameters and buffers: numbers and names, functions, tensors, and containers of them.
+
+    Args:
+        structure: The modules.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self.built: Any = None
+        self.places: list[tuple[dict[str, Any], str]] = []
 
     def read(self) -> tuple[Any, ...]:
-        """Type and value of each; what several modules share, such as a config, is read once."""
+        """How the modules are built, and type and value of each attribute; a config that several share is read once."""
+        if self.structure.current is not self.built:
+            self.built = self.structure.current
+            self.places = [
+                (table, key)
+                for table in map(vars, self.structure.modules)
+                for key, value in table.items()
+                if key not in _OF_TORCH and not isinstance(value, nn.Module) and can_be_compared(value)
+            ]
         values = [table.get(key) for table, key in self.places]
         kinds = tuple(map(type, values))
         known: dict[int, Any] = {}
@@ -50,7 +97,7 @@ class Attributes:
             if kind not in PLAIN_TYPES and id(value) not in known:
                 known[id(value)] = frozen(value)
         plain = [one if kind in PLAIN_TYPES else known[id(one)] for one, kind in zip(values, kinds, strict=True)]
-        return kinds, tuple(plain)
+        return self.built, kinds, tuple(plain)
 
 
 @contextmanager
@@ -140,4 +187,4 @@ def _shared_memory(tensors: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-__all__ = ["Attributes", "attributes_kept", "check_traceable"]
+__all__ = ["Attributes", "Structure", "attributes_kept", "check_traceable"]

@@ -1,8 +1,8 @@
 """Plain Python values as part of a key: numbers, names, and lists, dicts and settings objects made of them.
 
 A trace burns in what a step reads beside tensors. Where it reads it from can be looked at before each call: attributes
-of modules, and the closure, defaults and globals of the step's function and of the functions that those name. Values
-that are not plain count by their type only: what they compute with is not known.
+of modules, and the closure, defaults and globals of the step's function and of the functions that those name. Tensors
+and functions count by identity, other values by their type only: what they compute with is not known.
 """
 
 from __future__ import annotations
@@ -19,12 +19,28 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses, which are looked at one by one
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _DEPTH = 4
-_NOT_SETTINGS = (torch.Tensor, nn.Module, torch.optim.Optimizer, types.ModuleType, type, types.FunctionType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_NOT_SETTINGS = (torch.Tensor, torch.optim.Optimizer, types.ModuleType, type, *_FUNCTIONS)
 
 
-def may_hold_plain(value: Any) -> bool:
-    """Whether the value is plain, or a container or settings object of plain values."""
-    return isinstance(value, (*PLAIN, *_CONTAINERS)) or _is_settings(value)
+class Same:
+    """An object by identity; held, so that no other one gets its place in memory."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.held is self.held
+
+
+def can_be_compared(value: Any) -> bool:
+    """Whether `frozen` says more of the value than its type."""
+    return isinstance(value, (*PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor)) or _is_settings(value)
 
 
 def frozen(value: Any, depth: int = _DEPTH) -> Any:
@@ -32,6 +48,8 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
     kind = type(value)
     if kind in PLAIN_TYPES or isinstance(value, PLAIN):
         return kind, value
+    if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
+        return Same(value)
     if depth == 0:
         return kind
     if isinstance(value, list | tuple):
@@ -50,9 +68,11 @@ def _name(key: Any) -> Any:
 
 
 def _is_settings(value: Any) -> bool:
-    """An object such as a dataclass, a namespace or a model's config."""
+    """An object such as a dataclass, a namespace, a model's config or a loss."""
     if isinstance(value, _NOT_SETTINGS) or not hasattr(value, "__dict__"):
         return False
+    if isinstance(value, nn.Module):
+        return True
     return not type(value).__module__.startswith("torch") and not callable(value)
 
 
@@ -100,10 +120,10 @@ class FunctionConstants:
 
     def _look_at(self, place: tuple[Any, str], seen: set[int]) -> None:
         value = _at(*place)
+        if can_be_compared(value):
+            self.places.append(place)
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self._visit(value, seen)
-        elif may_hold_plain(value):
-            self.places.append(place)
 
 
 def _at(owner: Any, name: str | None) -> Any:
@@ -122,4 +142,4 @@ def _global_names(code: types.CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-__all__ = ["PLAIN_TYPES", "FunctionConstants", "frozen", "may_hold_plain"]
+__all__ = ["PLAIN_TYPES", "FunctionConstants", "Same", "can_be_compared", "frozen"]

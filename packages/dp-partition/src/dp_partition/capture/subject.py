@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.attributes import Attributes
+from dp_partition.capture.attributes import Attributes, Structure
 from dp_partition.problems import PlanError, Problem
 
 
@@ -35,11 +35,19 @@ class Subject:
     aliases: dict[str, str] = field(default_factory=dict)
     _attributes: Attributes | None = None
 
+    @property
+    def structure(self) -> Structure:
+        """How the modules are built."""
+        return self._read_attributes().structure
+
     def attributes(self) -> tuple[Any, ...]:
-        """Plain Python values that the modules keep beside their tensors: constants of a trace."""
+        """What the modules keep beside their parameters and buffers: constants of a trace."""
+        return self._read_attributes().read()
+
+    def _read_attributes(self) -> Attributes:
         if self._attributes is None:
-            self._attributes = Attributes(self.modules)
-        return self._attributes.read()
+            self._attributes = Attributes(Structure(root for _, root in self.modules))
+        return self._attributes
 
     def slots(self) -> Iterator[tuple[str, nn.Module, str, bool]]:
         """Every place a tensor is registered in: ``(fqn, owner module, attribute, is it a parameter)``."""
