@@ -16,6 +16,10 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition.capture.subject import find_subject
+from dp_partition.imagined import imagined_mesh
+from dp_partition.keys import program_key
+from dp_partition.step import runner_of
 from ranktest import Ranks
 from torch import nn
 
@@ -28,7 +32,7 @@ class Net(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(8, 7), nn.Linear(7, 8)
         self.config, self.powers, self.squash = {"scale": 1.0}, [1.0, 2.0], torch.tanh
-        self.masks, self.out = [torch.ones(8)], nn.Identity()
+        self.masks, self.out, self.seen = [torch.ones(8)], nn.Identity(), [0.0]
         self.register_buffer("offset", torch.zeros(8))
         self.up.weight.requires_grad_(False)
 
@@ -40,6 +44,20 @@ class Net(nn.Module):
 
 def distance_from(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor((out * FACTORS["of"][0] + SETTINGS.shift - y).square().mean())
+
+
+class Trainer:
+    """Keeps a list beside what its step reads."""
+
+    def __init__(self) -> None:
+        self.factor, self.losses = 1.0, [0.0]
+
+    def train_step(self, model: Any, optim: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+        loss: Any = (model(x) * self.factor).square().mean()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss
 
 
 def train_step(model: Any, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -142,6 +160,11 @@ def test_the_next_step_sees_it(ranks: Ranks, style: str, monkeypatch: pytest.Mon
         for net in (model, plain):
             net.get_parameter("up.weight")[2:4].mul_(0.5)
     compare("written unsharded")
+    weights = {name: tensor + 0.1 for name, tensor in plain.state_dict().items()}
+    plain.load_state_dict(weights)
+    with step.unsharded():  # once the parameters that this puts in place were let go with their values
+        model.load_state_dict(weights, assign=style == "zero1")
+    compare("loaded unsharded")
     with step.unsharded():
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -177,3 +200,27 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
     model.register_buffer("offset", None)
     with pytest.raises(dp.PlanError, match=r"model-changed.*offset"):
         step(model, optim, x, x)
+
+
+def test_what_no_code_of_a_step_names_may_change() -> None:
+    """A list of losses that grows would trace each call anew."""
+    model, trainer = models.seeded(Net), Trainer()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dp.compile(trainer.train_step, mesh=imagined_mesh(1, 0, "cpu"), style="replicate")
+    runner, x = runner_of(step), torch.ones(4, 8)
+
+    def key() -> Any:
+        return program_key(
+            find_subject(trainer.train_step, (model, optim, x), {}), (model, optim, x), {}, runner.outside
+        )
+
+    first = key()
+    for _ in range(3):
+        trainer.losses.append(1.0)
+        model.seen.append(1.0)  # type: ignore[operator, union-attr]
+        assert key() == first
+    trainer.factor = 2.0
+    assert key() != first
+    trainer.factor = 1.0
+    model.powers[0] = 3.0  # type: ignore[operator]
+    assert key() != first

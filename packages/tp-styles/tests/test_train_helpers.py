@@ -62,6 +62,7 @@ def test_vocab_parallel_cross_entropy(ranks: Ranks) -> None:
         # Not `backward()`: torch 2.11 gathers an uneven DTensor's gradient where it takes it over into `.grad`.
         (gradient,) = torch.autograd.grad(loss, dtensor)
     assert log.ops == ("all_reduce", "all_reduce")
+    assert isinstance(gradient, DTensor)
     assert gradient.placements == (Shard(2),)
     torch.testing.assert_close(loss.detach(), F.cross_entropy(whole.movedim(-1, 1), target), atol=EXACT, rtol=0)
     low = tp.vocab_parallel_cross_entropy(whole.bfloat16()[..., start:stop], target, mesh=mesh, num_classes=classes)

@@ -216,12 +216,37 @@ class Binding:
         try:
             yield
         finally:
+            full |= self.module_params()  # load_state_dict(assign=True) puts others in place
             self.install_modules(placed)
         if writeback:
-            with torch.no_grad():
-                for fqn, param in placed.items():
-                    placement = self.plan[fqn].param
-                    local_of(param.data).copy_(local_part(full[fqn].data, placement, self.world, self.rank))
+            self.write(full)
+
+    def module_params(self) -> dict[str, nn.Parameter]:
+        """The parameters that the modules hold now, by the name that each is placed under."""
+        found: dict[str, nn.Parameter] = {}
+        for fqn, module, attribute, is_param in self.slots:
+            param = module._parameters.get(attribute) if is_param else None
+            if param is not None:
+                found.setdefault(self.subject.aliases.get(fqn, fqn), param)
+        return found
+
+    def write(self, full: dict[str, nn.Parameter]) -> None:
+        """Put whole values where the placed parameters lie.
+
+        Raises:
+            PlanError: ``shape-changed`` for a value of another shape.
+        """
+        problems = [
+            Problem("shape-changed", fqn, found=f"{tuple(full[fqn].shape)} in place of {tuple(param.shape)}")
+            for fqn, param in self.params.items()
+            if full[fqn].shape != param.shape
+        ]
+        if problems:
+            raise PlanError(problems)
+        with torch.no_grad():
+            for fqn, param in self.params.items():
+                part = local_part(full[fqn].data, self.plan[fqn].param, self.world, self.rank)
+                local_of(param.data).copy_(part)
 
     def release(self) -> None:
         """Plain whole parameters and state in module and optimizers, for good."""

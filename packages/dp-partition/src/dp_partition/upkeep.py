@@ -80,9 +80,9 @@ def _check_structure(binding: Binding) -> None:
     before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.subject.slots()))
     if now != before:
         hint = "call release() on the step first"
-        found = [f"has {name}, which was not placed" for name in sorted(now - before)]
-        found += [f"has no {name} any more" for name in sorted(before - now)]
-        raise PlanError([Problem("model-changed", found=one, hint=hint) for one in found])
+        changes = [(name, "was not there when the step was placed") for name in sorted(now - before)]
+        changes += [(name, "is not there any more") for name in sorted(before - now)]
+        raise PlanError([Problem("model-changed", name, found=found, hint=hint) for name, found in changes])
     binding.slots = list(binding.subject.slots())
     binding.built = binding.subject.structure.current
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dp_partition.capture.constants import PLAIN_TYPES, can_be_compared, frozen
+from dp_partition.capture.constants import PLAIN_TYPES, can_be_compared, frozen, names_of_forward
 from dp_partition.problems import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -78,26 +78,34 @@ class Attributes:
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
         self.built: Any = None
+        self.names: set[str] = set()
         self.places: list[tuple[dict[str, Any], str]] = []
 
     def read(self) -> tuple[Any, ...]:
         """How the modules are built, and type and value of each attribute; a config that several share is read once."""
         if self.structure.current is not self.built:
             self.built = self.structure.current
+            self.names = {name for kind in set(map(type, self.structure.modules)) for name in names_of_forward(kind)}
             self.places = [
-                (table, key)
-                for table in map(vars, self.structure.modules)
-                for key, value in table.items()
-                if key not in _OF_TORCH and not isinstance(value, nn.Module) and can_be_compared(value)
+                (vars(module), key)
+                for module in self.structure.modules
+                for key, value in vars(module).items()
+                if key not in _OF_TORCH and self._counts(module, key, value)
             ]
         values = [table.get(key) for table, key in self.places]
         kinds = tuple(map(type, values))
         known: dict[int, Any] = {}
         for value, kind in zip(values, kinds, strict=True):
             if kind not in PLAIN_TYPES and id(value) not in known:
-                known[id(value)] = frozen(value)
+                known[id(value)] = frozen(value, self.names)
         plain = [one if kind in PLAIN_TYPES else known[id(one)] for one, kind in zip(values, kinds, strict=True)]
         return self.built, kinds, tuple(plain)
+
+    def _counts(self, module: nn.Module, key: str, value: Any) -> bool:
+        """Whether it is plain, or can be compared and is named by what forward runs."""
+        if isinstance(value, nn.Module) or not can_be_compared(value):
+            return False
+        return type(value) in PLAIN_TYPES or key == "forward" or key in names_of_forward(type(module))
 
 
 @contextmanager

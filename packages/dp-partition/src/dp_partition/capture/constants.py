@@ -2,14 +2,17 @@
 
 A trace burns in what a step reads beside tensors. Where it reads it from can be looked at before each call: attributes
 of modules, and the closure, defaults and globals of the step's function and of the functions that those name. Tensors
-and functions count by identity, other values by their type only: what they compute with is not known.
+and functions count by identity, other values by their type only: what they compute with is not known. Of an object's
+attributes those count that the code names: a list of past losses beside them may grow.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -43,24 +46,38 @@ def can_be_compared(value: Any) -> bool:
     return isinstance(value, (*PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor)) or _is_settings(value)
 
 
-def frozen(value: Any, depth: int = _DEPTH) -> Any:
-    """A hashable copy of the plain part of a value."""
+def frozen(value: Any, names: Collection[str], depth: int = _DEPTH) -> Any:
+    """A hashable copy of the part of a value that can be compared.
+
+    Args:
+        value: Any value.
+        names: Which attributes of settings objects count.
+        depth: How far to look into containers.
+    """
     kind = type(value)
     if kind in PLAIN_TYPES or isinstance(value, PLAIN):
         return kind, value
     if isinstance(value, (torch.Tensor, *_FUNCTIONS)):
         return Same(value)
+    if isinstance(value, nn.Module):
+        plain = tuple([(key, one) for key, one in vars(value).items() if type(one) in PLAIN_TYPES])
+        return Same(value), plain, tuple(map(Same, value.buffers()))
     if depth == 0:
         return kind
     if isinstance(value, list | tuple):
-        return type(value), tuple([frozen(one, depth - 1) for one in value])
+        return kind, tuple([frozen(one, names, depth - 1) for one in value])
     if isinstance(value, dict):
-        return type(value), tuple([(_name(key), frozen(one, depth - 1)) for key, one in value.items()])
+        return kind, tuple([(_name(key), frozen(one, names, depth - 1)) for key, one in value.items()])
     if isinstance(value, set | frozenset):
-        return type(value), frozenset(frozen(one, depth - 1) for one in value)
+        return kind, frozenset(frozen(one, names, depth - 1) for one in value)
     if _is_settings(value):
-        return type(value), tuple([(key, frozen(one, depth - 1)) for key, one in vars(value).items()])
-    return type(value)
+        return kind, frozen_attributes(value, names, depth)
+    return kind
+
+
+def frozen_attributes(value: Any, names: Collection[str], depth: int = _DEPTH) -> Any:
+    """The attributes of an object that count."""
+    return tuple([(key, frozen(one, names, depth - 1)) for key, one in vars(value).items() if key in names])
 
 
 def _name(key: Any) -> Any:
@@ -85,11 +102,14 @@ class FunctionConstants:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.places: list[tuple[Any, str | None]] = []
+        self.objects: list[Any] = []  # whose method or call the function is
+        self.names: set[str] = set()
         self._visit(function, set())
 
     def read(self) -> tuple[Any, ...]:
         """The values now, hashable."""
-        return tuple([frozen(_at(owner, name)) for owner, name in self.places])
+        values = [frozen(_at(owner, name), self.names) for owner, name in self.places]
+        return tuple(values), tuple([frozen_attributes(one, self.names) for one in self.objects])
 
     def _visit(self, function: Any, seen: set[int]) -> None:
         if id(function) in seen:
@@ -101,11 +121,12 @@ class FunctionConstants:
             self._visit(function.func, seen)
             return
         if isinstance(function, types.MethodType):
-            self._look_at((function, "__self__"), seen)
+            if hasattr(function.__self__, "__dict__"):
+                self.objects.append(function.__self__)
             function = function.__func__
         elif not isinstance(function, types.FunctionType):
             if callable(function) and not isinstance(function, _NOT_SETTINGS) and hasattr(function, "__dict__"):
-                self.places.append((function, "__dict__"))
+                self.objects.append(function)
                 self._visit(type(function).__call__, seen)
             return
         if (function.__module__ or "").split(".")[0] == "torch":
@@ -114,7 +135,9 @@ class FunctionConstants:
             self._look_at((cell, "cell_contents"), seen)
         self._look_at((function, "__defaults__"), seen)
         self._look_at((function, "__kwdefaults__"), seen)
-        for name in _global_names(function.__code__):
+        named = names_in(function.__code__)
+        self.names |= named
+        for name in sorted(named):
             if name in function.__globals__:
                 self._look_at((function.__globals__, name), seen)
 
@@ -135,11 +158,54 @@ def _at(owner: Any, name: str | None) -> Any:
         return None
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """What a function's code names: globals, attributes, and strings, which may be names too."""
+    found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            found |= names_in(one)
+    return frozenset(found)
 
 
-__all__ = ["PLAIN_TYPES", "FunctionConstants", "Same", "can_be_compared", "frozen"]
+def names_of_forward(owner: type[nn.Module]) -> frozenset[str]:
+    """What a module's `forward` names, and the methods and functions that it calls."""
+    if owner not in _forward_names:
+        _forward_names[owner] = _names_of_forward(owner)
+    return _forward_names[owner]
+
+
+_forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _names_of_forward(owner: type[nn.Module]) -> frozenset[str]:
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[Any] = [owner.forward]
+    while waiting:
+        function = waiting.pop()
+        function = getattr(function, "fget", function)
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, types.FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        waiting.append(getattr(function, "__wrapped__", None))
+        waiting += [_at(cell, "cell_contents") for cell in function.__closure__ or ()]
+        if (function.__module__ or "").split(".")[0] == "torch" and function is not owner.forward:
+            continue
+        named = names_in(function.__code__)
+        found |= named
+        waiting += [inspect.getattr_static(owner, name, None) for name in named]
+        waiting += [function.__globals__.get(name) for name in named]
+    return frozenset(found)
+
+
+__all__ = [
+    "PLAIN_TYPES",
+    "FunctionConstants",
+    "Same",
+    "can_be_compared",
+    "frozen",
+    "frozen_attributes",
+    "names_in",
+    "names_of_forward",
+]
