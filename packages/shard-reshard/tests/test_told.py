@@ -89,7 +89,7 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
     import torch.autograd.forward_ad as forward_ad
-    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     full = FULL.to(ranks.device)
     rows, columns = full.chunk(2)[ranks.rank], full.chunk(2, 1)[ranks.rank]
@@ -114,7 +114,9 @@ def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
     # A tensor that is still on its way has no memory: the first call's was sent again.
     whole = Resharder(plan_reshard((4, 4), torch.float32, "2: R", "2: S(0)"))
     for step in range(1, 4):
-        coming = all_reduce(full * step, "sum", ranks.mesh((2,), ("all",)))
+        parts = DTensor.from_local(full * step, ranks.mesh((2,), ("all",)), [Partial()])
+        coming = parts.redistribute(placements=[Replicate()], async_op=True).to_local()
+        assert type(coming).__name__ == "AsyncCollectiveTensor"
         assert torch.equal(whole(coming), 2 * step * rows)
 
     # An out that was computed kept its graph, which is of other values.

@@ -13,8 +13,8 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.parameters import ShardParameter, split_of
 
 
-class KeepParts:
-    """Stands as a module's `_apply`: `to_empty()` and its like make new parameters, which know nothing.
+class _StandIn:
+    """Stands in a module's place of a method that does not know of local parameters.
 
     Args:
         module: The module.
@@ -25,14 +25,19 @@ class KeepParts:
         self.module = module
         self.names = names
 
+    def parts(self) -> dict[str, ShardParameter]:
+        """The local parameters that still know of what they are parts."""
+        found = {name: self.module._parameters.get(name) for name in self.names}
+        return {name: part for name, part in found.items() if isinstance(part, ShardParameter)}
+
+
+class KeepParts(_StandIn):
+    """Stands as a module's `_apply`: `to_empty()` and its like make new parameters, which know nothing."""
+
     def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
         """The module's own `_apply`; new parameters remember what the old ones did."""
         module = self.module
-        before = {
-            name: (found, dict(vars(found)))
-            for name in self.names
-            if isinstance(found := module._parameters.get(name), ShardParameter)
-        }
+        before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
         type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         for name, (old, known) in before.items():
             new = module._parameters.get(name)
@@ -44,28 +49,16 @@ class KeepParts:
         return module
 
 
-class ResetWhole:
+class ResetWhole(_StandIn):
     """Stands as a module's `reset_parameters`: it runs on whole parameters, and their parts are taken.
 
     Bounds depend on the number of input features: on a part of the columns they would be too wide.
-
-    Args:
-        module: The module.
-        names: Its local parameters.
     """
-
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        self.module = module
-        self.names = names
 
     def __call__(self) -> None:
         """The module's own `reset_parameters`, with the default generator alike on every rank."""
         module: Any = self.module
-        kept = {
-            name: found
-            for name in self.names
-            if isinstance(found := module._parameters.get(name), ShardParameter) and not found.is_meta
-        }
+        kept = {name: part for name, part in self.parts().items() if not part.is_meta}
         try:
             for name, part in kept.items():
                 module._parameters[name] = nn.Parameter(part.detach().new_zeros(part._sharding_info[2]))
