@@ -192,6 +192,9 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
     kept, state["exp_avg"] = state["exp_avg"], moved
     with pytest.raises(dp.PlanError, match="state-placed-elsewhere"):
         step(model, optim, x, x)
+    state["exp_avg"] = torch.zeros(4, 4, device=ranks.device)  # a fused kernel would walk past its end
+    with pytest.raises(dp.PlanError, match=r"state-shape.*down\.weight exp_avg"):
+        step(model, optim, x, x)
     state["exp_avg"] = kept
     model.register_buffer("another", torch.ones(1))
     with pytest.raises(dp.PlanError, match=r"model-changed.*another"):

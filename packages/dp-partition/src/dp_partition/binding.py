@@ -59,6 +59,7 @@ class Binding:
         params: The placed parameters by name.
         built: How the modules were built when their tensors were last looked for.
         seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
+        state_shapes: Its global shapes.
     """
 
     def __init__(self, subject: Subject, plan: PartitionPlan, mesh: DeviceMesh) -> None:
@@ -68,6 +69,7 @@ class Binding:
         self.slots = list(subject.slots())
         self.built = subject.structure.current
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
+        self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}
 
     def place(self, equal: str) -> None:
         """Make the ranks' tensors equal, place them, and rebind the optimizers.

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from dp_partition._torch_compat import pytree
+from dp_partition.capture.fakes import Input
 from dp_partition.capture.hypers import FUSED_ARGUMENTS, Hyper
-from dp_partition.capture.trace import Capture, Input
+from dp_partition.capture.trace import Capture
 from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs
 
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)

@@ -15,9 +15,10 @@ from dp_partition.accumulate import repeat_for_microbatches
 from dp_partition.axes import num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.bucket import Traffic
 from dp_partition.canonicalise import canonicalise
+from dp_partition.capture.fakes import Input
 from dp_partition.capture.hypers import Hyper
 from dp_partition.capture.subject import Subject
-from dp_partition.capture.trace import Capture, Input, trace_step
+from dp_partition.capture.trace import Capture, trace_step
 from dp_partition.collectives import local_shape
 from dp_partition.decompose import decompose, remove_tags
 from dp_partition.imagined import imagined_mesh

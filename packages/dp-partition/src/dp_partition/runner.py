@@ -154,6 +154,7 @@ class Runner:
         binding, program, facts = together(self.mesh, self.name, lambda: self.prepare(args, kwargs))
         if self.share is None:
             binding.place(self.settings.equal)
+            take_over(binding)
             if self.settings.rng is not None:
                 self.stream = Stream(self.mesh, self.settings.rng)
         self.binding = binding

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition._torch_compat import pytree
 from dp_partition.binding import local_of
+from dp_partition.capture.fakes import Input
 from dp_partition.capture.tagging import TAG_GRAD
-from dp_partition.capture.trace import Capture, Input
+from dp_partition.capture.trace import Capture
 from dp_partition.collectives import chunk_bounds
 from dp_partition.distance import TOLERANCE, combine, distance, eps, first_apart, greatest, is_plain
 from dp_partition.insert import partition_for_rank

@@ -25,7 +25,8 @@ def take_over(binding: Binding) -> None:
     Raises:
         PlanError: ``model-changed`` for parameters and buffers that came or went, ``parameter-not-in-module`` for a
             parameter of an optimizer that is not placed, ``state-placed-elsewhere`` for state on another mesh or with
-            other placements, ``buffer-untied`` for one of two names of a buffer that names another one now.
+            other placements, ``state-shape`` for state of another shape than before, ``buffer-untied`` for one of two
+            names of a buffer that names another one now.
     """
     _check_structure(binding)
     _take_over_buffers(binding)
@@ -56,6 +57,7 @@ def _take_over_state(binding: Binding, number: int, group: dict[str, Any], fqn: 
     values, seen = tuple(state.values()), binding.seen.get((number, fqn), ())
     if len(values) == len(seen) and all(map(operator.is_, values, seen)):
         return []
+    shapes = binding.state_shapes.get((number, fqn), {})
     wanted = on_mesh(binding.plan[fqn].state, binding.mesh)
     problems = []
     for key, value in state.items():
@@ -68,8 +70,13 @@ def _take_over_state(binding: Binding, number: int, group: dict[str, Any], fqn: 
                 problems.append(Problem("state-placed-elsewhere", f"{fqn} {key}", found=found, hint=hint))
         elif value.shape == param.shape:
             state[key] = binding.place_state(fqn, value, whole=True)
+        if key in shapes and state[key].shape != shapes[key]:
+            found = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
+            hint = "load state that was saved for this model"
+            problems.append(Problem("state-shape", f"{fqn} {key}", found=found, hint=hint))
     if not problems:
         binding.seen[number, fqn] = tuple(state.values())
+        binding.state_shapes[number, fqn] = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
     return problems
 
 

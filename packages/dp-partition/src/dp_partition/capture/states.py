@@ -43,15 +43,3 @@ def _momentum_buffer(group: dict[str, Any], param: torch.Tensor) -> dict[str, An
     if group["momentum"] != 0 and group["dampening"] == 0:
         return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
     return {}
-
-
-def state_signature(state: dict[str, Any]) -> tuple[Any, ...]:
-    """Names, shapes and dtypes of one parameter's state: part of what a trace depends on."""
-    parts: list[Any] = []
-    for key in sorted(state, key=str):
-        value = state[key]
-        if isinstance(value, torch.Tensor):
-            parts.append((key, tuple(value.shape), value.dtype, value.device))
-        else:
-            parts.append((key, repr(value)))
-    return tuple(parts)

@@ -1,0 +1,186 @@
+"""Fake stand-ins for what a step reads, put where it looks for tensors while it is traced, and taken away again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dp_partition._torch_compat import FakeTensorMode, storage_key, symbolic_scalar
+from dp_partition.capture.hypers import Hyper, find_hypers
+from dp_partition.capture.states import initial_state
+from dp_partition.capture.subject import Subject
+from dp_partition.problems import PlanError, Problem
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder: ``kind`` is param, buffer, state, hyper or arg; ``key`` names the entry of a parameter's
+    state.
+    """
+
+    kind: str
+    name: str
+    key: Any = None
+    optimizer: int = 0
+    hyper: Hyper | None = None
+
+    @property
+    def label(self) -> str:
+        """A readable placeholder name."""
+        if self.kind == "hyper":
+            return self.name
+        tail = "" if self.key is None else f"_{self.key}"
+        return f"{self.kind}_{self.name}{tail}"
+
+
+@dataclass
+class Fakes:
+    """Fake stand-ins for everything the step reads."""
+
+    params: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    states: dict[tuple[int, str], dict[Any, Any]]
+    hypers: dict[Hyper, torch.Tensor]
+    numbers: dict[Hyper, float]
+    args: list[torch.Tensor]
+
+
+def make_fakes(
+    mode: FakeTensorMode,
+    subject: Subject,
+    tensors: list[torch.Tensor],
+    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+) -> Fakes:
+    def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        with mode:
+            if shape is None or shape == tuple(tensor.shape):
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+
+    params = {fqn: nn.Parameter(fake(param), param.requires_grad) for fqn, param in subject.params.items()}
+    states: dict[tuple[int, str], dict[Any, Any]] = {}
+    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    for number, optimizer in enumerate(subject.optimizers):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                fqn = fqn_of[id(param)]
+                if not param.requires_grad:
+                    continue
+                known = optimizer.state.get(param)
+                if not known:
+                    with mode:
+                        known = initial_state(optimizer, group, params[fqn])
+                # Fresh fakes throughout: one made by torch.tensor() remembers its value and would be burnt in.
+                states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in known.items()}
+    numbers = {hyper: hyper.read(subject.optimizers) for hyper in find_hypers(subject.optimizers)}
+    return Fakes(
+        params,
+        {fqn: fake(buffer) for fqn, buffer in subject.buffers.items()},
+        states,
+        {hyper: symbolic_scalar(mode, number, hyper.label) for hyper, number in numbers.items()},
+        numbers,
+        [
+            fake(tensor, batch_of(tensor) if batch_of else None).requires_grad_(tensor.requires_grad)
+            for tensor in tensors
+        ],
+    )
+
+
+def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
+    inputs: list[Input] = []
+    flat: list[torch.Tensor] = []
+
+    def add(entry: Input, tensor: torch.Tensor) -> None:
+        inputs.append(entry)
+        flat.append(tensor)
+
+    for fqn, param in fakes.params.items():
+        add(Input("param", fqn), param)
+    for fqn, buffer in fakes.buffers.items():
+        add(Input("buffer", fqn), buffer)
+    for (number, fqn), state in fakes.states.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                add(Input("state", fqn, key, number), value)
+    for hyper, scalar in fakes.hypers.items():
+        add(Input("hyper", hyper.label, hyper=hyper), scalar)
+    for index, tensor in enumerate(fakes.args):
+        add(Input("arg", str(index)), tensor)
+    return inputs, flat
+
+
+@contextlib.contextmanager
+def installed(subject: Subject, fakes: Fakes, record: dict[str, Any]) -> Iterator[None]:
+    """Put the fakes where the step looks for tensors; put everything back afterwards."""
+    with contextlib.ExitStack() as stack:
+        _install_modules(stack, subject, fakes)
+        record["symbols"] = {}
+        for number, optimizer in enumerate(subject.optimizers):
+            _install_optimizer(stack, number, optimizer, subject, fakes, record["symbols"])
+        yield
+
+
+def _install_modules(stack: contextlib.ExitStack, subject: Subject, fakes: Fakes) -> None:
+    for fqn, module, attribute, is_param in list(subject.slots()):
+        name = subject.aliases.get(fqn, fqn)
+        table: dict[str, Any] = module._parameters if is_param else module._buffers
+        stack.callback(table.__setitem__, attribute, table[attribute])
+        table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
+
+
+def _install_optimizer(
+    stack: contextlib.ExitStack,
+    number: int,
+    optimizer: Optimizer,
+    subject: Subject,
+    fakes: Fakes,
+    symbols: dict[Hyper, Any],
+) -> None:
+    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    stack.callback(setattr, optimizer, "state", optimizer.state)
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for (owner, fqn), entries in fakes.states.items():
+        if owner == number and entries:
+            state[fakes.params[fqn]] = dict(entries)
+    optimizer.state = state
+    for index, group in enumerate(optimizer.param_groups):
+        stack.callback(group.update, dict(group))
+        group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
+        if _is_on_gpu(group) and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
+            group["foreach"] = True  # what eager mode chooses there; it does not recognise fake tensors
+        for hyper, scalar in fakes.hypers.items():
+            if (hyper.optimizer, hyper.group) != (number, index):
+                continue
+            if group.get("fused"):  # schemas with plain floats: canonicalise connects them to the inputs
+                value: Any = fakes.numbers[hyper]
+            else:
+                value = scalar.item()
+                symbols[hyper] = getattr(value, "node", None) and value.node.expr
+            group[hyper.key] = value if hyper.index is None else _replaced(group[hyper.key], hyper.index, value)
+
+
+def _is_on_gpu(group: dict[str, Any]) -> bool:
+    return all(param.device.type == "cuda" for param in group["params"])
+
+
+def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
+    return tuple(value if i == index else old for i, old in enumerate(values))
+
+
+def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[tuple[Any, int]]) -> None:
+    """Refuse ``param.data = value``: no operator writes, so a graph would leave it out."""
+    hint = "write in place: param.data.mul_(...), param.data.copy_(...)"
+    moved = [e for e, t, (_, key) in zip(inputs, tensors, memory, strict=True) if storage_key(t) != key]
+    if moved:
+        found = "the step puts other memory in place with .data ="
+        raise PlanError([Problem("parameter-replaced", entry.label, found=found, hint=hint) for entry in moved])
+
+
+__all__ = ["Fakes", "Input", "check_memory", "flatten_inputs", "installed", "make_fakes"]
