@@ -24,6 +24,8 @@ from dp_partition.messages import is_collective, is_wait, tensors_of
 from dp_partition.ops import arguments, is_op, mutated_inputs
 from dp_partition.plan import TensorInfo, plan_placements
 from dp_partition.program import build_program
+from dp_partition.rules import table
+from dp_partition.rules.table import move_cost as weigh
 from torch import fx, nn
 
 STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
@@ -143,3 +145,22 @@ def test_of_models() -> None:
     for graph, world in found:
         assert check_collectives(graph, world) > 4
         assert check_lists(graph) >= 16
+
+
+def test_a_list_of_tensors_is_weighed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of twice the parameters takes twice the decisions: where each lies in a list is a matter of its own."""
+    weighed: list[Any] = []
+
+    def counting(*args: Any) -> float:
+        weighed.append(args)
+        return weigh(*args)
+
+    monkeypatch.setattr(table, "move_cost", counting)
+    found = []
+    for layers in (3, 6, 12):
+        weighed.clear()
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)])
+        dp.estimate(models.mean_step, model, FOREACH(model.parameters()), torch.ones(2, 8), world=2, style="zero2")
+        found.append(len(weighed))
+    assert found[0] > 100
+    assert found[2] - found[1] == 2 * (found[1] - found[0])

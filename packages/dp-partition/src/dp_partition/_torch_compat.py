@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 import torch.distributed.distributed_c10d as c10d
+from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
     "FakeTensor",
@@ -67,9 +69,24 @@ def without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+class _Scalars(ShapeEnv):
+    """Symbols without the study of conditions that only a run can decide.
+
+    ``beta ** step`` checks that its base is not negative. With a step counter for each parameter torch spends half of a
+    trace on solving such conditions for a number read from a tensor, and nothing uses what it finds.
+    """
+
+    def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch caches its own
+        self, orig_expr: Any, msg: str, fx_node: fx.Node | None = None
+    ) -> bool:
+        if any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in orig_expr.free_symbols):
+            return True
+        return bool(super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node))
+
+
 def new_fake_mode() -> FakeTensorMode:
     """A fake mode whose only symbols are the scalars that the caller makes."""
-    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return FakeTensorMode(shape_env=_Scalars(), allow_non_fake_inputs=True)
 
 
 def current_trace_nodes() -> list[str]:

@@ -139,22 +139,13 @@ def foreach(call: Call) -> Iterator[Candidate]:
     for position in range(max(len(nodes) for nodes in lists)):
         operands = list(dict.fromkeys(nodes[position] for nodes in lists if position < len(nodes)))
         ndim = max(len(call.shape(node)) for node in operands)
-        ways = [
-            Candidate({**way, **dict.fromkeys(singles, R)}, placement)
-            for way, placement in operand_ways(call, call.name, operands, ndim)
-        ]
-        best = cheapest(call, (_only(call, way, operands) for way in ways))
+        ways = (Candidate(dict(way), placement) for way, placement in operand_ways(call, call.name, operands, ndim))
+        best = cheapest(call, ways, operands)  # the other positions' tensors weigh nothing here
         if best is None:
             return
         inputs.update({node: best.inputs[node] for node in operands})
         outputs.append(best.output)
     yield Candidate(inputs, tuple(outputs) if isinstance(call.node.meta.get("val"), tuple | list) else None)
-
-
-def _only(call: Call, way: Candidate, operands: list[fx.Node]) -> Candidate:
-    """The way with every other input left where it is, so that only this position is weighed."""
-    rest: dict[fx.Node, Placement] = {node: call.at(node) for node in call.tensors() if node not in operands}
-    return Candidate({**rest, **{node: way.inputs[node] for node in operands}}, way.output)
 
 
 def _list_operands(call: Call) -> tuple[list[list[fx.Node]], list[fx.Node]]:

@@ -6,7 +6,7 @@ engine adds the candidate that is right for every operator (everything replicate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,21 +138,21 @@ def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
     return 1.0 * num_bytes if isinstance(target, Shard) else float("inf")
 
 
-def cost_of(call: Call, candidate: Candidate) -> float:
-    """Bytes moved to meet a candidate's input placements."""
+def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = None) -> float:
+    """Bytes moved to meet a candidate's input placements, those of the given nodes or all."""
     total = 0.0
-    for node in call.tensors():
+    for node in call.tensors() if nodes is None else nodes:
         value = node.meta["val"]
         num_bytes = value.numel() * value.element_size() + 1
         total += move_cost(call.at(node), candidate.inputs.get(node, R), num_bytes)
     return total
 
 
-def cheapest(call: Call, candidates: Iterable[Candidate]) -> Candidate | None:
-    """The candidate that moves the fewest bytes; the first of equals."""
+def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
+    """The candidate that moves the fewest bytes, of the given nodes or of all; the first of equals."""
     best, best_cost = None, float("inf")
     for candidate in candidates:
-        cost = cost_of(call, candidate)
+        cost = cost_of(call, candidate, nodes)
         if cost < best_cost:
             best, best_cost = candidate, cost
     return best
