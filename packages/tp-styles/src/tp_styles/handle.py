@@ -13,6 +13,7 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, take_back
 from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.runtime.retired import retire
 from tp_styles.split import Split
 
 
@@ -61,10 +62,15 @@ class TPHandle:
                 _whole(change.module._parameters.get(name), change.splits.get(name), self._axis, whole),
             )
             for change in self._changes
-            for name in change.parameters
+            for name in change.replaced
         ]
+        names = {module: name for name, module in self.model.named_modules()}
         for module, name, parameter in restored:
+            part, path = module._parameters[name], names.get(module, "")
             module._parameters[name] = parameter
+            if part is not None:
+                found = "undo() gave the module a whole parameter; an optimizer still holds the part"
+                retire(part, f"{path}.{name}" if path else name, found, "build the optimizer anew")
         take_back(self._changes)
         self._changes = []
         return self.model

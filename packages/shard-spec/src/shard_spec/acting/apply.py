@@ -25,7 +25,7 @@ from shard_spec.acting.apply_checks import (
 from shard_spec.acting.changes import Changes
 from shard_spec.acting.express import Expression, express
 from shard_spec.acting.gradients import LayGradient
-from shard_spec.acting.handle import Placed, ShardHandle, no_way_back, user_attributes
+from shard_spec.acting.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
 from shard_spec.acting.install import install_module
 from shard_spec.acting.local_parameter import LocalParameter, sharding_info
 from shard_spec.acting.module import run_sharders
@@ -105,7 +105,7 @@ def apply_plan(
         changes.roll_back()
         raise
     changes.forget()
-    return handle
+    return settled(handle)
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shard_spec.acting.agreement import Outcome, agree, attempt
 from shard_spec.acting.changes import put_tensor
 from shard_spec.acting.reporting import write_report
+from shard_spec.acting.retired import retire, revive
 from shard_spec.acting.scatter import gather_pieces
 from shard_spec.layout import Layout
 from shard_spec.problems import Problem, raise_problems
@@ -98,6 +99,10 @@ class ShardHandle:
         for placed, value in zip(self._placed, whole, strict=True):
             for module, name, _ in placed.places:
                 put_tensor(module, name, value)
+            revive(value)
+            if isinstance(placed.value, nn.Parameter):
+                why = "undo() gave the module a whole parameter; an optimizer still holds the piece"
+                retire(placed.value, placed.name, why, "build the optimizer anew")
         self._undone = True
         self._placed, self._removals, self._checks = [], [], []
 
@@ -145,7 +150,18 @@ class ShardHandle:
         return gather_pieces(tensor, placed.layout, placed.shape, self._group)
 
 
-_OWN_ATTRIBUTES = frozenset({"_sharding_info", "_is_param", "_local_tensor", "_spec"})
+def settled(handle: ShardHandle) -> ShardHandle:
+    """The handle of a call that has succeeded: whoever still trains what was replaced is told."""
+    for placed in handle._placed:
+        whole = placed.before()
+        if isinstance(whole, nn.Parameter):
+            found = "an optimizer, or another module, still holds the whole parameter; the module trains its piece"
+            hint = "build the optimizer after the module is sharded; shard a module that holds all ties"
+            retire(whole, placed.name, found, hint)
+    return handle
+
+
+_OWN_ATTRIBUTES = frozenset({"_sharding_info", "_is_param", "_local_tensor", "_spec", "_retired"})
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from shard_spec.acting.actions import ModuleActions, plan_module, plan_together
 from shard_spec.acting.agreement import Outcome, agree, attempt, group_or_default
 from shard_spec.acting.changes import Changes, Snapshot
 from shard_spec.acting.express import Expression, express
-from shard_spec.acting.handle import ShardHandle
+from shard_spec.acting.handle import ShardHandle, settled
 from shard_spec.acting.install import install
 from shard_spec.acting.meshes import MeshBook
 from shard_spec.acting.rank_checks import known_layout
@@ -149,7 +149,7 @@ def _act(
         changes.roll_back()
         raise
     changes.forget()
-    return handle
+    return settled(handle)
 
 
 def _stage(

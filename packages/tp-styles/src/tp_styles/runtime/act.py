@@ -12,7 +12,7 @@ from torch import nn
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.changes import ModuleChange, restore
+from tp_styles.runtime.changes import ModuleChange, restore, settle
 from tp_styles.runtime.foreign import apply_foreign
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.keep import KeepParts, PartsAreKnown, ResetWhole
@@ -58,6 +58,7 @@ def act(
     except BaseException:
         restore(changes)
         raise
+    settle(model, changes)
     return changes
 
 

@@ -8,15 +8,26 @@ from typing import Any
 
 from torch import nn
 
+from tp_styles.runtime.retired import is_retired, retire
 from tp_styles.split import Split
 
 
 @dataclass
 class ModuleChange:
-    """What was done to one module, so that it can be taken back."""
+    """What was done to one module, so that it can be taken back.
+
+    Attributes:
+        module: The module.
+        parameters: What stood in the places that other parameters took, until all is done.
+        replaced: The names of these places, once all is done.
+        splits: How what stands there now is divided.
+        attributes: What plain attributes were.
+        removers: Take back hooks and forwards.
+    """
 
     module: nn.Module
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    replaced: tuple[str, ...] = ()
     splits: dict[str, Split] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     removers: list[Callable[[], None]] = field(default_factory=list)
@@ -36,3 +47,17 @@ def restore(changes: list[ModuleChange]) -> None:
     for change in changes:
         change.module._parameters.update(change.parameters)
     take_back(changes)
+
+
+def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
+    """All is done: the whole parameters are let go, and whoever still trains one is told."""
+    names = {module: name for name, module in model.named_modules()}
+    found = "an optimizer, or another module, still holds the whole parameter; the module trains its part"
+    hint = "build the optimizer after the plan is applied; apply it to a module that holds all ties"
+    for change in changes:
+        path = names.get(change.module, "")
+        for name, original in change.parameters.items():
+            if not is_retired(original):
+                retire(original, f"{path}.{name}" if path else name, found, hint)
+        change.replaced = tuple(change.parameters)
+        change.parameters.clear()
