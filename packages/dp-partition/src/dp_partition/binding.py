@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from dp_partition.axes import all_groups, gather_objects, on_mesh, shard_rank, shard_world
+from dp_partition.capture.retired import retire
 from dp_partition.capture.states import initial_state
 from dp_partition.capture.subject import Subject
 from dp_partition.collectives import chunk_bounds
@@ -184,6 +185,10 @@ class Binding:
                 group["params"] = [params[fqn_of[id(param)]] for param in group["params"]]
             optimizer.state = state
         self.install_modules(params)
+        hint = "make lists of parameters, and other optimizers, from model.parameters() anew; or pass them to the step"
+        for fqn, old in self.subject.params.items():
+            found = "another parameter stands in the model: no gradient reaches this one any more"
+            retire(old, Problem("parameter-replaced", fqn, found=found, hint=hint))
         self.subject.params = dict(params)
         self.params = dict(params)
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._torch_compat import FakeTensorMode, pytree
+from dp_partition.capture.retired import retired
 from dp_partition.capture.subject import Subject
 
 
@@ -110,6 +111,7 @@ def standing_in(stand: Stand, subject: Subject) -> Iterator[None]:
             for group in optimizer.param_groups:
                 stack.callback(group.__setitem__, "params", group["params"])
                 group["params"] = [stand.fake(param) for param in group["params"]]
+        stack.enter_context(retired(subject.params.items()))
         yield
 
 

@@ -87,8 +87,8 @@ class Resharder:
     Args:
         plan: From `plan_reshard`.
         group: The union of the ranks of both layouts; None is the default group.
-        keep_workspace: Keep the buffers; a second call while a handle is in flight is then refused. Tensors that come in
-            the same memory again (and an ``out`` that does) are held on to as well, until a call with other memory.
+        keep_workspace: Keep the buffers; a second call while a handle is in flight is then refused. Tensors that come
+            in the same memory again (and an ``out`` that does) are held on to as well, until a call with other memory.
         check: "first" or "always", see `reshard`.
     """
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dp_partition._torch_compat import FakeTensorMode, storage_key, symbolic_scalar
 from dp_partition.capture.hypers import Hyper, find_hypers
+from dp_partition.capture.retired import retired
 from dp_partition.capture.states import initial_state
 from dp_partition.capture.subject import Subject
 from dp_partition.problems import PlanError, Problem
@@ -121,6 +122,7 @@ def installed(subject: Subject, fakes: Fakes, record: dict[str, Any]) -> Iterato
     """Put the fakes where the step looks for tensors; put everything back afterwards."""
     with contextlib.ExitStack() as stack:
         _install_modules(stack, subject, fakes)
+        stack.enter_context(retired(subject.params.items()))
         record["symbols"] = {}
         for number, optimizer in enumerate(subject.optimizers):
             _install_optimizer(stack, number, optimizer, subject, fakes, record["symbols"])

@@ -1,0 +1,86 @@
+"""Lists of parameters and optimizers from before the first call.
+
+A step that reaches the model's parameters past its arguments saw none of the gradients that the trace makes:
+`clip_grad_norm_` of a list made before clipped nothing, silently, in every style.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from ranktest import Ranks
+from torch import nn
+
+Step = Callable[..., Any]
+
+
+def trained(model: nn.Module, optim: Any, x: torch.Tensor, between: Callable[[], object] = lambda: None) -> Any:
+    optim.zero_grad()
+    loss: Any = model(x).square().mean()
+    loss.backward()
+    between()
+    optim.step()
+    return loss
+
+
+def clips(held: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, lambda: nn.utils.clip_grad_norm_(held, 0.01))
+
+
+def scales(held: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, lambda: [p.grad.mul_(2) for p in held if p.grad is not None])
+
+
+def regularises(held: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, lambda: held[0].square().sum())
+
+
+def averages(held: list[nn.Parameter], own: Any) -> Step:
+    mean = [p.detach().clone() for p in held]
+    return lambda m, o, x: trained(m, o, x, lambda: [a.lerp_(p.detach(), 0.5) for a, p in zip(mean, held, strict=True)])
+
+
+def steps_another(held: list[nn.Parameter], own: Any) -> Step:
+    return lambda m, o, x: trained(m, o, x, own.step)
+
+
+@pytest.mark.parametrize("make", [clips, scales, regularises, averages, steps_another])
+def test_parameters_that_a_step_reaches_past_its_arguments(make: Any) -> None:
+    model = models.mlp()
+    held = list(model.parameters())
+    optim, own = (torch.optim.SGD(held, lr=0.1) for _ in range(2))
+    with pytest.raises(dp.PlanError) as caught:
+        dp.estimate(make(held, own), model, optim, torch.ones(2, 8), world=2, style="zero2")
+    assert [(p.code, p.name) for p in caught.value.problems] == [("parameter-in-closure", "0.weight")]
+    assert {type(p) for p in held} == {nn.Parameter}
+    assert all(p.grad is None for p in held)
+
+
+@pytest.mark.ranks(2)
+def test_what_was_made_before_the_first_call(ranks: Ranks) -> None:
+    for style in ("replicate", "fully_shard"):
+        model = models.mlp().to(ranks.device)
+        held = list(model.parameters())
+        values = [p.detach().clone() for p in held]
+        optim, other = (torch.optim.SGD(held, lr=0.1) for _ in range(2))
+        step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style)
+        x = torch.ones(2, 8, device=ranks.device)
+        for _ in range(5):
+            step(model, optim, x)
+        for reads in (other.step, other.zero_grad, partial(nn.utils.clip_grad_norm_, held, 1.0)):
+            with pytest.raises(dp.PlanError, match="parameter-replaced"):
+                reads()
+        assert sum(map(torch.equal, held, values)) == 4, "values can be read"
+        placed = torch.optim.SGD(model.parameters(), lr=0.1)
+        step.release()
+        with pytest.raises(dp.PlanError, match="parameter-replaced"):
+            placed.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        models.mean_step(model, optim, x)  # the step's own optimizer has gone along
+        assert sum(map(torch.equal, before, model.parameters())) == 0
