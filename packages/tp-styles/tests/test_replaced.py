@@ -62,10 +62,12 @@ def test_an_optimizer_made_before_is_told(ranks: Ranks, params: Mode) -> None:
 def test_another_module_that_is_not_part_of_the_plan_holds_the_weight(ranks: Ranks) -> None:
     """Sharding one of two modules that share a weight parts them: the other would train a weight of its own."""
     mesh = ranks.mesh((2,), ("tp",))
-    model: Any = nn.ModuleDict({"inner": models.seeded(models.MLP), "head": nn.Linear(4, 4)})
+    model: Any = nn.ModuleDict({"inner": models.seeded(models.MLP), "head": nn.Linear(8, 12)})
     model["head"].weight = model["inner"].up.weight
     tp.apply_plan(model["inner"], mesh, PLAN)
     assert told(torch.optim.SGD(model.parameters(), lr=0.1).step) == "up.weight"
+    with pytest.raises(tp.PlanError, match="tied-outside"):
+        tp.apply_plan(model["head"], mesh, tp.ColwiseParallel())
 
 
 @pytest.mark.ranks(2)

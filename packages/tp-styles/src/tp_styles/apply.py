@@ -15,6 +15,7 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.act import act
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.parameters import Mode
+from tp_styles.runtime.retired import is_retired
 
 
 def apply_plan(
@@ -57,6 +58,7 @@ def apply_plan(
     if params not in ("dtensor", "local"):
         raise PlanError(Problem("params", "params", found=repr(params), hint='"dtensor" or "local"'))
     plan.raise_problems()
+    check_not_divided_elsewhere(model)
     axis = Axis(mesh)
     if check != "never":
         check_agreement(plan, params, axis)
@@ -92,6 +94,19 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise PlanError(
             Problem("not-in-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only")
         )
+
+
+def check_not_divided_elsewhere(model: nn.Module) -> None:
+    """Refuse a model that shares a weight with another to which a plan was applied: the two are parted already.
+
+    Raises:
+        PlanError: With every such parameter.
+    """
+    hint = "apply one plan to a module that holds both"
+    found = "the weight was divided as a part of another module, which does not share it any more"
+    names = [name for name, parameter in model.named_parameters() if is_retired(parameter)]
+    if names:
+        raise PlanError(Problem("tied-outside", name, found=found, hint=hint) for name in names)
 
 
 def check_agreement(plan: TPPlan, params: str, axis: Axis) -> None:
