@@ -162,9 +162,10 @@ def oldest(session: nox.Session, package: str) -> None:
     house = wheelhouse.build_released({name: wheelhouse.oldest_tag(name, package) for name in siblings})
     _install(session, house, *map(wheelhouse.lower_bound, bounds), *siblings)
     session.install("--no-deps", str(found.path))
-    session.install("numpy", "pytest", "--no-deps", str(RANKTEST))
+    session.install("numpy", *PYTEST)
+    session.install("--no-deps", str(RANKTEST))
     session.chdir(found.path)
-    session.run("python", "-m", "pytest", "--without-extras", *session.posargs, env=RANK_ENV)
+    session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs, env=RANK_ENV)
 
 
 @nox.session(default=False)
@@ -205,11 +206,11 @@ def pins(session: nox.Session, file: Path) -> None:
 @nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
 def versions(session: nox.Session, torch: str) -> None:
     """Every package's tests on another torch (about 5.5 GB an environment where only CUDA builds exist)."""
-    session.install(f"torch=={torch}", "numpy", "pytest")
+    session.install(f"torch=={torch}", "numpy", *PYTEST)
     _install_editable(session, PACKAGES)
     for package in repo.packages().values():
         session.chdir(package.path)
-        session.run("python", "-m", "pytest", "--without-extras", *session.posargs, env=RANK_ENV)
+        session.run("python", "-m", "pytest", *WORKERS, "--without-extras", *session.posargs, env=RANK_ENV)
 
 
 @nox.session(default=False)

@@ -123,10 +123,15 @@ def _outcome(job: Job, meeting: Meeting) -> Outcome:
 
 
 def _run(job: Job, meeting: Meeting) -> None:
+    import torch
+
     from ranktest import groups, intercept
     from ranktest.checks import GlooChecks
     from ranktest.ranks import Ranks
 
+    # torch makes its pool of threads anew after a fork, when it is first asked for. In CUDA builds autograd's threads
+    # would all ask at once, and some find none ("Invalid thread pool!", the process aborts): ask before them.
+    torch.set_num_threads(1)
     module = load_module(job.path)
     with _warning_filters(job.filterwarnings), compat.assertion_details(_config):
         funcargs = pickle.loads(job.funcargs)
