@@ -6,6 +6,7 @@ A step that reaches the model's parameters past its arguments saw none of the gr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -77,6 +78,7 @@ def test_what_was_made_before_the_first_call(ranks: Ranks) -> None:
             with pytest.raises(dp.PlanError, match="parameter-replaced"):
                 reads()
         assert sum(map(torch.equal, held, values)) == 4, "values can be read"
+        assert copy.deepcopy(held[0]).grad is None, "a copy is nobody's parameter"
         placed = torch.optim.SGD(model.parameters(), lr=0.1)
         step.release()
         with pytest.raises(dp.PlanError, match="parameter-replaced"):

@@ -5,6 +5,7 @@ The origin's `shard_module` leaves it with parameters that never get a gradient 
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ def test_an_optimizer_made_before(ranks: Ranks) -> None:
         model(x).square().sum().backward()
         assert told(before.step) == told(before.zero_grad) == "0.weight"
         assert [torch.equal(p, q) for p, q in zip(held, alone.parameters(), strict=True)] == [True] * 4
+        assert copy.deepcopy(held[0]).grad is None, "a copy is nobody's parameter"
         after = make(model.parameters())
         handle.undo()
         assert told(after.step) == "0.weight"

@@ -6,6 +6,7 @@ it trains nothing that was sharded, and says nothing.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from functools import partial
@@ -49,6 +50,7 @@ def test_an_optimizer_made_before_is_told(ranks: Ranks, params: Mode) -> None:
         assert told(before.step) == told(before.zero_grad) == "up.weight"
         assert told(partial(nn.utils.clip_grad_norm_, held, 1.0)) == "up.weight"
         assert [torch.equal(p, v) for p, v in zip(held, values, strict=True)] == [True] * 4, "values can be read"
+        assert copy.deepcopy(held[0]).grad is None, "a copy is nobody's parameter"
         after = make(model.parameters())
         after.step()
         handle.undo()

@@ -27,15 +27,18 @@ class Retired:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _GRAD.__get__:
+        if func == _GRAD.__get__ and "_retired" in vars(args[0]):  # a copy knows nothing, and may have a gradient
             raise PlanError(vars(args[0])["_retired"])
         try:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]  # the tensor's
         except TypeError as error:
             if "Multiple dispatch failed" not in str(error):
                 raise
-            (first, *_) = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Retired)]
-            raise PlanError(vars(first)["_retired"]) from error  # a value that a trace would burn in
+            leaves = pytree.tree_leaves((args, kwargs))
+            said = [vars(leaf)["_retired"] for leaf in leaves if isinstance(leaf, Retired) and "_retired" in vars(leaf)]
+            if not said:
+                raise
+            raise PlanError(said[0]) from error  # a value that a trace would burn in
 
 
 @functools.cache

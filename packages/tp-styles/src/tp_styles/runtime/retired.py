@@ -23,7 +23,7 @@ class Retired:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _GRAD.__get__:
+        if func == _GRAD.__get__ and "_retired" in vars(args[0]):  # a copy knows nothing, and may have a gradient
             name, found, hint = vars(args[0])["_retired"]
             raise PlanError(Problem("parameter-replaced", name, found=found, hint=hint))
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[misc]  # the tensor's
