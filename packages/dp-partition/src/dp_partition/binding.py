@@ -185,9 +185,9 @@ class Binding:
                 group["params"] = [params[fqn_of[id(param)]] for param in group["params"]]
             optimizer.state = state
         self.install_modules(params)
+        found = "another parameter stands in the model: no gradient reaches this one any more"
         hint = "make lists of parameters, and other optimizers, from model.parameters() anew; or pass them to the step"
         for fqn, old in self.subject.params.items():
-            found = "another parameter stands in the model: no gradient reaches this one any more"
             retire(old, Problem("parameter-replaced", fqn, found=found, hint=hint))
         self.subject.params = dict(params)
         self.params = dict(params)

@@ -66,7 +66,7 @@ class TPHandle:
         ]
         names = {module: name for name, module in self.model.named_modules()}
         for module, name, parameter in restored:
-            part, path = module._parameters[name], names.get(module, "")
+            part, path = module._parameters.get(name), names.get(module, "")
             module._parameters[name] = parameter
             if part is not None:
                 found = "undo() gave the module a whole parameter; an optimizer still holds the part"

@@ -57,9 +57,9 @@ def retire(parameter: torch.Tensor, problem: Problem) -> None:
 def retired(parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
     """Within the block others stand in the places of these parameters: a step that is traced has to see those."""
     kinds = [(fqn, p, type(p)) for fqn, p in parameters if not isinstance(p, Retired)]
+    found = "it is reached through a list or an attribute that the step does not get as an argument"
     hint = "ask the module that is passed to the step: model.parameters()"
     for fqn, parameter, _ in kinds:
-        found = "it is reached through a list or an attribute that the step does not get as an argument"
         retire(parameter, Problem("parameter-in-closure", fqn, found=found, hint=hint))
     try:
         yield
