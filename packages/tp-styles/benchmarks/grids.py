@@ -3,7 +3,8 @@
     python packages/tp-styles/benchmarks/grids.py attention docs/benchmarks/tp-styles-mha.md
     python packages/tp-styles/benchmarks/grids.py families docs/benchmarks/tp-styles-families.md [tp sizes ...]
 
-Minutes each. Every cell runs on ranks of its own (gloo, CPU) against the module alone, in float64.
+Minutes each; `--kept FILE` keeps what families gave, and a run that was cut off goes on after them. Every cell runs on
+ranks of its own (gloo, CPU) against the module alone, in float64.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import itertools
+import json
 import sys
 from collections import Counter
 from datetime import date
@@ -53,8 +55,8 @@ def _with_extra_keys() -> list[Any]:
     ][:64]
 
 
-def attention_page(sizes: list[int]) -> str:
-    """The page of the attention grid."""
+def attention_page(sizes: list[int], kept: Path | None) -> str:
+    """The page of the attention grid, which is run whole."""
     found = {size: on_ranks(attention, size) for size in sizes}
     kinds = sorted({key.split("|")[0] for result in found.values() for key in result["outcomes"]} - {"add"})
     lines = [
@@ -88,8 +90,14 @@ WHY = (
 """What was found when a family was below; rows that say otherwise come first."""
 
 
-def families(mesh: DeviceMesh, names: list[str]) -> dict[str, Any]:
-    """Outcome for each family: shares divided by the model's own plan and by `auto_plan`, or what went wrong."""
+def families(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, Any]:
+    """Outcome for each family: shares divided by the model's own plan and by `auto_plan`, or what went wrong.
+
+    Args:
+        mesh: 1-D mesh.
+        names: Model types.
+        kept: File to which rank 0 adds each family's outcome, or None.
+    """
     import hf_models
 
     found: dict[str, Any] = {}
@@ -100,16 +108,30 @@ def families(mesh: DeviceMesh, names: list[str]) -> dict[str, Any]:
                 found[family][way] = hf_models.check_by(family, mesh, way)
             except Exception as error:  # a family that fails is a row that says so
                 found[family][way] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
-        print(f"tp {mesh.size()}: {family}: {found[family]}", flush=True) if mesh.get_local_rank() == 0 else None
+        if mesh.get_local_rank() == 0:
+            print(f"tp {mesh.size()}: {family}: {found[family]}", flush=True)
+            if kept is not None:
+                with Path(kept).open("a") as file:
+                    file.write(json.dumps([mesh.size(), family, found[family]]) + "\n")
     return found
 
 
-def families_page(sizes: list[int]) -> str:
+def families_found(size: int, names: list[str], kept: Path | None) -> dict[str, Any]:
+    """Outcomes of all families at one tp size: those that are kept already, and the others, which run now."""
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    found = {family: outcome for at, family, outcome in map(json.loads, lines) if at == size}
+    missing = [name for name in names if name not in found]
+    if missing:
+        found |= on_ranks(families, size, missing, None if kept is None else str(kept.absolute()))
+    return found
+
+
+def families_page(sizes: list[int], kept: Path | None) -> str:
     """The page of the families of transformers."""
     import hf_models
 
     names = list(hf_models.FAMILIES)
-    found = {size: on_ranks(families, size, names) for size in sizes}
+    found = {size: families_found(size, names, kept) for size in sizes}
     columns = [(size, way) for size in sizes for way in ("own", "auto_plan")]
     full = [n for n in names if all(_enough(found[size][n]["auto_plan"]) for size in sizes)]
     experts = [n for n in full if "num_experts" in hf_models.FAMILIES[n]]
@@ -160,9 +182,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("grid", choices=PAGES)
     parser.add_argument("page", type=Path)
     parser.add_argument("sizes", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--kept", type=Path, help="file with outcomes of families, which are not run again")
     options = parser.parse_args(argv)
     title, make = PAGES[options.grid]
-    body = make(options.sizes)
+    body = make(options.sizes, options.kept)
     versions = f"torch {torch.__version__}, transformers {importlib.metadata.version('transformers')}"
     repeat = f"python packages/tp-styles/benchmarks/grids.py {options.grid} {options.page}"
     if options.sizes != [2, 4]:

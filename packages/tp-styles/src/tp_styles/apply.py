@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +13,8 @@ from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.handle import TPHandle
 from tp_styles.plan.planned import Plan, TPPlan, plan_styles
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.act import act
+from tp_styles.runtime.act import act, parameters_of
+from tp_styles.runtime.agreement import agree
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.parameters import Mode
 from tp_styles.runtime.retired import is_retired
@@ -39,31 +41,38 @@ def apply_plan(
         src_data_rank: Rank in the group whose values count; None takes each rank's own, which have to be equal where
             they are replicated.
         strict: A pattern that means no module is a problem.
-        check: Compare the plan between the ranks first. In the first forward, compare the inputs of parameters that
-            have no style and may stand inside a sharded region, and see that no column-wise output is cut across its
-            sections. `"never"`: do not.
+        check: Compare plan and parameters between the ranks first; where one rank cannot go on, all raise. In the
+            first forward, compare the inputs of parameters that have no style and may stand inside a sharded region,
+            and see that no column-wise output is cut across its sections. `"never"`: do not.
 
     Returns:
         A handle with the plan, a report and `undo()`.
 
     Raises:
-        PlanError: Everything that is wrong with the plan, before anything is communicated or changed.
+        PlanError: Everything that is wrong with the plan, before anything is changed. Ranks that had nothing against
+            it raise, too, and name the rank that had.
     """
     check_mesh(mesh)
-    if not isinstance(plan, TPPlan):
-        plan = plan_styles(model, plan, mesh.size(), strict=strict)
-    if plan.tp_size != mesh.size():
-        problem = Problem("tp-size", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {mesh.size()}")
-        plan = TPPlan(plan.tp_size, plan.modules, plan.left_alone, (*plan.problems, problem))
-    if params not in ("dtensor", "local"):
-        raise PlanError(Problem("params", "params", found=repr(params), hint='"dtensor" or "local"'))
-    plan.raise_problems()
-    check_not_divided_elsewhere(model)
     axis = Axis(mesh)
+    arguments = (f"params={params!r}", f"src_data_rank={src_data_rank!r}", f"check={check!r}")
+    decided, fault = _decided(model, plan, axis, params, src_data_rank, strict)
     if check != "never":
-        check_agreement(plan, params, axis)
-    changes = act(model, plan, axis, params, src_data_rank, check=check != "never")
-    return TPHandle(model, plan, axis, changes)
+        _compare(decided, arguments, model, axis, fault)
+    elif fault is not None:
+        raise fault
+    changes = act(model, decided, axis, params, src_data_rank, check=check != "never")
+    return TPHandle(model, decided, axis, changes)
+
+
+def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
+    """Raise what keeps this rank from applying a plan, once the ranks that may apply one were told.
+
+    Raises:
+        Exception: The fault.
+    """
+    check_mesh(mesh)
+    agree(Axis(mesh).group, "", fault)
+    raise fault
 
 
 def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, src_data_rank: int | None) -> nn.Module:
@@ -96,34 +105,87 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def check_not_divided_elsewhere(model: nn.Module) -> None:
-    """Refuse a model that shares a weight with another to which a plan was applied: the two are parted already.
+# ---------------------------------------------------------------------------------------------- steps
+
+
+def _decided(
+    model: nn.Module,
+    plan: Plan | TorchParallelStyle | TPPlan,
+    axis: Axis,
+    params: Mode,
+    src_data_rank: int | None,
+    strict: bool,
+) -> tuple[TPPlan, Exception | None]:
+    """The plan, and what speaks against it on this rank: nothing is raised before the others know."""
+    decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
+    try:
+        if not isinstance(plan, TPPlan):
+            decided = plan_styles(model, plan, axis.size, strict=strict)
+        problems = tuple(_problems_of_the_call(decided, axis, params, src_data_rank))
+        TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
+        _check_model(model, decided)
+    except Exception as fault:
+        return decided, fault
+    return decided, None
+
+
+def _problems_of_the_call(plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None) -> Iterator[Problem]:
+    if plan.tp_size != axis.size:
+        yield Problem("tp-size", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
+    if params not in ("dtensor", "local"):
+        yield Problem("params", "params", found=repr(params), hint='"dtensor" or "local"')
+    if src_data_rank is not None and not 0 <= src_data_rank < axis.size:
+        hint = f"a rank in the group, 0 to {axis.size - 1}; or None"
+        yield Problem("src-data-rank", "src_data_rank", found=repr(src_data_rank), hint=hint)
+
+
+def _check_model(model: nn.Module, plan: TPPlan) -> None:
+    """Refuse a model for which the plan was not made, or that has parted from another one.
 
     Raises:
         PlanError: With every such parameter.
     """
+    problems = list(_not_divided_elsewhere(model))
+    for found in plan.modules:
+        try:
+            module = model.get_submodule(found.name)
+            parameters = list(parameters_of(found, module))
+        except (AttributeError, KeyError):
+            problems.append(_other_model(found.name, "it has no such module or parameter"))
+            continue
+        for name, parameter, _ in parameters:
+            info = found.info.parameter(name)
+            if info is not None and tuple(parameter.shape) != info.shape:
+                problems.append(
+                    _other_model(found.info.where(name), f"shape {tuple(parameter.shape)}, not {info.shape}")
+                )
+    if problems:
+        raise PlanError(problems)
+
+
+def _other_model(name: str, found: str) -> Problem:
+    return Problem(
+        "another-model", name, found=found, hint="the plan was made for another model: plan_styles(model, ...)"
+    )
+
+
+def _not_divided_elsewhere(model: nn.Module) -> Iterator[Problem]:
+    """A model that shares a weight with another to which a plan was applied: the two are parted already."""
     hint = "apply one plan to a module that holds both"
     found = "the weight was divided as a part of another module, which does not share it any more"
-    names = [name for name, parameter in model.named_parameters() if is_retired(parameter)]
-    if names:
-        raise PlanError(Problem("tied-outside", name, found=found, hint=hint) for name in names)
+    for name, parameter in model.named_parameters():
+        if is_retired(parameter):
+            yield Problem("tied-outside", name, found=found, hint=hint)
 
 
-def check_agreement(plan: TPPlan, params: str, axis: Axis) -> None:
-    """Compare the plan between the ranks.
-
-    Raises:
-        PlanError: They differ; on every rank.
-    """
-    own = f"{plan.digest} {params}"
-    found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, own, group=axis.group)
-    different = [rank for rank, digest in enumerate(found) if digest != found[0]]
-    if different:
-        raise PlanError(
-            Problem(
-                "plans-differ",
-                found=f"ranks {different} have another plan, model or params= than rank 0",
-                hint="compare apply_plan's arguments, and plan_styles(...).to_json() of both",
-            )
-        )
+def _compare(plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: Axis, fault: Exception | None) -> None:
+    """Compare arguments, plan, and kinds of parameters between the ranks, or say that this one cannot go on."""
+    if fault is not None:
+        agree(axis.group, "", fault)
+    parameters = [
+        f"{found.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
+        for found in plan.modules
+        for name, p, _ in parameters_of(found, model.get_submodule(found.name))
+    ]
+    lines = [*arguments, *parameters]
+    agree(axis.group, "\n".join([plan.digest, *lines]), None, lambda: [*lines, *plan.explain().splitlines()])

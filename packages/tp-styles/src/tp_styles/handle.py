@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.agreement import PARTS, agree
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, take_back
 from tp_styles.runtime.parameters import full_tensor, split_of
@@ -50,10 +51,9 @@ class TPHandle:
             The model.
 
         Raises:
-            PlanError: It was undone before.
+            PlanError: It was undone before, on this rank or on another; or other parameters stand there on another.
         """
-        if not self._changes and self.plan.modules:
-            raise PlanError(Problem("undone", found="undo() a second time", hint="apply the plan again first"))
+        agree(self._axis.group, "\n".join(self._parts()), self._fault(), self._parts, PARTS)
         whole: dict[int, nn.Parameter] = {}
         restored = [
             (
@@ -74,6 +74,31 @@ class TPHandle:
         take_back(self._changes)
         self._changes = []
         return self.model
+
+    def _fault(self) -> PlanError | None:
+        if self._changes or not self.plan.modules:
+            return None
+        return PlanError(Problem("undone", found="undo() a second time", hint="apply the plan again first"))
+
+    def _parts(self) -> list[str]:
+        """What will be gathered, in lines."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return [
+            f"{names.get(change.module, '')}.{name}: ".lstrip(".")
+            + _gathering(change.module._parameters.get(name), change.splits.get(name))
+            for change in self._changes
+            for name in change.replaced
+        ]
+
+
+def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
+    """What ranks have to agree on before a parameter and its gradient are gathered; nothing that one rank has alone."""
+    if current is None:
+        return "none"
+    if split is not None and split.is_replicated:
+        return "whole"
+    gradient = "with" if current.grad is not None else "without"
+    return f"{type(current).__name__}, {current.dtype}, {gradient} a gradient"
 
 
 def _whole(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.apply import apply_plan
+from tp_styles.apply import apply_plan, refuse
 from tp_styles.plan.match import is_style
 from tp_styles.problems import PlanError, Problem, StyleTypeError
 
@@ -32,26 +32,35 @@ def parallelize_module(
         src_data_rank: Rank in the group whose parameters count; None takes each rank's own.
 
     Raises:
-        PlanError: Everything that is wrong with the plan, before anything is changed.
+        PlanError: Everything that is wrong with the plan, before anything is changed; on every rank, if it is wrong
+            on one.
     """
+    device_mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = None if device_mesh is None else one_dim(device_mesh, tp_mesh_dim)
     if parallelize_plan is None:
+        if mesh is not None:  # another rank may have a plan
+            apply_plan(module, mesh, {}, src_data_rank=src_data_rank)
         warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
         return module
     if not is_style(parallelize_plan) and not isinstance(parallelize_plan, Mapping):
-        found = type(parallelize_plan)
-        raise StyleTypeError(
-            Problem(
-                "not-a-plan", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"
-            ),
-            f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",
-        )
-    device_mesh = device_mesh if device_mesh is not None else current_mesh()
-    if device_mesh is None:
+        fault = _not_a_plan(parallelize_plan)
+        if mesh is None:
+            raise fault
+        refuse(mesh, fault)
+    if mesh is None:
         raise PlanError(
             Problem("no-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
         )
-    apply_plan(module, one_dim(device_mesh, tp_mesh_dim), parallelize_plan, src_data_rank=src_data_rank)
+    apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
     return module
+
+
+def _not_a_plan(plan: object) -> StyleTypeError:
+    found = type(plan)
+    return StyleTypeError(
+        Problem("not-a-plan", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"),
+        f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",
+    )
 
 
 def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.agreement import agree_over
 from tp_styles.runtime.keep import check_parts
 from tp_styles.runtime.parameters import ShardParameter, contiguous_stride, split_of
 from tp_styles.runtime.parts import PartTensor
@@ -22,8 +24,30 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Returns:
         Plain tensors under unchanged names.
+
+    Raises:
+        PlanError: A rank has no state dict, or one of other entries; on every rank.
     """
-    return {name: whole(value) for name, value in model.state_dict().items()}
+    state: dict[str, Any] = {}
+    fault = None
+    try:
+        state = model.state_dict()
+    except Exception as error:
+        fault = error
+    divided = [f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | PartTensor)]
+    agree_over(_meshes(model), "\n".join(divided), fault)
+    return {name: whole(value) for name, value in state.items()}
+
+
+def _meshes(model: nn.Module) -> list[DeviceMesh]:
+    """Over which the model's parameters are divided, in their order."""
+    found: dict[DeviceMesh, None] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            found[parameter.device_mesh] = None
+        elif isinstance(parameter, ShardParameter):
+            found[parameter._sharding_info[0]] = None
+    return list(found)
 
 
 def whole(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 ACTIVATION_DIMS = 3
 """Dims of an activation that a plan assumes where it has to: batch, sequence, features."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Stands in the repr of styles that define none, and is another one on each rank."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
         "name": module.name,
         "type": module.info.kind.__qualname__,
         "pattern": module.pattern,
-        "style": repr(module.style),
+        "style": _ADDRESS.sub("", repr(module.style)),
         "compute": spec.compute,
         "parameters": [
             {

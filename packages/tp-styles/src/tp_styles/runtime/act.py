@@ -70,7 +70,7 @@ def _new_parameters(
     unequal: list[str] = []
     for found in plan.modules:
         mode: Mode = "dtensor" if found.spec.compute == "dtensor" else params
-        for name, original, spec in _parameters(found, modules[found.name]):
+        for name, original, spec in parameters_of(found, modules[found.name]):
             if id(original) in made:
                 continue
             if src_data_rank is None and spec.split.is_replicated and not original.is_meta:
@@ -90,11 +90,13 @@ def _new_parameters(
     return made
 
 
-def _parameters(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+    """Name below the module, parameter and spec of everything that a style divides or makes equal."""
     for name, spec in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         original = module.get_submodule(path)._parameters[attribute]
-        assert original is not None
+        if original is None:
+            raise KeyError(name)
         yield name, original, spec
 
 
@@ -110,7 +112,7 @@ def _apply_own(
     found: PlannedModule, module: nn.Module, axis: Axis, made: dict[int, nn.Parameter], check: bool
 ) -> list[ModuleChange]:
     changes: dict[str, ModuleChange] = {"": ModuleChange(module)}
-    for name, original, spec in _parameters(found, module):
+    for name, original, spec in parameters_of(found, module):
         path, _, attribute = name.rpartition(".")
         change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
         change.parameters[attribute] = original
