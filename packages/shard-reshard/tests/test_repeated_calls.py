@@ -157,7 +157,7 @@ def test_what_is_held_on_to_and_when_it_is_let_go(ranks: Ranks) -> None:
         again = torch.empty(8, 3, device=ranks.device)
         resharder(leaf * leaf, out=again)
         assert torch.equal(again, expected)
-        assert resharder._mover.exchange._repeated is None
+        assert resharder._mover.exchange.repeated is None
         assert all(not views._anchors for views in resharder._mover.exchange.kept_views or ())
         # Results belong to the caller alone: the allocator gives the same address out, and nothing is kept for it.
         for _ in range(4):

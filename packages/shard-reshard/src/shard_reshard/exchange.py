@@ -51,7 +51,7 @@ class Exchange:
             for at, plan in enumerate(program.plans)
             if (value := plan.fill(program.rank)) is not None
         ]
-        self._repeated: RepeatedCall | None = None
+        self.repeated: RepeatedCall | None = None  # the call before, if it came again
         self._views: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self.kept_views = (KeptViews(), KeptViews()) if keep_workspace else None
         self.src_plan = _plan_numbers(program.src_base)
@@ -96,11 +96,11 @@ class Exchange:
             collective, else nothing.
         """
         if repeated and self._kept is not None and not (self.overlaps or self.reduces):
-            call = self._repeated
+            call = self.repeated
             if call is None or not call.is_of(sources, outs, fresh_outs):
-                call = self._repeated = RepeatedCall(self, sources, outs, device, fresh_outs)
+                call = self.repeated = RepeatedCall(self, sources, outs, device, fresh_outs)
             return call.run(outs, collective, async_op)
-        self._repeated = None
+        self.repeated = None
         steps = Call(self, sources, outs, collective, device, async_op, fresh_outs).steps()
         left = self.num_exchanges
         for flying in steps:

@@ -6,21 +6,29 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from shard_reshard._torch_compat import PLAIN_TYPES, is_fake
+from shard_reshard._torch_compat import has_tangent, is_fake
 from shard_reshard.agreement import agree, check_mode
 from shard_reshard.bound import Index
 from shard_reshard.destinations import destination_problems
 from shard_reshard.exchange import Exchange
 from shard_reshard.local_tensors import local_problems
+from shard_reshard.looks import Looks, looks_of
 from shard_reshard.members import Members, data_device
 from shard_reshard.plan import ReshardPlan
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.program import build_program
+
+
+class _GoodCall(NamedTuple):
+    """How the tensors of a call looked in which nothing was wrong."""
+
+    sources: Looks
+    outs: Looks | None
 
 
 class Mover:
@@ -46,8 +54,7 @@ class Mover:
         self._transposed: Mover | None = None
         self._agreed: set[tuple[str, str]] = set()
         self._busy = False
-        self._good: object = _NEVER  # what the tensors of the last good call looked like
-        self._looking: object = None  # what those of the call that comes look like
+        self._good: _GoodCall | None = None  # how the tensors looked that were last found to be good
         self._repeated = False  # whether those of the call that comes look the same
         self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
 
@@ -82,24 +89,29 @@ class Mover:
     ) -> list[Problem]:
         """What is wrong with the tensors of this rank, listed by plan."""
         flat = [tensor for tensors in sources for tensor in tensors]
-        if self.looks_as_before(flat, None if outs is None else [tensor for tensors in outs for tensor in tensors]):
+        flat_outs = None if outs is None else [tensor for tensors in outs for tensor in tensors]
+        if self.looks_as_before(flat, flat_outs):
             return []
         found = self._problems(sources, outs)
         if not found:
-            self.found_good()
+            self.found_good(flat, flat_outs)
         return found
 
     def looks_as_before(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> bool:
         """Whether the tensors of this rank look as those that were last found to be good."""
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        looks = modes, looks_of(sources), None if outs is None else looks_of(outs)
-        self._repeated = looks == self._good
-        self._looking = None if looks[1] is None or (outs is not None and looks[2] is None) else looks
+        good = self._good
+        self._repeated = (
+            good is not None
+            and good.sources.same(sources)
+            and (good.outs is None if outs is None else good.outs is not None and good.outs.same(outs))
+        )
         return self._repeated
 
-    def found_good(self) -> None:
-        """Remember how the tensors look that `looks_as_before` was last asked about."""
-        self._good = self._looking
+    def found_good(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor] | None) -> None:
+        """Remember how tensors look that need not be looked at closely when they come again."""
+        looks, out_looks = looks_of(sources), None if outs is None else looks_of(outs)
+        known = looks is not None and (outs is None or out_looks is not None)
+        self._good = _GoodCall(looks, out_looks) if looks is not None and known else None
 
     def _problems(
         self, sources: Sequence[Sequence[torch.Tensor]], outs: Sequence[Sequence[torch.Tensor]] | None
@@ -176,12 +188,9 @@ class Mover:
         exchange = self.exchange
         fresh = fresh_outs or outs is None
         repeated, self._repeated = self._repeated, False
-        self.num_calls += 1
-        self._busy = self.keep_workspace
+        self._begin(device)
         try:
             with _moving(outs):
-                if self._freed is not None:
-                    torch.cuda.current_stream(device).wait_event(self._freed)
                 targets = exchange.allocate(device) if outs is None else list(outs)
                 finish = exchange.start(sources, targets, self._collective, device, async_op, fresh, repeated)
         except BaseException:
@@ -199,6 +208,36 @@ class Mover:
                 self._end(device)
 
         return targets, end
+
+    def once_more(self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None) -> list[torch.Tensor] | None:
+        """Make the call before again, if it is the same: nothing is checked or worked out twice.
+
+        Only views without graph take part, so that no mode has to be switched.
+
+        Returns:
+            The destination tensors; None where it is another call, and nothing was done.
+        """
+        call = None if self._exchange is None else self._exchange.repeated
+        if call is None or self._busy or torch.is_inference_mode_enabled() or has_tangent(sources):
+            return None
+        if (call.device.type, "") not in self._agreed or not self.looks_as_before(sources, outs):
+            return None
+        if not call.is_of(sources, outs or (), outs is None) or (torch.is_grad_enabled() and _any_requires(sources)):
+            return None
+        self._repeated = False
+        self._begin(call.device)
+        try:
+            targets = self.exchange.allocate(call.device) if outs is None else outs
+            call.run(targets, self._collective, False)
+        finally:
+            self._end(call.device)
+        return targets
+
+    def _begin(self, device: torch.device) -> None:
+        self.num_calls += 1
+        self._busy = self.keep_workspace
+        if self._freed is not None:
+            torch.cuda.current_stream(device).wait_event(self._freed)
 
     def _end(self, device: torch.device) -> None:
         self._busy = False
@@ -238,6 +277,10 @@ class Mover:
         )
 
 
+def _any_requires(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
 @contextmanager
 def _moving(outs: Sequence[torch.Tensor] | None) -> Iterator[None]:
     """No graph, and no inference mode: what is kept is used outside of it too. Only its own tensors ask for it."""
@@ -247,26 +290,6 @@ def _moving(outs: Sequence[torch.Tensor] | None) -> Iterator[None]:
             return
         with torch.inference_mode(False), torch.no_grad():
             yield
-
-
-_NEVER = object()
-_STRIDED = {torch.strided}
-
-
-def looks_of(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]] | None:
-    """What decides whether tensors are good for a plan, and whether views of them can be used again.
-
-    A view that negates or conjugates on reading has the address of what it is a view of, and counts as another tensor.
-    None for tensors that have no memory to look at.
-    """
-    if not PLAIN_TYPES.issuperset(map(type, tensors)) and is_fake(tensors):
-        return None
-    if not {tensor.layout for tensor in tensors} <= _STRIDED:
-        return None
-    return [
-        (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg(), t.is_conj())
-        for t in tensors
-    ]
 
 
 class _NamedWork:

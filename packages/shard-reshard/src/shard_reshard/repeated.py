@@ -67,6 +67,8 @@ class RepeatedCall:
         memories = exchange.memories(self.src, self.dst)
         self.room = room_of(memories)
         self.steps = list(zip(exchange.program.steps, memories, strict=True))
+        # A side's part of the buffer, and the places in it; sides live as long as the exchange.
+        self._places: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         self.relays = any(step.relayed for step in exchange.program.steps)
         self.leaving = [] if self.relays else [self._leaving(*step) for step in self.steps]
         self.arriving: list[_Arriving] = []
@@ -102,29 +104,30 @@ class RepeatedCall:
         staying = strided_views(tensors, [entry[0] for entry in memory.own])
         if not step.exchanges:
             return _Leaving([], [], None, [], staying)
-        sent, places, regions = self._side(self._buffers(memory)[0], memory.sends, tensors)
+        sent, places, regions = self._side(memory, memory.sends, tensors)
         return _Leaving(places, regions, sent, list(memory.sends.splits), staying)
 
     def _arriving(self, step: Step, memory: StepMemory) -> _Arriving:
         staying = strided_views(self.dst, [entry[1] for entry in memory.own])
         if not step.exchanges:
             return _Arriving([], [], None, [], staying, None)
-        received, places, regions = self._side(self._buffers(memory)[1], memory.receives, self.dst)
+        received, places, regions = self._side(memory, memory.receives, self.dst)
         run = memory.receives.run
         written = None if run is None else self.dst[run.tensor]
         return _Arriving(places, regions, received, list(memory.receives.splits), staying, written)
 
-    def _buffers(self, memory: StepMemory) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.exchange.buffers(0, memory, self.room, self.device, {})
-
     def _side(
-        self, buffer: torch.Tensor, side: Side, tensors: Sequence[torch.Tensor]
+        self, memory: StepMemory, side: Side, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """What a side hands to the collective; places in it, and the regions of local tensors that go there."""
         if side.run is not None:
             return bytes_of(tensors[side.run.tensor], side.run), [], []
-        places = self.exchange.buffer_views(0, buffer, side)
-        return buffer[: side.num_bytes], places, strided_views(tensors, [entry.region for entry in side.packed])
+        found = self._places.get(id(side))
+        if found is None:
+            both = self.exchange.buffers(0, memory, self.room, self.device, {})
+            buffer = both[0] if side is memory.sends else both[1]
+            found = self._places[id(side)] = buffer[: side.num_bytes], self.exchange.buffer_views(0, buffer, side)
+        return *found, strided_views(tensors, [entry.region for entry in side.packed])
 
 
 def _run(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from shard_spec import Layout
 
-from shard_reshard._torch_compat import assume_constant_result, has_tangent, is_transforming
+from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, has_tangent, is_transforming
 from shard_reshard.agreement import problems_of, raise_together, tell
 from shard_reshard.bind import LayoutLike, OnRank, bind
 from shard_reshard.bound import BoundLayout
@@ -119,6 +119,10 @@ def _move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
     if is_transforming():  # not even the row that tells the other ranks can be sent
         found = "a transformation of torch.func"
         raise PlanError(Problem("not-transformable", "tensor", found=found, hint=_BACKWARD))
+    if not async_op and type(tensor) in PLAIN_TYPES and (out is None or type(out) in PLAIN_TYPES):
+        moved = mover.once_more([cast(torch.Tensor, tensor)], None if out is None else [cast(torch.Tensor, out)])
+        if moved is not None:
+            return as_result(moved, moved)
     src_shapes, dst_shapes = mover.local_shapes
     given: list[torch.Tensor] = []
     sources, outs, grad = given, None, False

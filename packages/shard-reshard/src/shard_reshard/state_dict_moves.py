@@ -14,8 +14,9 @@ from shard_reshard.bind import LayoutLike
 from shard_reshard.destinations import destination_problems
 from shard_reshard.dtypes import torch_dtype
 from shard_reshard.local_tensors import local_problems
+from shard_reshard.looks import Looks, looks_of
 from shard_reshard.members import Members
-from shard_reshard.mover import Mover, looks_of
+from shard_reshard.mover import Mover
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.shared_memory import address
 from shard_reshard.state_dict_plan import DstLayouts, StateDictPlan, given_layout
@@ -68,14 +69,14 @@ class Here:
             for bucket in plan.buckets
         ]
         self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
-        self._good: object = None  # how destinations looked that were found to be good
+        self._good: tuple[Looks | None, object] = None, None  # how destinations looked that were found to be good
 
     def out_problems(
         self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
     ) -> list[Problem]:
         """Why the tensors of ``out`` on this rank cannot take what the plan brings."""
-        looks = looks_of(list(outs.values())), list(outs), atomic, strict
-        if atomic and looks[0] is not None and looks == self._good:
+        tensors, beside = list(outs.values()), (list(outs), atomic, strict)
+        if atomic and self._good[0] is not None and self._good[1] == beside and self._good[0].same(tensors):
             return []
         planned = {name: out for name, out in outs.items() if name in self.plan.targets}
         problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
@@ -89,7 +90,7 @@ class Here:
             filled = self._filled(planned, atomic)
             names = [f"{name}: rank {self.rank}, out" for name in filled]
             problems = destination_problems(list(filled.values()), names, list(sources.values()), not atomic)
-        self._good = None if problems else looks
+        self._good = (None if problems else looks_of(tensors)), beside
         return problems
 
     def _misfits(self, name: str, out: torch.Tensor, strict: bool) -> list[Problem]:
@@ -140,43 +141,54 @@ class Arriving:
                 self.in_place.add(name)
             else:
                 self.tensors[name] = [torch.empty(s, dtype=here.dtypes[name], device=device) for s in shapes]
+        self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
 
-def checked_calls(
+Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is moved, and where to
+
+
+def bucket_calls(here: Here, sources: Mapping[str, torch.Tensor], arriving: Arriving) -> list[Bucket]:
+    """The source and destination tensors of every bucket."""
+    return [
+        (
+            [sources[name] for name in given if name in sources],
+            [tensor for name in filled for tensor in arriving.tensors[name]],
+        )
+        for given, filled in here.buckets
+    ]
+
+
+def check_calls(
     here: Here,
     members: Members,
     movers: list[Mover],
     sources: Mapping[str, torch.Tensor],
     arriving: Arriving,
+    calls: list[Bucket],
     told: list[Problem],
     out_problems: Callable[[], list[Problem]],
     check: str,
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The source and destination tensors of every bucket.
+) -> None:
+    """See that all ranks can make these calls.
 
     Raises:
         PlanError: On all ranks, before any data moves: tensors that are not what the plan says.
     """
-    calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     known = True
-    for mover, (given, filled) in zip(movers, here.buckets, strict=True):
-        flat = [sources[name] for name in given if name in sources]
-        outs = [tensor for name in filled for tensor in arriving.tensors[name]]
-        calls.append((flat, outs))
+    for mover, (flat, outs) in zip(movers, calls, strict=True):
         known &= mover.looks_as_before(flat, None if arriving.fresh else outs)
     problems = told if known else told + _source_problems(here, sources, arriving)
     if arriving.fresh or not known:
         problems = problems + out_problems()
     agree(members, f"tensors of state dict plan {here.plan.digest}", problems, check)
-    for mover in movers if not known else ():
-        mover.found_good()
-    return calls
+    for mover, (flat, outs) in zip(movers, calls, strict=True) if not known else ():
+        mover.found_good(flat, None if arriving.fresh else outs)
 
 
 def move_buckets(
     here: Here,
     movers: list[Mover],
-    calls: list[tuple[list[torch.Tensor], list[torch.Tensor]]],
+    calls: list[Bucket],
     fresh: bool,
     progress: Callable[[Progress], None] | None,
 ) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shard_reshard.agreement import check_mode, tell
 from shard_reshard.bind import LayoutLike
+from shard_reshard.looks import SeenState, seen_state
 from shard_reshard.members import members_of
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.state_dict_agreement import agreed_plan, exchange_version
@@ -24,10 +25,12 @@ from shard_reshard.state_dict_facts import (
 )
 from shard_reshard.state_dict_moves import (
     Arriving,
+    Bucket,
     Here,
     MovedStateDict,
     Progress,
-    checked_calls,
+    bucket_calls,
+    check_calls,
     deliver,
     move_buckets,
     mover_for_bucket,
@@ -145,6 +148,9 @@ class StateDictResharder:
         )
         self._check, self._strict = check_mode(check), strict
         self._facts = facts
+        self._keeps = keep_workspace
+        self._seen: tuple[SeenState | None, SeenState | None] = None, None  # the tensors of the call before
+        self._again: tuple[Arriving, list[Bucket]] | None = None  # what was made of them, where all are filled in place
         left_out = [name for name, to in (key_map or {}).items() if to is None]
         self._told = Told(self.plan, facts.sources, left_out, self._members)
         self._here = Here(self.plan, self._members.rank)
@@ -171,6 +177,16 @@ class StateDictResharder:
         agreed = exchange_version(self._members, version, self._facts, tensors_of(state_dict))
         return self._run(state_dict, out, progress, atomic, agreed)
 
+    def _local_parts(
+        self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
+    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], bool]:
+        """The local parts of sources and destinations, and whether all are those of the call before."""
+        sources, targets_seen = self._seen
+        if sources is not None and targets_seen is not None and sources.same(tensors) and targets_seen.same(targets):
+            return sources.locals, targets_seen.locals, True
+        self._seen, self._again = (None, None), None
+        return {name: local_tensor(value) for name, value in tensors.items()}, local_tensors(targets), False
+
     def _run(
         self,
         state_dict: Mapping[str, Any] | torch.nn.Module,
@@ -183,16 +199,19 @@ class StateDictResharder:
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         device = device_of(tensors, targets, members)
         with torch.no_grad():
-            sources = {name: local_tensor(value) for name, value in tensors.items()}
-            outs = local_tensors(targets)
-            arriving = Arriving(self._here, None if atomic else outs, device)
+            sources, outs, known = self._local_parts(tensors, targets)
+            again = self._again if known and not atomic else None
+            arriving = again[0] if again else Arriving(self._here, None if atomic else outs, device)
 
             def out_problems() -> list[Problem]:
                 return self._here.out_problems(outs, sources, atomic, self._strict)
 
-            told = self._told.problems(tensors, sources, targets)
-            checked = self._here, members, self._movers, sources, arriving, told, out_problems, self._check
-            calls = checked_calls(*checked)
+            told = [] if known else self._told.problems(tensors, sources, targets)
+            calls = again[1] if again else bucket_calls(self._here, sources, arriving)
+            check_calls(self._here, members, self._movers, sources, arriving, calls, told, out_problems, self._check)
+            if self._keeps and not known:
+                self._seen = seen_state(tensors, sources), seen_state(targets, outs)
+            self._again = (arriving, calls) if self._seen[1] is not None and arriving.all_in_place else None
             if out is not None and not atomic:
                 stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
             move_buckets(self._here, self._movers, calls, arriving.fresh, progress)

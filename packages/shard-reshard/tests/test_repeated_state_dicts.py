@@ -1,0 +1,112 @@
+"""State dicts that come again: whatever happened to a tensor, its name or its layout, what arrives is what it holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranktest import Ranks
+from shard_reshard import PlanError, StateDictResharder
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+STEPS = 36
+
+
+class _Trainer:
+    """A state dict of DTensors, plain and tied tensors that is changed between calls."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.mesh = ranks, ranks.mesh((2,), ("dp",))
+        self.random = torch.Generator().manual_seed(3)  # the same on both ranks
+        self.state: dict[str, Any] = {}
+        for change in (self.sharded, self.plain, self.scale):
+            change()
+
+    def _full(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random).to(self.ranks.device)
+
+    def sharded(self) -> None:
+        for name, dim in (("a", 0), ("b", 1)):
+            self.state[name] = distribute_tensor(self._full(6, 4), self.mesh, [Shard(dim)])
+        self.state["tied"] = self.state["a"]
+
+    def plain(self) -> None:
+        self.state["norm"] = torch.nn.Parameter(self._full(5))
+
+    def scale(self) -> None:
+        self.state["scale"] = self._full()
+
+    def in_place(self) -> None:
+        with torch.no_grad():
+            for tensor in self.state.values():
+                tensor.mul_(1.5)
+
+    def data(self) -> None:
+        self.state["norm"].data = self._full(5)
+
+    def local(self) -> None:
+        value = self.state["b"]
+        value._local_tensor = torch.clone(value.to_local()) + 1
+
+    def freed(self) -> None:
+        storage = self.state["b"].to_local().untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        self.others = [torch.zeros(6, 2, device=self.ranks.device) for _ in range(3)]  # may be given that memory
+        storage.resize_(size)
+        self.state["b"].to_local().fill_(7.0)
+
+    def reordered(self) -> None:
+        self.state = dict(reversed(self.state.items()))
+
+    def changes(self) -> list[Callable[[], None]]:
+        rare = [self.sharded, self.plain, self.scale, self.data, self.local, self.freed, self.reordered]
+        return [*rare, *[self.in_place] * len(rare)]
+
+    def full(self, name: str) -> torch.Tensor:
+        value = self.state[name]
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        return full.detach()
+
+
+@pytest.mark.ranks(2)
+def test_whatever_happens_between_calls(ranks: Ranks) -> None:
+    trainer, rng, compared, came_again = _Trainer(ranks), random.Random(4), 0, 0
+    turned = {"a": Shard(1), "b": Shard(0), "tied": Shard(1), "norm": Replicate(), "scale": Replicate()}
+
+    def generator() -> dict[str, Any]:
+        made = {name: distribute_tensor(trainer.full(name) * 0, trainer.mesh, [turned[name]]) for name in "ab"}
+        made["tied"] = made["a"]
+        return made | {name: torch.zeros_like(trainer.full(name)) for name in ("norm", "scale")}
+
+    out = generator()
+    layouts = {name: (trainer.mesh, (placement,)) for name, placement in turned.items()}
+    kept = StateDictResharder(trainer.state, layouts, out=out, versions=False)
+    for _ in range(STEPS):
+        rng.choice(trainer.changes())()
+        out = generator() if rng.random() < 0.15 else out
+        before = kept._seen[0]
+        moved = kept(trainer.state, out=out, atomic=rng.random() < 0.3)
+        came_again += before is not None and before is kept._seen[0]
+        for name in trainer.state:
+            value = moved[name]
+            assert value is out[name]
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            assert torch.equal(full, trainer.full(name)), name
+            compared += 1
+    assert compared == 5 * STEPS
+    assert STEPS // 5 <= came_again < STEPS
+    # Tensors of another dtype or layout in the memory of those before are refused, on both ranks.
+    kept(trainer.state, out=out, atomic=False)
+    scale = trainer.state["scale"]
+    scale.data = scale.data.view(torch.int32)
+    with pytest.raises(PlanError, match="local-dtype"):
+        kept(trainer.state, out=out, atomic=False)
+    scale.data = scale.data.view(torch.float32)
+    kept(trainer.state, out=out, atomic=False)
+    trainer.state["b"] = DTensor.from_local(trainer.state["b"].to_local().view(3, 4), trainer.mesh, [Shard(0)])
+    with pytest.raises(PlanError, match=r"layout-differs|local-shape"):
+        kept(trainer.state, out=out, atomic=False)
