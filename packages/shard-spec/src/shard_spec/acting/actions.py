@@ -37,10 +37,12 @@ class ModuleActions:
     Attributes:
         tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
         forwards: Module FQN to the layout of its weight (None: whole), for modules that get a sharded forward.
+        options: For these modules, how they were made, as text: options decide what their forwards communicate.
         sharders: Module FQN to Sharder.
         outputs: Module FQN to what ``output_plan`` wants.
         locals: Module FQNs of ``return_local_tensor``.
         replicas: FQNs of parameters whose gradients are summed over the ranks.
+        everything: Whether tensors that the plan does not mention are decided about too.
         src_rank: Rank of the group whose values count.
         source: Where the values come from, as text.
         values: Checksums of the values that every rank has, where they have to be equal.
@@ -50,10 +52,12 @@ class ModuleActions:
 
     tensors: tuple[TensorAction, ...] = ()
     forwards: dict[str, Layout | None] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
     sharders: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, ShardingSpec | Layout] = field(default_factory=dict)
     locals: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
+    everything: bool = True
     src_rank: int = 0
     source: str = ""
     values: tuple[str, ...] = ()
@@ -66,7 +70,7 @@ class ModuleActions:
         return (
             f"source: {self.source or f'rank {self.src_rank} of the group'}, pieces on {self.device.type}",
             *(action.line for action in self.tensors),
-            *(f"module {path or '(root)'}: sharded forward" for path in self.forwards),
+            *(f"module {path or '(root)'}: sharded forward of {self.options[path]}" for path in self.forwards),
             *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),
             *(f"output of {path or '(root)'}: {_wanted_text(wanted)}" for path, wanted in self.outputs.items()),
             *(f"output of {path or '(root)'}: this rank's rows" for path in self.locals),
@@ -123,13 +127,16 @@ def plan_module(
     problems += _sharder_problems(found, outputs, plan.return_local_tensor or ())
     device, more = device_of(module, plan, found, group)
     problems += more
+    forwards = _forwards(module, tensors)
     return ModuleActions(
         tensors=tensors,
-        forwards=_forwards(module, tensors),
+        forwards=forwards,
+        options={path: _options(module.get_submodule(path)) for path in forwards},
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         outputs=outputs,
         locals=tuple(plan.return_local_tensor or ()),
         replicas=tuple(action.names[0] for action in tensors if action.layout is None and action.kind == "parameter"),
+        everything=whole,
         src_rank=src_rank,
         device=device,
         problems=tuple(dict.fromkeys(problems)),
@@ -236,6 +243,10 @@ def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str,
     return forwards
 
 
+def _options(module: nn.Module) -> str:
+    return f"{type(module).__name__}({module.extra_repr()})"
+
+
 def _earlier_layout(module: nn.Module) -> Layout | None:
     """How the weight lies after an earlier call."""
     forward = module.__dict__.get("forward")
@@ -243,4 +254,6 @@ def _earlier_layout(module: nn.Module) -> Layout | None:
 
 
 def _wanted_text(wanted: ShardingSpec | Layout) -> str:
-    return f"{wanted} on ranks {list(wanted.mesh.ranks)}" if isinstance(wanted, Layout) else repr(wanted)
+    if not isinstance(wanted, Layout):
+        return repr(wanted)
+    return f"{wanted} on ranks {list(wanted.mesh.ranks)} as {' x '.join(map(str, wanted.mesh.shape))}"

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_spec.acting.actions import ModuleActions, plan_together
-from shard_spec.acting.agreement import agree
+from shard_spec.acting.agreement import Outcome, agree, attempt
 from shard_spec.acting.apply_checks import (
     argument_problems,
     device_of_mesh,
@@ -90,17 +90,21 @@ def apply_plan(
     Raises:
         PlanError: With every problem of every rank, before anything moved.
     """
-    group = group_of(mesh, group)
-    settings = (source, src_rank, init, seed)
-    actions, outcome = plan_together(lambda: _plan(plan, module, mesh, group, *settings))
-    agree(group, outcome, "apply")
+    meeting = group_of(mesh, group)
+    settings = (meeting, source, src_rank, init, seed)
+    actions, outcome = plan_together(lambda: _plan(plan, module, mesh, *settings))
+    staged: list[torch.Tensor] | None = None
+    if actions is not None and not actions.problems and source != "scatter":
+        # Nothing is sent for these, but `init` is the caller's, and may fail on one rank.
+        staged, failed = attempt(lambda: _stage(module, actions, mesh, *settings))
+        outcome = Outcome(outcome.lines, failed)
+    agree(meeting, outcome, "apply")
     assert actions is not None
     changes = Changes()
     try:
-        fill = _initializer(init, module, actions, seed)
-        staged = [_piece(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
-        replaced = run_sharders(module, actions, group, changes)
-        handle = _install(plan, module, actions, staged, replaced, group, changes)
+        staged = _stage(module, actions, mesh, *settings) if staged is None else staged
+        replaced = run_sharders(module, actions, meeting, changes)
+        handle = _install(plan, module, actions, staged, replaced, meeting, changes)
     except BaseException:
         changes.roll_back()
         raise
@@ -169,12 +173,19 @@ def _plan(
 # ---- moving and installing ------------------------------------------------------------------------------------------
 
 
-def _initializer(
-    init: Initializer | str | None, module: nn.Module, actions: ModuleActions, seed: int
-) -> Initializer | None:
-    if isinstance(init, str):
-        return reset_parameters_of(module, actions.device, seed)
-    return init
+def _stage(
+    module: nn.Module,
+    actions: ModuleActions,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    source: Source,
+    src_rank: int,
+    init: Initializer | str | None,
+    seed: int,
+) -> list[torch.Tensor]:
+    """This rank's pieces; only ``source="scatter"`` communicates."""
+    fill = reset_parameters_of(module, actions.device, seed) if isinstance(init, str) else init
+    return [_piece(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
 
 
 def _piece(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shard_spec.acting.agreement import group_or_default
+from shard_spec.acting.agreement import Outcome, agree, group_or_default
 from shard_spec.acting.sources import SOURCES
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
@@ -17,12 +17,16 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     """A group of all ranks of the mesh.
 
     Raises:
-        PlanError: ``not-a-mesh``, ``rank-outside-mesh``, ``group-needed`` or ``group-mismatch``; no rank was told.
+        PlanError: ``not-a-mesh``: the other ranks are told where ``group`` says who they are. ``rank-outside-mesh``,
+            ``group-needed``, ``group-mismatch``: no rank was told, for nobody knows where the others are.
     """
     if not isinstance(mesh, DeviceMesh):
         found = f"{mesh!r:.200} of type {type(mesh).__qualname__}"
         hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
-        raise PlanError(Problem("not-a-mesh", "mesh", found=found, hint=hint))
+        problem = Problem("not-a-mesh", "mesh", found=found, hint=hint)
+        if group is not None:
+            agree(group_or_default(group), Outcome((), (problem,)), "apply")
+        raise PlanError(problem)
     ranks = sorted(mesh.mesh.flatten().tolist())
     if mesh.get_coordinate() is None:
         found, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"

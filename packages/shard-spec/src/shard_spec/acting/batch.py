@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 
 from shard_spec import _torch_compat
+from shard_spec.acting.agreement import Outcome, agree
+from shard_spec.acting.session import Session
 from shard_spec.problems import PlanError, Problem
 
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims
-_HEAD = 3  # whether something is wrong, grad mode, autocast
+_HEAD = 4  # what is wrong, grad mode, autocast, what the module is made of
+_BAD_INPUT, _BAD_MODULE = 1, 2
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,25 @@ class BatchFacts:
 
 
 def exchange_facts(
-    tensors: Sequence[torch.Tensor | None], group: dist.ProcessGroup, name: str, problem: str = ""
+    tensors: Sequence[torch.Tensor | None], session: Session, name: str, problem: str = ""
 ) -> BatchFacts:
     """Tell all ranks what this rank passes; a collective.
 
     Args:
         tensors: The arguments; concatenated along dim 0 over the ranks they have to make sense.
-        group: The ranks.
+        session: The ranks, and what the root module was made of when its forward began.
         name: FQN of the module, for errors.
         problem: What this rank finds wrong with its own input; the call then raises on every rank.
 
     Raises:
         PlanError: ``bad-batch`` on every rank: some rank found a problem, dtypes or trailing dims differ, a tensor is
-            missing on some ranks, or grad modes or autocast differ.
+            missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of the ranks
+            differ, ``not-sharded`` where somebody put a whole parameter in the place of a piece.
     """
+    group, sight = session.group.group, session.sight
     given = next(tensor for tensor in tensors if tensor is not None)
-    line = [int(bool(problem)), int(torch.is_grad_enabled()), _autocast(given.device.type)]
+    wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(sight is not None and sight.problems)
+    line = [wrong_here, int(torch.is_grad_enabled()), _autocast(given.device.type), 0 if sight is None else sight.word]
     for tensor in tensors:
         line += _encode(tensor)
     table = _all_gather_line(line, group, given.device)
@@ -79,7 +85,11 @@ def exchange_facts(
         tuple(_decode(row[_HEAD + at * _FIELDS : _HEAD + (at + 1) * _FIELDS]) for at in range(len(tensors)))
         for row in table
     )
-    wrong = [rank for rank, row in enumerate(table) if row[0]]
+    if any(row[0] & _BAD_MODULE for row in table) or len({row[3] for row in table} - {0}) > 1:
+        # Every rank is here, so there is time to ask what differs.
+        agree(group, Outcome() if sight is None else sight.outcome, f"the forward of {name}")
+    session.agreed()
+    wrong = [rank for rank, row in enumerate(table) if row[0] & _BAD_INPUT]
     if wrong:
         # Every rank is here, so there is time to ask what is wrong.
         texts: list[str] = [""] * len(table)

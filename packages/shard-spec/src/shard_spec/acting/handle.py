@@ -88,9 +88,8 @@ class ShardHandle:
             PlanError: On every rank, with nothing changed: ``undone-already``; ``changed-since`` when a tensor or a
                 forward was replaced after the call (undo later calls first); ``sharder-keeps-no-way-back``.
         """
-        problems = self._undo_problems()
-        names = tuple(f"undo {placed.name}" for placed in self._placed)
-        agree(self._group, Outcome(names, tuple(problems)), "undo")
+        outcome, failed = attempt(self._undo_outcome)
+        agree(self._group, outcome or Outcome((), failed), "undo")
         whole, found = attempt(lambda: [self._whole(placed) for placed in self._placed])
         raise_problems(found)
         assert whole is not None
@@ -109,6 +108,10 @@ class ShardHandle:
     def report(self, path: str | Path) -> Path:
         """Write what was done to ``path``: JSON for a name that ends in ``.json``, else a self-contained HTML page."""
         return write_report(self, Path(path))
+
+    def _undo_outcome(self) -> Outcome:
+        lines = tuple(f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed)
+        return Outcome(lines, tuple(self._undo_problems()))
 
     def _undo_problems(self) -> list[Problem]:
         if self._undone:
@@ -148,6 +151,14 @@ class ShardHandle:
             with torch.no_grad():
                 tensor = tensor.redistribute(placements=placed.value.placements).to_local()
         return gather_pieces(tensor, placed.layout, placed.shape, self._group)
+
+
+def _state(value: torch.Tensor) -> str:
+    """What the ranks have to have alike for gathering a tensor and its gradient."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.grad is None:
+        return f"{dtype}, no gradient"
+    return f"{dtype}, with a gradient of {str(value.grad.dtype).removeprefix('torch.')}"
 
 
 def settled(handle: ShardHandle) -> ShardHandle:

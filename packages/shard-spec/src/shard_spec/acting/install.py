@@ -19,7 +19,7 @@ from shard_spec.acting.handle import Placed, ShardHandle, no_way_back, still_our
 from shard_spec.acting.meshes import MeshBook
 from shard_spec.acting.outputs import CloseFrame, LocalRows, OpenFrame, ReshardOutput
 from shard_spec.acting.readers import forward_for
-from shard_spec.acting.replicas import Replicas
+from shard_spec.acting.roster import Roster
 from shard_spec.acting.session import Session
 from shard_spec.acting.tensors import TensorAction, tensor_at
 from shard_spec.problems import Problem
@@ -111,11 +111,12 @@ def _install_hooks(
     for path in actions.locals:
         rows = LocalRows(path, session, path in actions.outputs)
         _register(module.get_submodule(path).register_forward_hook(rows), changes, removals)
-    replicas = Replicas(session.group, actions.replicas or _siblings(module, actions))
-    changes.note(replicas.remove)
-    removals.append(replicas.remove)
-    replicas.watch(module)
-    _register(module.register_forward_pre_hook(OpenFrame(session, replicas), prepend=True), changes, removals)
+    names = actions.replicas or _siblings(module, actions)
+    roster = Roster(session.group, module, names, everything=actions.everything)
+    changes.note(roster.remove)
+    removals.append(roster.remove)
+    roster.look(module)
+    _register(module.register_forward_pre_hook(OpenFrame(session, roster), prepend=True), changes, removals)
     _register(module.register_forward_hook(CloseFrame(session), always_call=True), changes, removals)
 
 

@@ -64,7 +64,7 @@ def shard_module(
         PlanError: With every problem of every rank, before anything moved.
     """
     group = group_or_default(process_group)
-    return _act(module, plan, src_rank, group, whole=True, what="shard_module")
+    return _act(lambda: (module, plan), src_rank, group, whole=True, what="shard_module")
 
 
 def shard_parameter(
@@ -93,12 +93,13 @@ def shard_parameter(
     """
     group = group_or_default(process_group)
 
-    plan = ShardingPlan({param_name: sharding_spec})
+    def subject() -> tuple[nn.Module, ShardingPlan]:
+        return module, ShardingPlan({param_name: sharding_spec})
 
     def check() -> list[Problem]:
         return _parameter_problems(param_name, sharding_spec)
 
-    return _act(module, plan, src_rank, group, whole=False, what="shard_parameter", check=check)
+    return _act(subject, src_rank, group, whole=False, what="shard_parameter", check=check)
 
 
 def shard_tensor(
@@ -109,9 +110,17 @@ def shard_tensor(
     Raises:
         PlanError: Before anything moved, on every rank.
     """
-    holder = nn.Module()
-    holder.register_buffer("tensor", tensor.detach())
-    shard_parameter(holder, "tensor", spec, src_rank, process_group)
+    group, holder = group_or_default(process_group), nn.Module()
+
+    def subject() -> tuple[nn.Module, ShardingPlan]:
+        given: object = tensor
+        if not isinstance(given, torch.Tensor):
+            found = f"{given!r:.200} of type {type(given).__qualname__}"
+            raise PlanError(Problem("not-a-tensor", "tensor", found=found, hint="give the whole tensor"))
+        holder.register_buffer("tensor", given.detach().requires_grad_(given.requires_grad))
+        return holder, ShardingPlan({"tensor": spec})
+
+    _act(subject, src_rank, group, whole=False, what="shard")
     value = holder._buffers["tensor"]
     assert isinstance(value, DTensor)
     value.requires_grad_(tensor.requires_grad)
@@ -122,8 +131,7 @@ def shard_tensor(
 
 
 def _act(
-    module: nn.Module,
-    plan: Any,
+    subject: Callable[[], tuple[nn.Module, Any]],
     src_rank: int,
     group: dist.ProcessGroup,
     *,
@@ -131,10 +139,12 @@ def _act(
     what: str,
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
-    actions, outcome = plan_together(lambda: plan_module(module, plan, group, src_rank, whole=whole))
+    """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
+    actions, outcome = plan_together(lambda: plan_module(*subject(), group, src_rank, whole=whole))
     extra, more = attempt(check)
     agree(group, Outcome(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
     assert actions is not None
+    module, plan = subject()
     ref = GroupRef(group)
     session, meshes = Session(ref), MeshBook(ref, actions.device.type)
     changes = Changes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec._torch_compat import eager_only
+from shard_spec.acting.agreement import agree
 from shard_spec.acting.batch import exchange_facts
 from shard_spec.acting.exchange import RowExchange, collect, spread
 from shard_spec.acting.express import express
 from shard_spec.acting.meshes import MeshBook
-from shard_spec.acting.replicas import Replicas
+from shard_spec.acting.roster import Roster
 from shard_spec.acting.session import Session
 from shard_spec.acting.wrapping import unwrap, whole, wrap
 from shard_spec.layout import Layout
@@ -26,15 +28,14 @@ from shard_spec.specs import ShardingSpec
 class OpenFrame:
     """Forward pre-hook of the root."""
 
-    def __init__(self, session: Session, replicas: Replicas) -> None:
+    def __init__(self, session: Session, roster: Roster) -> None:
         self.session = session
-        self.replicas = replicas
+        self.roster = roster
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Begin a frame; parameters that lack their gradient hook get it."""
-        self.replicas.watch(module)
-        self.session.open()
+        self.session.open(self.roster, self.roster.look(module))
 
 
 class CloseFrame:
@@ -45,8 +46,12 @@ class CloseFrame:
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the frame."""
+        """End the frame; what no exchange has compared is compared now."""
         self.session.close()
+        sight = self.session.sight
+        if sight is not None and sight.open and sys.exception() is None:
+            agree(self.session.group.group, sight.outcome, "the module changed after shard_module")
+            self.session.agreed()
 
 
 class ReshardOutput:
@@ -78,7 +83,7 @@ class ReshardOutput:
         """All ranks' rows, whole on every rank."""
         problem = "" if rows.dim() else "a scalar, which has no rows"
         group = self.session.group
-        facts = exchange_facts([rows], group.group, self.name, problem)
+        facts = exchange_facts([rows], self.session, self.name, problem)
         self.session.note(facts.rows())
         if facts.any_requires_grad() and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # its backward communicates: all ranks have to run it

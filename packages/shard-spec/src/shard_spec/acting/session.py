@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from shard_spec import _torch_compat
 from shard_spec.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    from shard_spec.acting.roster import Roster, Sight
 
 
 class GroupRef:
@@ -50,15 +54,25 @@ class Session:
         self.group = group
         self._splits: dict[int, list[tuple[int, ...]]] = {}
         self._depth = 0
+        self.sight: Sight | None = None
+        self._roster: Roster | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"group": self.group, "_splits": {}, "_depth": 0}
+        return {"group": self.group, "_splits": {}, "_depth": 0, "sight": None, "_roster": None}
 
-    def open(self) -> None:
-        """Begin a forward of the root module."""
+    def open(self, roster: Roster, sight: Sight) -> None:
+        """Begin a forward of the root module, of which ``sight`` was found."""
         if self._depth == 0:
             self._splits = {}
+            self.sight, self._roster = sight, roster
         self._depth += 1
+
+    def agreed(self) -> None:
+        """All ranks found the same: see ``Sight``."""
+        if self.sight is not None and self.sight.open:
+            assert self._roster is not None
+            self._roster.take_in(self.sight)
+            self.sight = replace(self.sight, newcomers=())
 
     def close(self) -> None:
         """End a forward of the root module."""

@@ -39,7 +39,11 @@ class TensorAction:
     @property
     def line(self) -> str:
         """What is done, as text."""
-        where = "whole" if self.layout is None else f"{self.layout} on ranks {list(self.layout.mesh.ranks)}"
+        where = "whole"
+        if self.layout is not None:
+            mesh = self.layout.mesh
+            axes = f" as {' x '.join(map(str, mesh.shape))}" if mesh.ndim > 1 else ""
+            where = f"{self.layout} on ranks {list(mesh.ranks)}{axes}"
         grad = "" if self.requires_grad else ", frozen"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind} {' = '.join(self.names)}: {dtype} {list(self.shape)}{grad} -> {where}"

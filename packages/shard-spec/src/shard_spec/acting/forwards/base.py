@@ -49,7 +49,17 @@ class ShardedForward:
 
     def facts(self, *tensors: torch.Tensor | None, problem: str = "") -> BatchFacts:
         """What all ranks pass; a collective. See ``exchange_facts``."""
-        return exchange_facts(tensors, self.session.group.group, self.name, problem)
+        return exchange_facts(tensors, self.session, self.name, problem)
+
+    def stand_in(self) -> torch.Tensor:
+        """What is passed to ``facts`` in place of an input that cannot be taken."""
+        return torch.empty(0, device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weight lies; it is not looked at before the ranks have compared their modules."""
+        found = next((each.device for each in self.module.parameters(recurse=False)), None)
+        return found or torch.device("cpu")
 
     def whole_rows(self, rows: tuple[int, ...], width: int) -> RowExchange:
         """The exchange that gives every rank all rows whole."""
@@ -112,8 +122,12 @@ def whole_parameter(value: torch.Tensor) -> torch.Tensor:
     return whole(value, parts=True) if isinstance(value, DTensor) else value
 
 
-def rows_problem(value: torch.Tensor, least_dims: int) -> str:
+def rows_problem(value: object, device: torch.device, least_dims: int) -> str:
     """Why ``value`` cannot be a local batch; empty when it can."""
+    if not isinstance(value, torch.Tensor):
+        return f"an input of type {type(value).__name__}: a tensor is needed"
+    if value.device.type != device.type:
+        return f"an input on {value.device}: the weight is on {device}"
     if value.dim() >= least_dims:
         return ""
     return f"an input of shape {list(value.shape)}: a local batch has rows in dim 0 and at least {least_dims} dim(s)"

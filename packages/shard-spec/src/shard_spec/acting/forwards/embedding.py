@@ -27,7 +27,8 @@ class ShardedEmbedding(ShardedForward):
         assert self.cut is not None
         if isinstance(input, DTensor):
             return self.global_output(self._look_up(self.global_input(input)), 1, self.cut.shape[1])
-        facts = self.facts(input, problem=rows_problem(input, 1) or ids_problem(input))
+        problem = rows_problem(input, self.device, 1) or ids_problem(input)
+        facts = self.facts(self.stand_in() if problem else input, problem=problem)
         wide = self._look_up(self.gathered(input, facts.rows()))
         return collect(wide, self.cut.exchange(self.session.group.group, facts.rows(), 1))
 

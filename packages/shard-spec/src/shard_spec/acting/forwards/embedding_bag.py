@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shard_spec._torch_compat import eager_only
 from shard_spec.acting.exchange import collect, spread
-from shard_spec.acting.forwards.base import ShardedForward
+from shard_spec.acting.forwards.base import ShardedForward, rows_problem
 from shard_spec.acting.forwards.embedding import ids_problem
 from shard_spec.acting.forwards.lookup import check_ids, look_up, renormalize
 
@@ -57,11 +57,13 @@ class ShardedEmbeddingBag(ShardedForward):
         """As ``nn.EmbeddingBag``: ids ``[my_bags, length]``, or flat ids with ``offsets``; to ``[my_bags, dim]``."""
         module = self.module
         assert isinstance(module, nn.EmbeddingBag)
-        problem = _problem(module, input, offsets, per_sample_weights)
+        given = (each for each in (input, offsets, per_sample_weights) if each is not None)
+        problem = next(filter(None, (rows_problem(each, self.device, 1) for each in given)), "")
+        problem = problem or _problem(module, input, offsets, per_sample_weights)
         bags = None if problem else _flat(module, input, offsets, per_sample_weights)
-        ids = input if bags is None else bags.ids
+        ids = self.stand_in() if bags is None else bags.ids
         facts = self.facts(
-            input.new_empty(0) if bags is None else bags.offsets,
+            self.stand_in() if bags is None else bags.offsets,
             ids,
             None if bags is None else bags.weights,
             problem=problem,

@@ -32,10 +32,10 @@ class ShardedLinear(ShardedForward):
         module = self.module
         assert isinstance(module, nn.Linear)
         own = module._parameters["bias"]
-        bias = None if own is None else whole_parameter(own)
         if self.cut is None:
-            return F.linear(input, module.weight, bias)
+            return F.linear(input, module.weight, None if own is None else whole_parameter(own))
         wide = self._wide_input(input, module.in_features)
+        bias = None if own is None else whole_parameter(own)
         local = F.linear(wide, self.local_weight(), None if bias is None else self._local_bias(bias))
         return self.global_output(local, 0, module.out_features)
 
@@ -44,10 +44,10 @@ class ShardedLinear(ShardedForward):
         assert self.cut is not None
         if isinstance(input, DTensor):
             return self._from_dtensor(input)
-        problem = rows_problem(input, 2)
+        problem = rows_problem(input, self.device, 2)
         if not problem and input.shape[-1] != in_features:
             problem = f"an input of shape {list(input.shape)} for {in_features} input features"
-        facts = self.facts(input, problem=problem)
+        facts = self.facts(self.stand_in() if problem else input, problem=problem)
         self.session.note(facts.rows())
         if facts.any_requires_grad() and not input.requires_grad:
             input = input.detach().requires_grad_()  # its backward communicates: all ranks have to run it
