@@ -42,7 +42,8 @@ SHARD_SPEC = (
     "hugging-face-config",
 )
 RESHARD_HEADER = "shard-reshard-safetensors"
-NAMES = (*SHARD_SPEC, RESHARD_HEADER)
+RESHARD_PLAN = "shard-reshard-plan"
+NAMES = (*SHARD_SPEC, RESHARD_HEADER, RESHARD_PLAN)
 
 
 def try_one(name: str, count: int) -> dict[str, Any]:
@@ -94,10 +95,33 @@ def parser_of(name: str, folder: Path) -> tuple[str, Any, Callable[[Any], bool]]
     from hypothesis import strategies as st
 
     strange = importlib.import_module("strange_files")
+    if name == RESHARD_PLAN:
+        return _reshard_plans(strange, folder)
     parser = strange.PARSERS[name]
     strange.warm_up(parser, folder)
     check = parser.check
     return f"shard-spec: {parser.what}", st.randoms(use_true_random=False).map(parser.make), lambda d: check(d, folder)
+
+
+def _reshard_plans(strange: Any, folder: Path) -> tuple[str, Any, Callable[[Any], bool]]:
+    sys.path.insert(0, str(TESTS["shard-reshard"]))
+    from hypothesis import strategies as st
+
+    broken = importlib.import_module("broken_plans")
+    good = broken.plans()
+
+    def make(rng: Any) -> str:
+        text = rng.choice(good)
+        return broken.broken(text, rng) if rng.random() < 0.5 else strange.files(json.loads(text), rng, json.dumps)
+
+    def check(text: str) -> bool:
+        with strange.bounded(text, folder):
+            return bool(broken.check_one(text))
+
+    for text in good:
+        assert broken.check_one(text)  # imports what explains a plan
+    what = "shard-reshard: plans as JSON; those that are read say the same again, and their parts are worked out"
+    return what, st.randoms(use_true_random=False).map(make), check
 
 
 def page(rows: list[dict[str, Any]], count: int) -> str:

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, Resharder, plan_reshard, reshard
+from shard_reshard import (
+    PlanError,
+    Resharder,
+    plan_reshard,
+    redistribute,
+    reshard,
+    reshard_local_shard,
+    reshard_state_dict,
+)
+from shard_spec.specs import ChunkShardingSpec
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 SHAPE = (4, 6)
 
@@ -50,6 +60,7 @@ def test_one_graph_that_no_rank_drops(ranks: Ranks) -> None:
         assert local.grad is not None
         assert torch.equal(local.grad, 2 * full.chunk(2)[ranks.rank])
     _sources_and_destinations_that_not_every_rank_has(ranks, full)
+    _dtensors_specs_and_state_dicts(ranks, full)
 
 
 def _sources_and_destinations_that_not_every_rank_has(ranks: Ranks, full: torch.Tensor) -> None:
@@ -73,3 +84,34 @@ def _sources_and_destinations_that_not_every_rank_has(ranks: Ranks, full: torch.
         with pytest.raises(PlanError, match="local-shape") as caught:
             _one_graph(into)(given, odd if ranks.rank else out)
         assert len(set(ranks.gather(str(caught.value)))) == 1
+
+
+def _dtensors_specs_and_state_dicts(ranks: Ranks, full: torch.Tensor) -> None:
+    mesh, columns = ranks.mesh((2,), ("dp",)), full.chunk(2, 1)[ranks.rank]
+
+    def moved(given: Any) -> Any:
+        return redistribute(given * 2, mesh, [Shard(1)])
+
+    # A sum over ranks on its way, whose gradient is not added up: DTensor's meaning, as without the compiler.
+    found: list[Any] = []
+    for function in (moved, _one_graph(moved)):
+        given = DTensor.from_local(full + ranks.rank, mesh, [Partial()]).requires_grad_()
+        with ranks.record() as log:
+            result: Any = function(given)
+            (result.to_local() * columns).sum().backward()
+        grad: Any = given.grad
+        found.append((result.placements, result.to_local(), grad.placements, grad.to_local()))
+        assert log.count("all_to_all") == 2
+    plain, compiled = found
+    assert plain[::2] == compiled[::2]
+    assert all(map(torch.equal, plain[1::2], compiled[1::2]))
+    specs = [ChunkShardingSpec(dim, ["rank:0/cpu", "rank:1/cpu"]) for dim in (0, 1)]
+
+    def seeds(given: torch.Tensor) -> torch.Tensor:
+        (shard,), _ = reshard_local_shard(given, SHAPE, specs[0], specs[1], None)
+        tensor: torch.Tensor = shard.tensor
+        return tensor + 1
+
+    assert torch.equal(_one_graph(seeds)(full.chunk(2)[ranks.rank]), columns + 1)
+    with pytest.raises(Exception, match=r"not-compilable.*outside of the compiled function"):
+        _one_graph(lambda t: reshard_state_dict({"w": t}, (mesh, [Replicate()]))["w"])(full)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import multiprocessing
 import os
+import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, Resharder, plan_reshard, reshard
+from shard_reshard import PlanError, Resharder, StateDictResharder, plan_reshard, reshard
 
 SHAPE = (8, 12)
 
@@ -47,6 +49,21 @@ def test_a_call_in_flight_refuses_a_second_one(ranks: Ranks) -> None:
     handle = resharder(local, async_op=True)
     with pytest.raises(RuntimeError, match="in flight"):
         resharder(local)
+    for odd in (copy.deepcopy, copy.copy, pickle.dumps):  # a copy of the result would never be filled
+        with pytest.raises(TypeError, match="a ReshardWork belongs to a process group"):
+            odd(handle)
+    # A module that has a resharder is copied with it; the copy has a workspace of its own, and nothing to agree on.
+    other = torch.nn.Module()
+    other.resharder = resharder  # type: ignore[assignment]  # as users do
+    twin: Any = copy.deepcopy(other).resharder
+    assert twin is not resharder
+    assert torch.equal(twin(local + 1).cpu(), _full().chunk(2, 1)[ranks.rank] + 1)
+    assert torch.equal(copy.copy(resharder)(local).cpu(), _full().chunk(2, 1)[ranks.rank])
+    with pytest.raises(TypeError, match="pickle its plan"):
+        pickle.dumps(resharder)
+    assert pickle.loads(pickle.dumps(resharder.plan)) == resharder.plan
+    with pytest.raises(TypeError, match="make another one"):
+        copy.deepcopy(StateDictResharder({"w": local}, "2: R", src_layouts={"w": "2: S(0)"}, shapes={"w": SHAPE}))
     assert not handle.is_completed()
     assert torch.equal(handle.wait().cpu(), _full().chunk(2, 1)[ranks.rank])
     assert handle.is_completed()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import detect_fake_mode
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -19,9 +21,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def assume_constant_result(function: F) -> F:
-    """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
-    return function
+    """`torch.compiler.assume_constant_result`, which would import all of torch._dynamo to set this mark.
+
+    The tracer passes groups and meshes in a wrapper (torch 2.13), which is taken off.
+    """
+
+    @wraps(function)
+    def constant(*arguments: Any) -> Any:
+        return function(*map(_unwrapped, arguments))
+
+    constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take attributes
+    return constant  # type: ignore[return-value]  # the same signature
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, FakeScriptObject):
+        return value.real_obj
+    return tuple(map(_unwrapped, value)) if type(value) is tuple else value
 
 
 def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shard_reshard._torch_compat import declare_ordered_effect
+from shard_reshard._torch_compat import assume_constant_result, declare_ordered_effect
 from shard_reshard.bound import Index
 from shard_reshard.local_tensors import local_problems
 from shard_reshard.members import data_device
@@ -39,6 +39,27 @@ def operator_of(mover: Mover) -> Operator:
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
     shapes = plan.dst.local_shapes(mover.members.rank)
     return Operator(key, shapes, plan.torch_dtypes()[2], str(data_device(mover.members.group)))
+
+
+def key_of_pair(mover: Mover, backward: Mover) -> str:
+    """The key of ``mover``, where its gradients are moved by ``backward`` instead of its own transposed one."""
+    (plan,), (back,) = mover.plans, backward.plans
+    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
+    if key not in _movers or _movers[key].members.group is not mover.members.group:
+        mover.pair(backward)
+        _movers[key] = mover
+    return key
+
+
+@assume_constant_result
+def not_compiled(what: str) -> None:
+    """Called where a tracer would get lost in ``what``.
+
+    Raises:
+        PlanError: ``not-compilable``, on every rank alike.
+    """
+    hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
+    raise PlanError(Problem("not-compilable", what, found="torch.compile traces the call", hint=hint))
 
 
 def misfit(outs: list[torch.Tensor], operator: Operator) -> str:

@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from shard_reshard._torch_compat import real_tensors
+from shard_reshard._torch_compat import assume_constant_result, real_tensors
+from shard_reshard.compiled import exchange, key_of_pair
+from shard_reshard.dtypes import dtype_name
 from shard_reshard.members import members_of
+from shard_reshard.mover import Mover
+from shard_reshard.planner import bind_both, cached_plan
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.resharder import reshard
 
@@ -47,6 +51,8 @@ def redistribute(
     placements = tuple(
         Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements
     )  # DTensor itself counts dims from the front only
+    if torch.compiler.is_compiling():
+        return _redistribute_compiled(dtensor, device_mesh, placements, group)
     moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         dtensor, device_mesh, placements, group or _union_group(dtensor.device_mesh, device_mesh)
     )
@@ -71,7 +77,7 @@ class _Redistribute(torch.autograd.Function):
             hint = "detach() the tensor; gradients flow through sums and averages"
             raise PlanError(Problem("not-differentiable", "src", found=found, hint=hint))
         # Every contributor to a sum has the gradient of the sum; to an average, its share of it.
-        back = tuple(Replicate() if isinstance(p, Partial) else p for p in ctx.placements)
+        back = _of_gradients(ctx.placements)
         averaged = prod(
             size
             for size, p in zip(ctx.mesh.shape, ctx.placements, strict=True)
@@ -95,6 +101,57 @@ def _moved(dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: dist.Proc
     if moved is None:
         moved = torch.empty(0, dtype=dtensor.dtype, device=local.device)
     return as_dtensor(moved, mesh, placements, dtensor.shape)
+
+
+def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How the gradient of a DTensor lies."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+def _redistribute_compiled(
+    dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
+) -> DTensor:
+    """The same while torch.compile traces: local tensors through the operator with effects."""
+    shape, grads = dtensor.shape, dtensor.requires_grad
+    key = _compiled_key(
+        dtensor.device_mesh, dtensor.placements, mesh, placements, tuple(shape), dtensor.dtype, group, grads
+    )
+    local = dtensor.to_local(grad_placements=_of_gradients(dtensor.placements))
+    return as_dtensor(exchange([local], key, False, "")[0], mesh, placements, shape)
+
+
+@assume_constant_result
+def _compiled_key(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    to_mesh: DeviceMesh,
+    to_placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    grads: bool,
+) -> str:
+    """The name of the operator's mover, whose transposed one moves gradients as DTensor means them.
+
+    Raises:
+        PlanError: On all ranks: ``resharder-needed`` where not every rank is in both meshes, ``not-differentiable``
+            where gradients are not moved by a plan alone.
+    """
+    members = members_of(group or _union_group(mesh, to_mesh))
+    if not set(_ranks_of(mesh)) == set(_ranks_of(to_mesh)) == set(members.global_ranks):
+        hint = "under torch.compile call a Resharder on the local tensors"
+        raise PlanError(Problem("resharder-needed", "device_mesh", found="meshes of other ranks", hint=hint))
+    pending = [p for p in placements if isinstance(p, Partial) and p.reduce_op != "sum"]
+    pending += [p for p in to_placements if isinstance(p, Partial)]
+    if grads and pending:
+        hint = "call it outside of the compiled function, or detach() the tensor"
+        raise PlanError(Problem("not-differentiable", "placements", found=str(pending[0]), hint=hint))
+    back = _of_gradients(placements)
+    movers = [
+        Mover((cached_plan(*bind_both(shape, src, dst, members.to_group), dtype_name(dtype), None, None),), members)
+        for src, dst in (((mesh, placements), (to_mesh, to_placements)), ((to_mesh, to_placements), (mesh, back)))
+    ]
+    return key_of_pair(*movers)
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> DTensor:

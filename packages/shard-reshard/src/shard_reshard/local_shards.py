@@ -114,14 +114,19 @@ def reshard_local_shard(
     Raises:
         PlanError: On every rank alike, before any data moves.
     """
-    members = members_of(pg)
-    shape = tuple(st_size)
-    moved = reshard(local_tensor, sharding_spec, resharding_spec, shape=shape, group=members.group)
-    metadata, _ = build_reshard_metadata(st_size, resharding_spec, members.size)
-    own_rank = members.global_ranks[members.rank]
-    own = [entry for entry in metadata if entry.placement.rank() == own_rank]
+    moved = reshard(local_tensor, sharding_spec, resharding_spec, shape=tuple(st_size), group=pg)
+    metadata, own = _metadata_in(pg, tuple(st_size), resharding_spec)
     make = _torch_compat.torch_shard if _is_torch(resharding_spec) else LocalShard
     return [make(tensor, entry) for tensor, entry in zip(as_list(moved), own, strict=False)], metadata
+
+
+@_torch_compat.assume_constant_result
+def _metadata_in(pg: dist.ProcessGroup | None, shape: tuple[int, ...], spec: Any) -> tuple[list[Any], list[Any]]:
+    """The metadata of all shards, and of those on this rank."""
+    members = members_of(pg)
+    metadata, _ = build_reshard_metadata(shape, spec, members.size)
+    own_rank = members.global_ranks[members.rank]
+    return metadata, [entry for entry in metadata if entry.placement.rank() == own_rank]
 
 
 def _spec(given: Any, name: str) -> ShardingSpec:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shard_reshard._torch_compat import has_tangent, is_fake
 from shard_reshard.agreement import agree, check_mode
 from shard_reshard.bound import Index
+from shard_reshard.copying import StaysHere
 from shard_reshard.destinations import destination_problems
 from shard_reshard.exchange import Exchange
 from shard_reshard.local_tensors import local_problems
@@ -71,9 +72,13 @@ class Mover:
         """The mover of gradients. What it does follows from this one's plans, so that it has nothing to compare."""
         if self._transposed is None:
             turned = [plan.transpose() for plan in self.plans]
-            self._transposed = Mover(turned, self.members, self.keep_workspace, self.check)
-            self._transposed._transposed = self
+            self.pair(Mover(turned, self.members, self.keep_workspace, self.check))
+            assert self._transposed is not None
         return self._transposed
+
+    def pair(self, backward: Mover) -> None:
+        """Move gradients by ``backward``, and its by this one."""
+        self._transposed, backward._transposed = backward, self
 
     @cached_property
     def local_shapes(self) -> tuple[tuple[Index, ...], tuple[Index, ...]]:
@@ -305,8 +310,10 @@ class _NamedWork:
             raise self._mover._failed(self._call) from error
 
 
-class ReshardWork:
+class ReshardWork(StaysHere):
     """A reshard under way. Holds all its tensors until :meth:`wait`."""
+
+    instead = "wait() for it and copy the result"
 
     def __init__(self, result: Any, finish: Callable[[], None], what: str) -> None:
         self._result, self._finish, self._what = result, finish, what

@@ -86,9 +86,12 @@ class ReshardPlan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            PlanError: ``unknown-format`` for a format of another version, ``malformed-plan`` for what is no plan.
+            PlanError: ``unknown-format`` for a format of another version, ``malformed-plan`` for what is no plan, and
+                what `plan_reshard` would say of a plan that cannot be carried out.
         """
-        return ReshardPlan(*read_fields(text, FORMAT))
+        plan = ReshardPlan(*read_fields(text, FORMAT))
+        check_plan(plan.transpose() if plan.adjoint else plan)
+        return plan
 
     @property
     def problems(self) -> tuple[Problem, ...]:

@@ -57,7 +57,7 @@ def _fields(data: dict[str, Any]) -> Fields:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _malformed(found: str) -> PlanError:

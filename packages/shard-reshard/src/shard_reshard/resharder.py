@@ -15,6 +15,7 @@ from shard_reshard.agreement import problems_of, raise_together, tell
 from shard_reshard.bind import LayoutLike, OnRank, bind
 from shard_reshard.bound import BoundLayout
 from shard_reshard.compiled import Operator, exchange, misfit, operator_of
+from shard_reshard.copying import StaysHere
 from shard_reshard.differentiable import differentiable_start, gradient_problems
 from shard_reshard.dtypes import ITEMSIZES, dtype_name
 from shard_reshard.local_tensors import Shards, as_list, as_result
@@ -81,8 +82,11 @@ def reshard(
     return _move(mover, tensor, out, async_op)
 
 
-class Resharder:
+class Resharder(StaysHere):
     """Reshards tensors by one plan again and again: keeps views, buffers and the check between ranks.
+
+    ``copy.deepcopy`` (of a module that has one) makes another for the same plan and group, with buffers of its own;
+    it is not pickled, its ``plan`` is.
 
     Args:
         plan: From `plan_reshard`.
@@ -101,8 +105,18 @@ class Resharder:
         check: str = "first",
     ) -> None:
         self.plan = plan
+        self._options = group, keep_workspace, check
         self._mover = Mover((plan,), members_of(group), keep_workspace, check)
         self._operator = operator_of(self._mover)
+
+    instead = "pickle its plan, and make a Resharder of it where it is read"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
+        group, keep_workspace, check = self._options
+        return Resharder(self.plan, group, keep_workspace=keep_workspace, check=check)
+
+    def __copy__(self) -> Resharder:
+        return self.__deepcopy__({})
 
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
         """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
@@ -189,7 +203,7 @@ def _operator_for(
     members = members_of(group)
     if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
         found = "a source that not every rank has" if src is not None else "a DTensor"
-        hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype"
+        hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype, or redistribute for a DTensor"
         raise PlanError(Problem("resharder-needed", "tensor", found=found, hint=hint))
     plan = cached_plan(
         *bind_both(shape, src, dst, members.to_group),

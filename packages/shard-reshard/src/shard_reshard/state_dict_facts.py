@@ -120,5 +120,7 @@ def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None)
     """Say which version a module or mapping holds; None says that it holds no complete one."""
     if isinstance(out, torch.nn.Module):
         setattr(out, VERSION_KEY, version)
+    elif isinstance(out, dict) and version is None:
+        out.pop(VERSION_KEY, None)  # no name that ``load_state_dict`` would not know
     elif isinstance(out, dict):
         out[VERSION_KEY] = version

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from shard_reshard.agreement import check_mode, tell
 from shard_reshard.bind import LayoutLike
+from shard_reshard.compiled import not_compiled
+from shard_reshard.copying import StaysHere
 from shard_reshard.looks import SeenState, seen_state
 from shard_reshard.members import members_of
 from shard_reshard.problems import PlanError, Problem
@@ -88,6 +90,8 @@ def reshard_state_dict(
         PlanError: With the problems of all tensors of all ranks, on every rank, before any data moves.
         RuntimeError: When an exchange fails because a rank died.
     """
+    if torch.compiler.is_compiling():
+        not_compiled("reshard_state_dict")
     resharder = StateDictResharder(
         state_dict,
         dst_layouts,
@@ -105,7 +109,7 @@ def reshard_state_dict(
     return resharder._run(state_dict, out, progress, atomic, lambda: resharder._first_version)
 
 
-class StateDictResharder:
+class StateDictResharder(StaysHere):
     """Moves the tensors of state dicts that are alike again and again: what ranks agree on, they agree on once.
 
     Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
@@ -117,6 +121,8 @@ class StateDictResharder:
     Attributes:
         plan: What is moved how.
     """
+
+    instead = "make another one, on every rank of the group"
 
     def __init__(
         self,
@@ -168,6 +174,8 @@ class StateDictResharder:
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
+        if torch.compiler.is_compiling():
+            not_compiled("StateDictResharder")
         if not self._versions:
             if version is not None:
                 hint = "make the resharder with versions=True"
