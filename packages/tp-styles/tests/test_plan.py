@@ -167,6 +167,13 @@ def test_what_cannot_be_done_is_a_problem(module: nn.Module, style: tp.ParallelS
     assert bool(codes) == bool(code)
 
 
+def test_a_projection_that_is_read_and_never_called() -> None:
+    """torch's `nn.MultiheadAttention` would multiply with the part of the weight that a style left there."""
+    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
+    (problem,) = tp.plan_styles(model, {"attn.out_proj": tp.RowwiseParallel()}, 2).problems
+    assert (problem.code, problem.name) == ("never-called", "attn.out_proj")
+
+
 def test_overlapping_styles() -> None:
     plan = {"mlp": tp.SequenceParallel(), "mlp.up": tp.ColwiseParallel()}
     found = tp.plan_styles(models.Block(16, 4, False), plan, 2)

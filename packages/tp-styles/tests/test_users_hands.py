@@ -97,6 +97,8 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
         for ours, wanted in zip(*found, strict=True):
             torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
         assert_same_gradients(model, alone, mesh)
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"autograd\.Function"):  # no collective behind its back
+            torch.func.vmap(model)(x64(2, 4, 8))
     # On sequence shards: gather, scatter, and the row-wise bias, whose gradient is summed.
     torch.manual_seed(0)
     model = models.MLP().double()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
@@ -26,6 +27,7 @@ __all__ = [
     "functional_collectives",
     "gradient_like",
     "is_compiling",
+    "is_transformed",
     "local_of",
     "reduce_scatter_into",
     "scale_all_",
@@ -62,6 +64,11 @@ def current_mesh() -> DeviceMesh | None:
 def is_compiling() -> bool:
     """Whether this code runs under torch.compile or export."""
     return torch.compiler.is_compiling()
+
+
+def is_transformed() -> bool:
+    """Whether transforms of `torch.func`, or forward-mode differentiation, follow what runs now."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -139,6 +139,8 @@ def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int,
     for found in ordered:
         problems += found.spec.problems
         problems += _state_problems(found, modules[found.name])
+        if isinstance(modules.get(found.name.rpartition(".")[0]), nn.MultiheadAttention) and found.name:
+            problems.append(_never_called(found))
     claims = _claims(ordered, problems)
     problems += _tied_problems(model, claims, ordered)
     left = [
@@ -248,6 +250,15 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
                 found=f"a DTensor with {parameter.placements}",
                 hint="tensor parallelism comes first, before FSDP and before another plan",
             )
+
+
+def _never_called(found: PlannedModule) -> Problem:
+    return Problem(
+        "never-called",
+        found.name,
+        found="nn.MultiheadAttention reads the weights of its projection and never calls it",
+        hint="MultiheadAttentionParallel() for the attention around it",
+    )
 
 
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forward import Forward, Output, only
@@ -52,6 +52,7 @@ class RowLinear(Forward):
         self.enter = next(iter(self.moves.values()))
         self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, fresh=True)
         self.leaves = [self.leave]
+        self.adds_whole = isinstance(self.leave.flow.wanted, Replicate)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """The linear map, summed over the ranks."""
@@ -63,7 +64,8 @@ class RowLinear(Forward):
         moved = self.leave.move(produced)
         if bias is not None:
             # Under autocast the sum is of the lower type, and so is the output of `nn.Linear`.
-            moved = moved + self._bias_part(bias.to(moved.dtype), moved.dim())
+            bias = bias if bias.dtype == moved.dtype else bias.to(moved.dtype)
+            moved = moved + (bias if self.adds_whole else self._bias_part(bias, moved.dim()))
         return self.leave.given(moved, produced.shape)
 
     def _bias_part(self, bias: torch.Tensor, ndim: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tp_styles._torch_compat import is_compiling
+from tp_styles._torch_compat import is_compiling, is_transformed
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.watched import Watched, unwatched
@@ -53,7 +53,9 @@ class Move:
             found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
         if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
             return x
-        return _moved(x, found, self, fresh=self.fresh)
+        if (x.requires_grad and torch.is_grad_enabled()) or is_compiling() or is_transformed():
+            return _moved(x, found, self, fresh=self.fresh)
+        return self.run(found.forward, x, in_place=self.fresh)
 
     def redistributed(self, x: DTensor) -> DTensor:
         """A DTensor in the wanted layout, from whatever layout it has."""
@@ -72,7 +74,7 @@ class Move:
     # ------------------------------------------------------------------ the steps
 
     def run(self, step: Step, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """Carry out one step on a plain tensor, without autograd."""
+        """Carry out one step on a plain tensor, without autograd; a sum in the tensor's own memory, if it may be."""
         axis = self.axis
         match step.op:
             case "none":
@@ -160,8 +162,7 @@ class _Moved(torch.autograd.Function):
         ctx.transfer, ctx.move = transfer, move
         if transfer.forward.op == "none":
             return x.view_as(x)
-        in_place = fresh and transfer.forward.op == "all_reduce"
-        moved = move.run(transfer.forward, x, in_place=in_place)
+        moved = move.run(transfer.forward, x, in_place=fresh)
         if moved is x:
             ctx.mark_dirty(x)
         return moved
