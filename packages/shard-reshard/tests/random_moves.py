@@ -16,7 +16,7 @@ from layout_pairs import local_tensors, random_layout, random_shape
 from shard_reshard import BoundLayout, MeshBound, ReshardPlan
 from shard_reshard.dtypes import ITEMSIZES, torch_dtype
 from shard_reshard.exchange import Exchange
-from shard_reshard.plan import make_plan
+from shard_reshard.plan_checks import make_plan
 from shard_reshard.program import build_program
 from shard_reshard.simulation import _Mail
 from shard_spec import Layout, MeshSpec

@@ -19,7 +19,7 @@ from shard_reshard import (
     reshuffle_local_shard,
 )
 from shard_reshard.members import Members
-from shard_reshard.state_dict_plan import plan_state_dict
+from shard_reshard.state_dict_planning import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

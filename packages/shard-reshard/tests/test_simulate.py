@@ -12,7 +12,7 @@ from random_pairs import check_pairs
 from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
 from shard_reshard.bind import bind
 from shard_reshard.dtypes import ITEMSIZES
-from shard_reshard.plan import make_plan
+from shard_reshard.plan_checks import make_plan
 
 NUM_PAIRS = 600
 

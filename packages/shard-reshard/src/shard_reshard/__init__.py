@@ -12,7 +12,8 @@ from shard_reshard.__about__ import __version__
 
 if TYPE_CHECKING:
     from shard_reshard.bind import LayoutLike, OnRank
-    from shard_reshard.bound import BoundLayout, BoxBound, MeshBound
+    from shard_reshard.bound import BoundLayout
+    from shard_reshard.box_bound import BoxBound
     from shard_reshard.checkpoints import StoredTensor, layouts_from_dcp, layouts_from_safetensors
     from shard_reshard.copies import Copy
     from shard_reshard.dtensors import redistribute
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         reshard_local_shard,
         reshuffle_local_shard,
     )
+    from shard_reshard.mesh_bound import MeshBound
     from shard_reshard.mover import ReshardWork
     from shard_reshard.plan import ReshardPlan
     from shard_reshard.planner import plan_reshard
@@ -45,8 +47,8 @@ _HOME = {
     "OnRank": "shard_reshard.bind",
     "LayoutLike": "shard_reshard.bind",
     "BoundLayout": "shard_reshard.bound",
-    "MeshBound": "shard_reshard.bound",
-    "BoxBound": "shard_reshard.bound",
+    "MeshBound": "shard_reshard.mesh_bound",
+    "BoxBound": "shard_reshard.box_bound",
     "simulate": "shard_reshard.simulation",
     "reshard": "shard_reshard.resharder",
     "Resharder": "shard_reshard.resharder",

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import Box, Layout, MeshSpec
 
-from shard_reshard.bound import BoundLayout, BoxBound, MeshBound
+from shard_reshard.bound import BoundLayout
+from shard_reshard.box_bound import BoxBound
+from shard_reshard.mesh_bound import MeshBound
 from shard_reshard.problems import PlanError, Problem
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shard_spec import Box
 
-from shard_reshard.bound import BoxBound
+from shard_reshard.box_bound import BoxBound
 from shard_reshard.dtypes import dtype_name
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.safetensors_files import DTYPES, check_header, read_safetensors_header

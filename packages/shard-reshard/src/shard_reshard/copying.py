@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 class StaysHere:
     """An object that is neither copied nor pickled, and says what to do instead."""
 
-    instead = ""
+    _instead = ""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: a copy would share the collectives of this object, or have none.
@@ -17,4 +17,4 @@ class StaysHere:
             TypeError: Always.
         """
         kind = type(self).__name__
-        raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self.instead}")
+        raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")

@@ -20,10 +20,13 @@ from typing import NamedTuple
 from shard_spec import Box
 
 from shard_reshard.bind import ToGroup
-from shard_reshard.bound import BoundLayout, BoxBound, Piece, WindowBound
+from shard_reshard.bound import BoundLayout, Piece
+from shard_reshard.box_bound import BoxBound
 from shard_reshard.dtypes import ITEMSIZES
 from shard_reshard.problems import Problem
-from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, Known, StateDictPlan, plan_state_dict
+from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, Known, StateDictPlan
+from shard_reshard.state_dict_planning import plan_state_dict
+from shard_reshard.windows import WindowBound
 
 _SMALLEST_READ_BYTES = 64 * 1024  # rows are not shared out among ranks in parts of less
 

@@ -313,7 +313,7 @@ class _NamedWork:
 class ReshardWork(StaysHere):
     """A reshard under way. Holds all its tensors until :meth:`wait`."""
 
-    instead = "wait() for it and copy the result"
+    _instead = "wait() for it and copy the result"
 
     def __init__(self, result: Any, finish: Callable[[], None], what: str) -> None:
         self._result, self._finish, self._what = result, finish, what

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from operator import add, attrgetter, sub
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from shard_reshard.assign import SMALLEST_PART_BYTES, moves
-from shard_reshard.bound import BoundLayout, Cell, Index, new_tuple
-from shard_reshard.copies import Copy, cut_cell, make_copy, merge_copies
-from shard_reshard.dtypes import FLOATING, ITEMSIZES, dtype_name
-from shard_reshard.problems import PlanError, Problem
+from shard_reshard.assign import SMALLEST_PART_BYTES
+from shard_reshard.bound import BoundLayout, Index
+from shard_reshard.copies import Copy
+from shard_reshard.dtypes import ITEMSIZES
+from shard_reshard.own_parts import OwnPart, all_copies, crossings, plan_own_part, receivers_of, sizes_of, turned
+from shard_reshard.problems import Problem
 from shard_reshard.reading import read_fields
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
-
-
-class OwnPart(NamedTuple):
-    """What one rank does in one stage of a plan."""
-
-    sends: Mapping[int, tuple[Copy, ...]]  # by receiving rank, ascending; without the rank itself
-    receives: Mapping[int, tuple[Copy, ...]]  # by sending rank, ascending; without the rank itself
-    own: tuple[Copy, ...]  # copies that stay on the rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +81,8 @@ class ReshardPlan:
             PlanError: ``unknown-format`` for a format of another version, ``malformed-plan`` for what is no plan, and
                 what `plan_reshard` would say of a plan that cannot be carried out.
         """
+        from shard_reshard.plan_checks import check_plan
+
         plan = ReshardPlan(*read_fields(text, FORMAT))
         check_plan(plan.transpose() if plan.adjoint else plan)
         return plan
@@ -175,123 +169,19 @@ class ReshardPlan:
         if rank not in cache:
             if len(cache) >= 4:  # a process asks for one rank; only simulations ask for all
                 cache.pop(next(iter(cache)))
-            cache[rank] = self._plan_own_part(rank)
+            cache[rank] = plan_own_part(self, rank)
         return cache[rank]
 
     @cached_property
     def _own_parts(self) -> dict[int, tuple[OwnPart, ...]]:
         return {}
 
-    def _plan_own_part(self, rank: int) -> tuple[OwnPart, ...]:
-        arriving, leaving = self._copies_of(rank, self.relays)
-        parts = []
-        for stage in range(self.stages):
-            here = [copy for copy in arriving if copy.stage == stage]
-            own = self._ordered([copy for copy in here if copy.src_rank == rank])
-            receives = self._by_peer([copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
-            sends = self._by_peer([copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
-            parts.append(OwnPart(sends, receives, own))
-        return tuple(parts)
-
-    def _copies_of(self, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
-        """All copies that end on ``rank``, and all that begin there and end elsewhere."""
-        if self.adjoint:
-            forward_in, forward_out = self.transpose()._copies_of(rank, relay=False)
-            turned_in = [_turned(copy) for copy in forward_out]
-            turned_out = [_turned(copy) for copy in forward_in if copy.src_rank != rank]
-            own = [_turned(copy) for copy in forward_in if copy.src_rank == rank]
-            return own + turned_in, turned_out
-        if self.keeps_place:
-            return [
-                Copy(
-                    0, 0, p.start, _sizes(p.start, p.stop), rank, rank, p.tensor, p.local_start, p.tensor, p.local_start
-                )
-                for p in self.src.pieces(rank)
-            ], []
-        if self.src.max_replicas == self.dst.max_replicas == self.src.num_addends == self.dst.num_addends == 1:
-            return self._plain_copies_of(rank)
-        arriving: list[Copy] = []
-        leaving: list[Copy] = []
-        for piece in self.dst.pieces(rank):
-            for whole in self.dst.cross(piece.start, piece.stop):
-                receivers = self._receivers(whole)
-                if rank in receivers:
-                    for src in self.src.cross(piece.start, piece.stop):
-                        dst = cut_cell(whole, src.start, src.stop)
-                        for move in moves(src, dst, receivers, self.itemsize, relay, rank):
-                            if move.dst_rank == rank:
-                                arriving.append(make_copy(move, src, dst))
-                            elif move.stage == 1:
-                                leaving.append(make_copy(move, src, dst))
-        for piece in self.src.pieces(rank):
-            for whole in self.src.cross(piece.start, piece.stop):
-                for dst in self.dst.cross(piece.start, piece.stop):
-                    src = cut_cell(whole, dst.start, dst.stop)
-                    for move in moves(src, dst, self._receivers(dst), self.itemsize, relay, rank):
-                        if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
-                            leaving.append(make_copy(move, src, dst))
-        return arriving, leaving
-
-    def _plain_copies_of(self, rank: int) -> tuple[list[Copy], list[Copy]]:
-        """The same where every cell has one holder and one receiver: the case of large worlds, kept lean."""
-        arriving: list[Copy] = []
-        leaving: list[Copy] = []
-        for start, stop, tensor, local_start in self.dst.pieces(rank):
-            shift = tuple(map(sub, local_start, start))
-            for low, high, there, ((sender,),), tensors in self.src.cross(start, stop):
-                number = 0 if tensors is None else tensors[sender]
-                sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-                arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
-        for start, stop, tensor, local_start in self.src.pieces(rank):
-            shift = tuple(map(sub, local_start, start))
-            for low, high, there, ((receiver,),), tensors in self.dst.cross(start, stop):
-                if receiver != rank:
-                    number = 0 if tensors is None else tensors[receiver]
-                    sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-                    leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
-        return arriving, leaving
-
-    def _between(self, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool) -> Iterator[Copy]:
-        """The copies of the common box of two cells, given cut to it."""
-        for move in moves(src, dst, receivers, self.itemsize, relay):
-            yield make_copy(move, src, dst)
-
-    def _receivers(self, cell: Cell) -> tuple[int, ...]:
-        """Who gets the value of a destination cell: of a pending sum only the first addend, all others are filled."""
-        if len(cell.holders) == 1 or self.fill(cell.holders[0][0]) is not None:
-            return cell.holders[0]
-        return tuple(rank for ranks in cell.holders for rank in ranks)
-
-    def _by_peer(self, copies: list[Copy], peer: Callable[[Copy], int]) -> dict[int, tuple[Copy, ...]]:
-        found: dict[int, list[Copy]] = {}
-        for copy in copies:
-            rank = peer(copy)
-            if rank in found:
-                found[rank].append(copy)
-            else:
-                found[rank] = [copy]
-        return {rank: self._ordered(found[rank]) for rank in sorted(found)}
-
-    def _ordered(self, copies: list[Copy]) -> tuple[Copy, ...]:
-        if len(copies) < 2:
-            return tuple(copies)
-        # Addends of one region have to keep one shape, so copies that are reduced stay as they are.
-        return tuple(sorted(copies) if self.reduce_op is not None else merge_copies(copies))
-
     def copies(self) -> Iterator[Copy]:
         """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
         if self.adjoint:
-            yield from (_turned(copy) for copy in self.transpose()._all_copies(relay=False))
+            yield from (turned(copy) for copy in all_copies(self.transpose(), relay=False))
         else:
-            yield from self._all_copies(self.relays)
-
-    def _all_copies(self, relay: bool) -> Iterator[Copy]:
-        if self.keeps_place:
-            for rank in self.src.ranks:
-                yield from self._copies_of(rank, relay)[0]
-            return
-        for src, dst in self._crossings():
-            yield from self._between(src, dst, self._receivers(dst), relay)
+            yield from all_copies(self, self.relays)
 
     @cached_property
     def stays(self) -> bool:
@@ -307,16 +197,11 @@ class ReshardPlan:
         held = self.src.pieces(rank)
         for piece in self.dst.pieces(rank):
             cell = next(self.dst.cross(piece.start, piece.stop))
-            if rank in self._receivers(cell):
+            if rank in receivers_of(self, cell):
                 common = sum(_common(piece.start, piece.stop, other.start, other.stop) for other in held)
-                if common < prod(_sizes(piece.start, piece.stop)):
+                if common < prod(sizes_of(piece.start, piece.stop)):
                     return True
         return False
-
-    def _crossings(self) -> Iterator[tuple[Cell, Cell]]:
-        for whole in self.src.cells():
-            for dst in self.dst.cross(whole.start, whole.stop):
-                yield cut_cell(whole, dst.start, dst.stop), dst
 
     def transpose(self) -> ReshardPlan:
         """The plan of the way back, as gradients take it: every copy turned round, arrivals added up.
@@ -357,9 +242,9 @@ class ReshardPlan:
         if self.keeps_place:
             return 0
         elements = 0
-        for src, dst in self._crossings():
-            receivers = set(self._receivers(dst))
-            size = prod(_sizes(src.start, src.stop))
+        for src, dst in crossings(self):
+            receivers = set(receivers_of(self, dst))
+            size = prod(sizes_of(src.start, src.stop))
             if len(src.holders) == 1:
                 elements += size * len(receivers.difference(src.holders[0]))
             else:
@@ -393,89 +278,13 @@ class ReshardPlan:
         return torch_dtype(self.dtype), torch_dtype(self.wire_dtype), torch_dtype(self.out_dtype)
 
 
-# What torch has no kernels for; found here, because a rank that finds it while it reduces leaves the others waiting.
-_NOT_REDUCED = {
-    **{name: {"sum", "min", "max"} for name in ("uint16", "uint32", "uint64")},
-    "complex32": {"avg"},
-    "float4_e2m1fn_x2": {"sum", "avg", "min", "max", "product"},
-}
-
-
-def check_plan(plan: ReshardPlan) -> None:
-    """Raise everything that keeps a plan from being carried out."""
-    problems = []
-    ops = () if plan.keeps_place else plan.src.reduce_ops
-    if len(set(ops)) > 1 and not set(ops) <= {"sum", "avg"}:
-        hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
-        problems.append(Problem("mixed-reductions", "src", found=f"partial axes of {', '.join(ops)}", hint=hint))
-    if ("avg" in ops and plan.dtype not in FLOATING) or (ops and plan.dtype == "bool"):
-        hint = "reduce in a floating dtype, or sum"
-        problems.append(Problem("reduction-dtype", "src", found=f"{ops[0]} of {plan.dtype}", hint=hint))
-    if plan.dtype in _NOT_REDUCED and set(ops) & _NOT_REDUCED[plan.dtype]:
-        hint = "convert it before, to a dtype that torch can add and compare"
-        problems.append(Problem("reduction-dtype", "src", found=f"{ops[0]} of {plan.dtype}", hint=hint))
-    if ops and plan.dtype.startswith("complex") and set(ops) & {"min", "max"}:
-        hint = "complex numbers have no order"
-        problems.append(Problem("reduction-dtype", "src", found=f"{ops[0]} of {plan.dtype}", hint=hint))
-    pending = () if plan.keeps_place else plan.dst.reduce_ops
-    if len({"sum", "product"} & set(pending)) == 2 or ({"sum", "product"} & set(pending) and len(set(pending)) > 1):
-        hint = "make all partial axes of the destination one op"
-        problems.append(Problem("mixed-reductions", "dst", found=f"partial axes of {', '.join(pending)}", hint=hint))
-    if plan.dtype.startswith("complex") and not plan.out_dtype.startswith("complex"):
-        hint = "take the real part before"
-        problems.append(Problem("lossy-cast", "dtype", found=f"{plan.dtype} to {plan.out_dtype}", hint=hint))
-    if "float4_e2m1fn_x2" in (plan.dtype, plan.out_dtype) and plan.dtype != plan.out_dtype:
-        hint = "packed pairs of numbers move as they are"
-        problems.append(Problem("cast-of-packed", "dtype", found=f"{plan.dtype} to {plan.out_dtype}", hint=hint))
-    if plan.max_workspace_bytes is not None and plan.max_workspace_bytes < 1:
-        found = f"max_workspace_bytes={plan.max_workspace_bytes}"
-        problems.append(Problem("bad-workspace", "max_workspace_bytes", found=found, hint="at least one byte, or None"))
-    if problems:
-        raise PlanError(problems)
-
-
-def make_plan(
-    src: BoundLayout,
-    dst: BoundLayout,
-    dtype: torch.dtype | str,
-    out_dtype: torch.dtype | str | None = None,
-    max_workspace_bytes: int | None = None,
-) -> ReshardPlan:
-    """A checked plan between two bound layouts."""
-    if src.shape != dst.shape:
-        found = f"source of {src.shape}, destination of {dst.shape}"
-        raise PlanError(Problem("shape-mismatch", found=found, hint="both layouts are of one global tensor"))
-    name = dtype_name(dtype)
-    out_name = name if out_dtype is None else dtype_name(out_dtype)
-    plan = ReshardPlan(src.shape, name, out_name, src, dst, max_workspace_bytes)
-    check_plan(plan)
-    return plan
-
-
-def _sizes(start: Index, stop: Index) -> Index:
-    return tuple(b - a for a, b in zip(start, stop, strict=True))
-
-
 def _common(start: Index, stop: Index, other_start: Index, other_stop: Index) -> int:
     """Number of elements that two boxes share."""
     return prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in zip(start, stop, other_start, other_stop, strict=True))
 
 
-def _turned(copy: Copy) -> Copy:
-    """The copy the other way round; the addend becomes the rank it comes from, which fixes the order of sums."""
-    return copy._replace(
-        addend=copy.dst_rank,
-        src_rank=copy.dst_rank,
-        dst_rank=copy.src_rank,
-        src_tensor=copy.dst_tensor,
-        src_start=copy.dst_start,
-        dst_tensor=copy.src_tensor,
-        dst_start=copy.src_start,
-    )
-
-
 def _averaged(layout: BoundLayout) -> int:
-    from shard_reshard.bound import MeshBound
+    from shard_reshard.mesh_bound import MeshBound
 
     assert isinstance(layout, MeshBound)
     return prod(

@@ -11,7 +11,8 @@ from shard_spec import Layout
 from shard_reshard.bind import LayoutLike, OnRank, ToGroup, bind
 from shard_reshard.bound import BoundLayout
 from shard_reshard.dtypes import dtype_name
-from shard_reshard.plan import ReshardPlan, make_plan
+from shard_reshard.plan import ReshardPlan
+from shard_reshard.plan_checks import make_plan
 from shard_reshard.problems import PlanError, Problem
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from shard_reshard.bound import Index
 from shard_reshard.copies import Copy
 from shard_reshard.dtypes import ITEMSIZES, REDUCED_IN_FLOAT32
-from shard_reshard.plan import OwnPart, ReshardPlan
+from shard_reshard.own_parts import OwnPart
+from shard_reshard.plan import ReshardPlan
 from shard_reshard.rounds import num_rounds, row_major_boxes
 
 

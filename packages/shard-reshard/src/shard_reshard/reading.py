@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from shard_reshard.bound import BoundLayout, bound_from_json
+from shard_reshard.bound import BoundLayout
 from shard_reshard.dtypes import ITEMSIZES
 from shard_reshard.problems import PlanError, Problem
+from shard_reshard.windows import bound_from_json
 
 MAX_CHARS = 64 << 20
 

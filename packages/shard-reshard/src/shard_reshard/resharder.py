@@ -109,7 +109,7 @@ class Resharder(StaysHere):
         self._mover = Mover((plan,), members_of(group), keep_workspace, check)
         self._operator = operator_of(self._mover)
 
-    instead = "pickle its plan, and make a Resharder of it where it is read"
+    _instead = "pickle its plan, and make a Resharder of it where it is read"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
         group, keep_workspace, check = self._options

@@ -8,7 +8,7 @@ from shard_spec.specs import as_spec, from_torch, to_torch
 
 from shard_reshard import _torch_compat
 from shard_reshard.agreement import tell
-from shard_reshard.bound import BoxBound
+from shard_reshard.box_bound import BoxBound
 from shard_reshard.local_tensors import as_list
 from shard_reshard.members import members_of
 from shard_reshard.problems import PlanError, Problem

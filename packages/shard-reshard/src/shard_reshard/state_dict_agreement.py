@@ -18,7 +18,8 @@ from shard_reshard.members import Members
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.rows import Topic, exchange_rows
 from shard_reshard.state_dict_facts import local_tensor
-from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, StateDictPlan, plan_state_dict
+from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, StateDictPlan
+from shard_reshard.state_dict_planning import plan_state_dict
 
 _MAX_PLANS = 16
 # With each plan, the layouts it was made for: what is told apart by its id must not be freed while it is here.

@@ -19,7 +19,8 @@ from shard_reshard.members import Members
 from shard_reshard.mover import Mover
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.shared_memory import address
-from shard_reshard.state_dict_plan import DstLayouts, StateDictPlan, given_layout
+from shard_reshard.state_dict_plan import DstLayouts, StateDictPlan
+from shard_reshard.state_dict_planning import given_layout
 
 
 class Progress(NamedTuple):

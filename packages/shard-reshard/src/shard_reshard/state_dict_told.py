@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from shard_reshard.bind import LayoutLike, bind
-from shard_reshard.bound import BoundLayout, BoxBound, bound_from_json
+from shard_reshard.bound import BoundLayout
+from shard_reshard.box_bound import BoxBound
 from shard_reshard.members import Members
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.shared_memory import address
 from shard_reshard.state_dict_plan import Known, StateDictPlan
+from shard_reshard.windows import bound_from_json
 
 
 def own_layout(name: str, value: Any) -> tuple[LayoutLike | None, tuple[int, ...]]:

@@ -122,7 +122,7 @@ class StateDictResharder(StaysHere):
         plan: What is moved how.
     """
 
-    instead = "make another one, on every rank of the group"
+    _instead = "make another one, on every rank of the group"
 
     def __init__(
         self,

@@ -1,0 +1,131 @@
+"""Layouts that are boxes given one by one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from shard_spec import Box
+
+from shard_reshard.bound import BoundLayout, Cell, Index, Piece, shortened
+from shard_reshard.problems import PlanError
+
+
+class BoxBound(BoundLayout):
+    """Boxes given one by one: each rank has one local tensor for each of its boxes.
+
+    A box that several ranks list is replicated on them.
+
+    Args:
+        shape: Shape of the global tensor.
+        boxes: For each rank that takes part, its boxes in the order of its local tensors.
+
+    Raises:
+        PlanError: With every box outside of the shape, every hole and every overlap, by name.
+    """
+
+    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> None:
+        from shard_reshard.coverage import coverage_problems
+
+        self.shape = tuple(int(size) for size in shape)
+        self.boxes = {int(rank): tuple(found) for rank, found in sorted(boxes.items())}
+        problems = coverage_problems(self.shape, self.boxes)
+        if problems:
+            raise PlanError(problems)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], rank: int) -> BoxBound:
+        """The whole tensor on one rank."""
+        return cls(shape, {rank: (Box((0,) * len(shape), tuple(shape)),)})
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return self.shape, tuple(self.boxes.items())
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoxBound) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"BoxBound({self.shape!r}, {self.boxes!r})"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return tuple(self.boxes)
+
+    @property
+    def num_addends(self) -> int:
+        return 1
+
+    @property
+    def max_replicas(self) -> int:
+        return max((len(cell.holders[0]) for cell in self._sorted[1]), default=1)
+
+    @cached_property
+    def largest(self) -> int:
+        return max((sum(box.numel for box in found) for found in self.boxes.values()), default=0)
+
+    @property
+    def reduce_ops(self) -> tuple[str, ...]:
+        return ()
+
+    def local_shapes(self, rank: int) -> tuple[Index, ...]:
+        return tuple(box.sizes for box in self.boxes.get(rank, ()))
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        zero = (0,) * len(self.shape)
+        found = enumerate(self.boxes.get(rank, ()))
+        return tuple(Piece(box.offsets, box.ends, tensor, zero) for tensor, box in found if box.numel)
+
+    def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
+        dim, cells, starts, reach = self._sorted
+        if dim < 0:
+            yield from cells
+            return
+        last = bisect_left(starts, stop[dim])
+        first = bisect_right(reach, start[dim])  # every cell before `first` ends at or before start
+        for cell in cells[first:last]:
+            low = tuple(map(max, cell.start, start))
+            high = tuple(map(min, cell.stop, stop))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                local = tuple(a - b for a, b in zip(low, cell.start, strict=True))
+                yield Cell(low, high, local, cell.holders, cell.tensors)
+
+    @cached_property
+    def _sorted(self) -> tuple[int, list[Cell], list[int], list[int]]:
+        """The cells sorted along the dim that tells most of them apart, their starts, and how far they reach."""
+        merged: dict[tuple[Index, Index], dict[int, int]] = {}
+        for rank, boxes in self.boxes.items():
+            for tensor, box in enumerate(boxes):
+                if box.numel:
+                    merged.setdefault((box.offsets, box.ends), {})[rank] = tensor
+        zero = (0,) * len(self.shape)
+        cells = [Cell(start, stop, zero, (tuple(at),), at) for (start, stop), at in merged.items()]
+        if not self.shape:
+            return -1, cells, [], []
+        dim = max(range(len(self.shape)), key=lambda d: len({cell.start[d] for cell in cells}))
+        cells.sort(key=lambda cell: (cell.start[dim], cell.start))
+        reach, furthest = [], 0
+        for cell in cells:
+            furthest = max(furthest, cell.stop[dim])
+            reach.append(furthest)
+        return dim, cells, [cell.start[dim] for cell in cells], reach
+
+    def to_json(self) -> dict[str, Any]:
+        listed = [[rank, [[list(b.offsets), list(b.sizes)] for b in found]] for rank, found in self.boxes.items()]
+        return {"boxes": listed}
+
+    def describe(self) -> str:
+        if len(self.boxes) == 1:
+            ((rank, boxes),) = self.boxes.items()
+            if len(boxes) == 1 and boxes[0].sizes == self.shape:
+                return f"whole on rank {rank}"
+        return f"{sum(map(len, self.boxes.values()))} boxes on ranks {shortened(tuple(self.boxes))}"
