@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
+
 from shard_reshard import PlanError, plan_reshard, reshard, simulate
 
 SHAPE = (4, 6)

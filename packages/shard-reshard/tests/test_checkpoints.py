@@ -8,8 +8,9 @@ import pytest
 import torch
 from layout_pairs import as_listed
 from ranktest import Ranks
-from shard_reshard import PlanError, layouts_from_dcp, layouts_from_safetensors, plan_reshard, reshard, simulate
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from shard_reshard import PlanError, layouts_from_dcp, layouts_from_safetensors, plan_reshard, reshard, simulate
 
 
 @pytest.mark.extra("safetensors")

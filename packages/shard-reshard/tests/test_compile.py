@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
+from shard_spec.specs import ChunkShardingSpec
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
 from shard_reshard import (
     PlanError,
     Resharder,
@@ -17,8 +20,6 @@ from shard_reshard import (
     reshard_local_shard,
     reshard_state_dict,
 )
-from shard_spec.specs import ChunkShardingSpec
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 SHAPE = (4, 6)
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, to_torch
+
 from shard_reshard import (
     LocalShard,
     build_reshard_metadata,
@@ -16,7 +18,6 @@ from shard_reshard import (
     reshard_local_shard,
     reshuffle_local_shard,
 )
-from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, to_torch
 
 
 def _chunks(dim: int, order: list[int]) -> ChunkShardingSpec:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, Resharder, load_safetensors, plan_reshard, reshard, reshard_state_dict
 from shard_spec import Box
+
+from shard_reshard import PlanError, Resharder, load_safetensors, plan_reshard, reshard, reshard_state_dict
 
 Call = Callable[[bool, tuple[int, ...]], Any]
 

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, redistribute
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from shard_reshard import PlanError, redistribute
 
 
 def _random_placements(rng: random.Random, ndim: int, axes: int) -> tuple[Placement, ...]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, reshard_sharded_tensor
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, to_torch
+
+from shard_reshard import PlanError, reshard_sharded_tensor
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

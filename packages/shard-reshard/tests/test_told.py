@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
+
 from shard_reshard import (
     Part,
     PlanError,

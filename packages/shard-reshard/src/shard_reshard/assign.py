@@ -47,16 +47,21 @@ def moves(
     elif me is None or me in holding:
         for rank in receivers:
             if rank not in holding:
-                for move in _fetched(holders, rank, sizes, itemsize):
+                for move in fetched(holders, rank, sizes, itemsize):
                     if me is None or move.src_rank == me:
                         yield move
     elif me in receivers:
-        yield from _fetched(holders, me, sizes, itemsize)
+        yield from fetched(holders, me, sizes, itemsize)
 
 
-def _fetched(holders: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
+def num_shares(holders: Sequence[int], sizes: Index, itemsize: int) -> int:
+    """In how many parts a box is fetched; one where the result is not above 1."""
+    return min(len(holders), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+
+
+def fetched(holders: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
     """``rank`` gets a box from ``holders``: a large one in equal shares, a small one from one of them."""
-    shares = min(len(holders), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+    shares = num_shares(holders, sizes, itemsize)
     if shares <= 1:
         yield Move(0, 0, holders[rank % len(holders)], rank, (0,) * len(sizes), sizes)
         return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import add, attrgetter, sub
 from typing import TYPE_CHECKING, NamedTuple
 
-from shard_reshard.assign import moves
+from shard_reshard.assign import fetched, moves, num_shares
 from shard_reshard.bound import Cell, Index, new_tuple
 from shard_reshard.copies import Copy, cut_cell, make_copy, merge_copies
 
@@ -48,8 +48,8 @@ def copies_of(plan: ReshardPlan, rank: int, relay: bool) -> tuple[list[Copy], li
             Copy(0, 0, p.start, sizes_of(p.start, p.stop), rank, rank, p.tensor, p.local_start, p.tensor, p.local_start)
             for p in plan.src.pieces(rank)
         ], []
-    if plan.src.max_replicas == plan.dst.max_replicas == plan.src.num_addends == plan.dst.num_addends == 1:
-        return _plain_copies_of(plan, rank)
+    if not relay and plan.src.num_addends == plan.dst.num_addends == 1:
+        return _direct_copies_of(plan, rank)
     arriving: list[Copy] = []
     leaving: list[Copy] = []
     for piece in plan.dst.pieces(rank):
@@ -73,23 +73,42 @@ def copies_of(plan: ReshardPlan, rank: int, relay: bool) -> tuple[list[Copy], li
     return arriving, leaving
 
 
-def _plain_copies_of(plan: ReshardPlan, rank: int) -> tuple[list[Copy], list[Copy]]:
-    """The same where every cell has one holder and one receiver: the case of large worlds, kept lean."""
+def _direct_copies_of(plan: ReshardPlan, rank: int) -> tuple[list[Copy], list[Copy]]:
+    """The same where values go straight from a holder to who needs them: the case of large worlds, kept lean."""
     arriving: list[Copy] = []
     leaving: list[Copy] = []
     for start, stop, tensor, local_start in plan.dst.pieces(rank):
         shift = tuple(map(sub, local_start, start))
-        for low, high, there, ((sender,),), tensors in plan.src.cross(start, stop):
-            number = 0 if tensors is None else tensors[sender]
+        for low, high, there, (holders,), tensors in plan.src.cross(start, stop):
             sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
+            sender = holders[0]
+            if len(holders) > 1:
+                if rank not in holders and num_shares(holders, sizes, plan.itemsize) > 1:
+                    src = Cell(low, high, there, (holders,), tensors)
+                    dst = Cell(low, high, here, ((rank,),), {rank: tensor})
+                    arriving += [make_copy(move, src, dst) for move in fetched(holders, rank, sizes, plan.itemsize)]
+                    continue
+                sender = rank if rank in holders else holders[rank % len(holders)]
+            number = 0 if tensors is None else tensors[sender]
             arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
     for start, stop, tensor, local_start in plan.src.pieces(rank):
         shift = tuple(map(sub, local_start, start))
-        for low, high, there, ((receiver,),), tensors in plan.dst.cross(start, stop):
-            if receiver != rank:
-                number = 0 if tensors is None else tensors[receiver]
-                sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
-                leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
+        (holders,) = next(plan.src.cross(start, stop)).holders
+        count, holding = len(holders), frozenset(holders)
+        for low, high, there, (receivers,), tensors in plan.dst.cross(start, stop):
+            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
+            shared = count > 1 and num_shares(holders, sizes, plan.itemsize) > 1
+            for receiver in receivers:
+                if receiver in holding:
+                    continue
+                if shared:
+                    src = Cell(low, high, here, (holders,), {rank: tensor})
+                    dst = Cell(low, high, there, (receivers,), tensors)
+                    parts = fetched(holders, receiver, sizes, plan.itemsize)
+                    leaving += [make_copy(move, src, dst) for move in parts if move.src_rank == rank]
+                elif count == 1 or holders[receiver % count] == rank:
+                    number = 0 if tensors is None else tensors[receiver]
+                    leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
     return arriving, leaving
 
 
