@@ -345,6 +345,31 @@ def test_another_projection_beside_q_k_and_v() -> None:
     assert analysed(GatedHeads(32, 4), probe=False).units == ()
 
 
+class ScaledHeads(Attention):
+    """A number for all heads, or one for each channel of all of them."""
+
+    def __init__(self, width: int, num_heads: int, size: int) -> None:
+        super().__init__(width, num_heads)
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        out: Tensor = self.proj(y * self.scale)
+        return out
+
+
+def test_parameters_between_the_linears_that_nobody_says_how_to_cut() -> None:
+    """A probe finds the heads apart; yet ranks have parts of the gradient of a number, and need parts of a vector."""
+    found = analysed(ScaledHeads(32, 4, 1))
+    assert found.units[0].replicated == ("scale",)
+    assert [note.name for note in found.notes if note.code == "partial-gradient"] == ["scale"]
+    assert analysed(ScaledHeads(32, 4, 1), probe=False).units == ()
+    whole = analysed(ScaledHeads(32, 4, 32))
+    assert whole.units == ()
+    assert codes(whole) == {"parameter-inside-region"}
+
+
 class Rotary(Attention):
     """Asks for rotary embeddings, complex as in Meta's Llama or as a pair of cosine and sine."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shard_spec.planners.megatron import names
-from shard_spec.planners.megatron.attention import find_attention
+from shard_spec.planners.megatron.attention import find_attention, not_lent
 from shard_spec.planners.megatron.context import Context, Options
 from shard_spec.planners.megatron.linear import join
 from shard_spec.planners.megatron.mlp import find_mlps
@@ -62,6 +62,7 @@ def analyse(module: nn.Module, options: Options) -> Analysis:
     found: list[Found] = []
     for name in context.modules:
         found += [one for one in (find_multihead_attention(context, name), find_attention(context, name)) if one]
+    found = not_lent(context, found)
     heads = find_vocabulary(context)  # before feed-forward blocks: a model's `output` is not one's end
     for name in context.modules:
         found += find_mlps(context, name)

@@ -10,7 +10,7 @@ from torch import nn
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
 from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
-from shard_spec.planners.megatron.inner import Inner, inner_parameters
+from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 from shard_spec.planners.megatron.probe import Slices, probe
 from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
@@ -72,6 +72,34 @@ def find_attention(context: Context, name: str) -> Found | None:
     inner = inner_parameters(context, projections.holder, (*projections.inputs, projections.out), heads)
     decide = _fused if projections.fused else _separate
     return decide(context, projections, heads, inner)
+
+
+def not_lent(context: Context, found: list[Found]) -> list[Found]:
+    """The same, with attention left whole where other layers of its class read its keys and values.
+
+    Such a layer has a query and an output projection only. Cutting the lender would hand it this rank's heads.
+    """
+    borrowers = {type(each): name for name, each in context.modules.items() if _borrows(context, name)}
+    kept = []
+    for one in found:
+        borrower = None if one.unit is None else borrowers.get(type(context.modules[one.unit.name]))
+        if one.unit is None or borrower is None or one.unit.kind is not UnitKind.ATTENTION:
+            kept.append(one)
+            continue
+        problem = Problem(
+            "key-values-shared",
+            one.unit.name,
+            found=f"layers such as {borrower} have no keys and values of their own and read those of others",
+            hint="cut the heads of all of these layers by hand, or of none",
+        )
+        kept.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
+    return kept
+
+
+def _borrows(context: Context, name: str) -> bool:
+    by_name = {names.lower(child) for child in linear_children(name, context.modules[name])}
+    others = names.KEY | names.VALUE | names.FUSED_QKV
+    return bool(by_name & names.QUERY and by_name & names.ATTENTION_OUT) and not by_name & others
 
 
 # ---- finding the linears ----
@@ -313,7 +341,7 @@ def _evidence(
         row_slices = _even(projections.out.in_features, context.options.tp_size)
         verdict = probe(scope, slices, projections.out, row_slices, head_dim)
         if verdict.separate:
-            return Evidence.PROBED
+            return inner.doubts[0] if inner.doubts else Evidence.PROBED
         if verdict.separate is False:
             return Problem(
                 "slices-mix",
@@ -326,6 +354,8 @@ def _evidence(
         reason = "it was not probed"
     if inner.doubts:
         return inner.doubts[0]
+    if inner.numbers:
+        return doubt(inner.numbers[0], (1,))
     if library:
         return Evidence.LIBRARY
     if known is Evidence.TOLD:
@@ -350,7 +380,7 @@ def _unit(
         columns=columns,
         rows=(Cut(out.weight_name, f"S({out.in_dim})"),),
         inner=inner.cuts,
-        replicated=(*whole, *inner.replicated),
+        replicated=(*whole, *inner.replicated, *inner.numbers),
         row_biases=(out.bias_name,) if out.has_bias else (),
         num_pieces=heads.num_kv_heads if not whole else heads.num_heads,
         evidence=evidence,

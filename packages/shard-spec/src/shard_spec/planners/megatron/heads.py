@@ -47,7 +47,15 @@ def declared_vocab_sizes(modules: Iterable[nn.Module]) -> frozenset[int]:
 def _first(places: Iterable[object], attributes: Sequence[str]) -> int | None:
     for place in places:
         for attribute in attributes:
-            value = getattr(place, attribute, None)
+            value = read_attribute(place, attribute)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
+
+
+def read_attribute(place: object, attribute: str) -> object:
+    """An attribute, or None: configs of transformers raise errors of their own for what differs between layers."""
+    try:
+        return getattr(place, attribute, None)
+    except Exception:
+        return None

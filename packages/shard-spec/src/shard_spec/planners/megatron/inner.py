@@ -38,19 +38,21 @@ class Inner:
     Attributes:
         cuts: one entry per head: each rank holds its own.
         replicated: the same for every head: gradients have to be summed over the axis.
-        doubts: parameters that may belong to something across all heads; they forbid cutting unless a probe says
-            otherwise.
+        numbers: single numbers; whole on every rank if a probe says that the heads are computed apart.
+        doubts: parameters that may belong to something across all heads, and that nobody says how to cut: they forbid
+            cutting, whatever a probe says.
     """
 
     cuts: tuple[Cut, ...] = ()
     replicated: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
     doubts: tuple[Problem, ...] = ()
 
 
 def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, ...], heads: HeadCounts) -> Inner:
     """Sorts every other parameter of the module `holder`."""
     known = {id(parameter) for view in linears for parameter in view.module.parameters()}
-    cuts, replicated, doubts = [], [], []
+    cuts, replicated, numbers, doubts = [], [], [], []
     for name, parameter in context.modules[holder].named_parameters():
         if id(parameter) in known:
             continue
@@ -58,15 +60,17 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         head_dims = [dim for dim, size in enumerate(shape) if size == heads.num_heads]
         others = [size for dim, size in enumerate(shape) if dim not in head_dims[:1] and size != 1]
         owner = context.modules[join(holder, name.rpartition(".")[0])]
-        if isinstance(owner, nn.Linear):
-            doubts.append(_doubt(fqn, shape))  # a projection that is none of q, k, v and output
+        if parameter.numel() == 1 and heads.num_heads > 1:
+            numbers.append(fqn)
+        elif isinstance(owner, nn.Linear):
+            doubts.append(doubt(fqn, shape))  # a projection that is none of q, k, v and output
         elif heads.num_heads == heads.head_dim and shape == (heads.head_dim,):  # per head, or for all heads?
             if _NORM_OF_A_PROJECTION.search(name):
                 replicated.append(fqn)
             elif name in _ONE_PER_HEAD and from_library(context.modules[holder]):
                 cuts.append(Cut(fqn, "S(0)"))
             else:
-                doubts.append(_doubt(fqn, shape))
+                doubts.append(doubt(fqn, shape))
         elif isinstance(owner, nn.Embedding) and shape[-1] == heads.num_heads:
             cuts.append(Cut(fqn, "S(1)"))  # a bias per bucket and head
         elif head_dims and (not others or (others == [heads.head_dim] and len(shape) > 1)):
@@ -80,8 +84,8 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
         elif _is_input_norm(name, shape, heads):
             continue
         else:
-            doubts.append(_doubt(fqn, shape))
-    return Inner(tuple(cuts), tuple(replicated), tuple(doubts))
+            doubts.append(doubt(fqn, shape))
+    return Inner(tuple(cuts), tuple(replicated), tuple(numbers), tuple(doubts))
 
 
 def _after_the_output(holder: nn.Module) -> tuple[str, ...]:
@@ -98,7 +102,8 @@ def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool
     )
 
 
-def _doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
+def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
+    """Why an attention with this parameter stays whole."""
     return Problem(
         "parameter-inside-region",
         fqn,

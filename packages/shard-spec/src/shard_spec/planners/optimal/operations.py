@@ -11,6 +11,7 @@ from torch import nn
 from shard_spec.planners.base import together
 from shard_spec.planners.megatron.analysis import Analysis, analyse
 from shard_spec.planners.megatron.context import Options
+from shard_spec.planners.megatron.heads import read_attribute
 from shard_spec.planners.megatron.units import Cut, Unit, UnitKind
 from shard_spec.planners.optimal import states
 from shard_spec.planners.optimal.states import Way
@@ -257,7 +258,7 @@ class _Builder:
             place = self.module.get_submodule(name)
             for owner in (place, getattr(place, "config", None)):
                 for attribute in _ACTIVE_EXPERTS:
-                    value = getattr(owner, attribute, None)
+                    value = read_attribute(owner, attribute)
                     if isinstance(value, int) and 0 < value <= num_experts:
                         return value / num_experts
             name = name.rpartition(".")[0] if name else None
