@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dp_partition._torch_compat import collectives
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, chunk_bounds
+from dp_partition.in_bucket import mark_packing
 from dp_partition.ops import aten, mutated_inputs, root_of
 from dp_partition.propagate import is_gradient
 from dp_partition.reducing import CommHook, Flat, reduce_flat
@@ -39,12 +40,14 @@ class Traffic:
             buckets of gradients on their way to becoming shards.
         reduce_dtype: In which dtype gradients are reduced; None: in their own.
         hook: What averages a bucket of gradients instead of the plain collective.
+        in_place: Whether gradients are computed in their buckets, where they can be (`in_bucket`).
     """
 
     bucket_bytes: int = 25 << 20
     prefetch: int = 1
     reduce_dtype: torch.dtype | None = None
     hook: CommHook | None = None
+    in_place: bool = True
 
     @property
     def plain(self) -> bool:
@@ -237,13 +240,18 @@ def _reduce(mover: Mover, moves: list[Move], traffic: Traffic) -> Parts:
     world = mover.world
     how = (traffic.reduce_dtype, traffic.hook)
     if isinstance(wanted, Replicate):
-        node = mover.call(aten.cat.default, [mover.call(aten.reshape.default, m.start, [-1]) for m in moves])
+        node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
         sizes = [_product(m.shape) for m in moves]
+        if traffic.in_place:
+            mark_packing(node, sizes, like)
         whole = yield from reduce_flat(mover, Flat(node, sum(sizes), like, kind.reduce_op, scatter=False), *how)
         pieces = mover.call(aten.split_with_sizes.default, whole, sizes)
         return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
-    rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [world, -1]) for m in moves]
-    node = mover.call(aten.reshape.default, mover.call(aten.cat.default, rows, 1), [-1])
+    if len(moves) == 1 and traffic.hook is None:  # it is sent as it is; a hook may write what it is given
+        rows = mover.pad(moves[0].start, moves[0].shape[0])
+    else:
+        rows = _chunks(mover, moves)
+    node = mover.call(aten.reshape.default, rows, [-1])
     chunks = [-(-m.shape[0] // world) for m in moves]
     sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
     shard = yield from reduce_flat(mover, Flat(node, world * sum(sizes), like, kind.reduce_op, scatter=True), *how)
@@ -261,10 +269,11 @@ def _gather(mover: Mover, moves: list[Move]) -> Parts:
     flats = []
     for chunk, m in zip(chunks, moves, strict=True):
         start, end = chunk_bounds(m.shape[0], world, mover.rank)
-        local = mover.call(aten.reshape.default, m.start, [-1])
+        local = _flat(mover, m.start, m.shape)
         missing = (chunk - (end - start)) * _product(m.shape[1:])
         flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)
-    flat = mover.call(aten.cat.default, flats)
+    alone = len(flats) == 1
+    flat = mover.call(aten.contiguous.default, flats[0]) if alone else mover.call(aten.cat.default, flats)
     work = mover.issue(collectives.all_gather_into_tensor.default, flat, world, mover.group)
     sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
     yield
@@ -278,8 +287,20 @@ def _gather(mover: Mover, moves: list[Move]) -> Parts:
     return results
 
 
+def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
+    """The gradients as ``[world, chunk]``, side by side; one call, where none of them is empty."""
+    if all(_product(m.shape) for m in moves):
+        return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
+    rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]
+    return mover.call(aten.cat.default, rows, 1)
+
+
+def _flat(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    return node if len(shape) == 1 else mover.call(aten.reshape.default, node, [-1])
+
+
 def _view(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    return mover.call(aten.view.default, node, list(shape))
+    return node if len(shape) == 1 else mover.call(aten.view.default, node, list(shape))
 
 
 def _item(mover: Mover, node: fx.Node, index: int) -> fx.Node:

@@ -98,7 +98,7 @@ def compile(
         dict(placements or {}),
         equal,
         (batch or Batch()).dim,
-        Traffic(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook),
+        Traffic(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook, in_place=backend == "eager"),
         accumulate,
         rng,
         reshard_after_forward,

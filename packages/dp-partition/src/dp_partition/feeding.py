@@ -8,6 +8,7 @@ import torch
 
 from dp_partition._torch_compat import pytree
 from dp_partition.binding import Binding, as_dtensor, local_of
+from dp_partition.capture.states import states_by_id
 from dp_partition.program import Program
 
 
@@ -15,14 +16,15 @@ def gather_inputs(binding: Binding, program: Program, args: tuple[Any, ...], kwa
     """Local tensors and numbers for the placeholders, in order."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     subject = binding.subject
+    states = list(map(states_by_id, subject.optimizers))
     values: list[Any] = []
     for entry in program.inputs:
         if entry.kind == "param":
-            values.append(local_of(binding.params[entry.name].data))
+            values.append(local_of(binding.params[entry.name]))
         elif entry.kind == "buffer":
             values.append(subject.buffers[entry.name])
         elif entry.kind == "state":
-            values.append(local_of(subject.optimizers[entry.optimizer].state[binding.params[entry.name]][entry.key]))
+            values.append(local_of(states[entry.optimizer][id(binding.params[entry.name])][entry.key]))
         elif entry.kind == "hyper":
             assert entry.hyper is not None
             values.append(entry.hyper.read(subject.optimizers))

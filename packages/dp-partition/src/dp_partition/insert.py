@@ -20,6 +20,8 @@ from dp_partition.bucket import Traffic, arrange
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.collectives import Move, Mover, local_shape
 from dp_partition.fused import lay_out_alike
+from dp_partition.idle_views import drop_idle_views
+from dp_partition.in_bucket import compute_in_buckets
 from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
 from dp_partition.placements import PerRank, PlacementSpec, PlacementStrategy
 from dp_partition.problems import PlanError, Problem
@@ -306,11 +308,14 @@ def partition_for_rank(
         replicas: Number of ranks of that.
     """
     mover = Mover(module.graph, world, rank, group, across, replicas)
+    traced = set(module.graph.nodes)
     inserter = Inserter(module, mover)
     inserter.run()
     lay_out_alike(module.graph)
     arrange(module.graph, inserter.moves, mover, traffic)
     erase_tags(module.graph)
+    compute_in_buckets(module.graph)
+    drop_idle_views(module.graph, traced)
     module.graph.lint()
     module.recompile()
     return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import static_signature
+from dp_partition.capture.states import states_by_id
 from dp_partition.capture.subject import Subject
 
 
@@ -26,17 +28,25 @@ def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any],
     leaves, spec = pytree.tree_flatten((args, kwargs))
     training = tuple([module.training for module in subject.structure.modules])
     states = tuple(
-        tuple(sorted(map(str, optimizer.state[p]))) if p in optimizer.state else ()
-        for optimizer in subject.optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
+        [
+            _names(tuple(known.get(id(p), ())))
+            for optimizer in subject.optimizers
+            for known in [states_by_id(optimizer)]
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
     )
-    trained = tuple(p.requires_grad for p in subject.params.values())
+    trained = tuple([p.requires_grad for p in subject.params.values()])
     signature = static_signature(subject.optimizers)
     autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
-    buffers = tuple((b.shape, b.dtype, b.stride()) for b in subject.buffers.values())
+    buffers = tuple([(b.shape, b.dtype, b.stride()) for b in subject.buffers.values()])
     constants = (signature, autocast, subject.attributes(), outside.read(), buffers)
     return tuple(map(_leaf_key, leaves)), spec, training, states, trained, constants
+
+
+@functools.lru_cache
+def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(sorted(map(str, keys)))
 
 
 def _leaf_key(leaf: Any) -> Any:

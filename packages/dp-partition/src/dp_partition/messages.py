@@ -109,16 +109,30 @@ def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
     if name is not None:
         yield name
         return
+    if "carries" in node.meta:  # a bucket that gradients are computed in
+        yield from node.meta["carries"]
+        return
     operator = str(node.target).split(".")[1] if is_op(node) else ""
     if operator in _PACKING and depth:
-        sources = node.all_input_nodes if operator == "cat" else node.all_input_nodes[:1]
+        sources = node.all_input_nodes if operator in ("cat", "_chunk_cat") else node.all_input_nodes[:1]
         for source in sources:
             yield from carried_names(source, depth - 1)
 
 
 _PACKING = frozenset(
     {"wait_tensor", "reduce_scatter_tensor", "all_reduce_"}  # on the way to a second collective
-    | {"cat", "reshape", "view", "constant_pad_nd", "contiguous", "transpose", "slice", "clone", "_to_copy"}
+    | {
+        "cat",
+        "_chunk_cat",
+        "reshape",
+        "view",
+        "constant_pad_nd",
+        "contiguous",
+        "transpose",
+        "slice",
+        "clone",
+        "_to_copy",
+    }
     | {"div", "add"}  # the average over micro-batches
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dp_partition.accumulate import repeat_for_microbatches
 from dp_partition.axes import num_replicas, replica_group_name, shard_group, shard_rank
+from dp_partition.bindings import with_bindings
 from dp_partition.bucket import Traffic
 from dp_partition.canonicalise import canonicalise
 from dp_partition.capture.fakes import Input
@@ -47,6 +48,8 @@ class Program:
         output_placements: Where each returned value lies.
         guards: Conditions on hyperparameters under which it holds.
         lowered: The partitioned graph with its compute compiled; None where it runs as it is.
+        bound: The partitioned graph as it runs otherwise; made when it first does.
+        labelled: Inputs by their kinds, as `labels` found them.
     """
 
     capture: Capture
@@ -55,6 +58,8 @@ class Program:
     local_fakes: list[Any] | None = None
     checked: tuple[float, ...] = ()
     lowered: Lowered | None = None
+    bound: fx.GraphModule | None = None
+    labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
 
     @property
     def module(self) -> fx.GraphModule:
@@ -63,7 +68,17 @@ class Program:
 
     def run(self, inputs: list[Any]) -> Any:
         """The graph's values for this rank's inputs."""
-        return self.module(*inputs) if self.lowered is None else self.lowered(*inputs)
+        if self.lowered is not None:
+            return self.lowered(*inputs)
+        if self.bound is None:
+            self.bound = with_bindings(self.module)
+        return self.bound(*inputs)
+
+    def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
+        """Name and position of the inputs of these kinds; worked out once."""
+        if kinds not in self.labelled:
+            self.labelled[kinds] = [(e.label, index) for index, e in enumerate(self.inputs) if e.kind in kinds]
+        return self.labelled[kinds]
 
     def with_local_values(self, tell: Callable[[int, int], None] | None = None) -> fx.GraphModule:
         """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for.

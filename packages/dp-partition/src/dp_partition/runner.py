@@ -117,9 +117,8 @@ class Runner:
         """Run the graph and put new state in place."""
         check_no_gradients(binding.subject, program.capture.cleared)
         inputs = gather_inputs(binding, program, args, kwargs)
-        entries = list(zip(program.inputs, inputs, strict=True))
-        kept = {e.label: tensor for e, tensor in entries if e.kind in ("param", "state")}
-        buffers = {e.label: tensor for e, tensor in entries if e.kind == "buffer"}
+        kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
+        buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
         drawing = self.stream.drawing() if self.stream is not None else nullcontext()
         with torch.no_grad(), guarded(kept, buffers), drawing:
             values = program.run(inputs)

@@ -161,7 +161,8 @@ def touched_bytes(node: fx.Node) -> int:
         for tensor in tensors_of(one):
             key = storage_key(tensor)
             seen[key] = max(seen.get(key, 0), num_bytes(tensor))
-    written = sum(num_bytes(t) for source in mutated_inputs(node) for t in tensors_of(source))
+    kept = [source for source in mutated_inputs(node) if source is not node.kwargs.get("out")]  # that is not read
+    written = sum(num_bytes(t) for source in kept for t in tensors_of(source))
     return sum(seen.values()) + written
 
 

@@ -57,6 +57,7 @@ class Trial:
         self.nodes = list(capture.module.graph.nodes)
         self.place = {node: position for position, node in enumerate(self.nodes)}
         self.num_nodes = self.num_elements = 0
+        self.on_ranks: set[fx.Node] = set()  # the nodes that ranks have too; a gradient's views may lie in a bucket
 
     def run(self, values: list[list[Any]]) -> None:
         """Run everything and compare."""
@@ -69,7 +70,7 @@ class Trial:
                 if node.op == "output":
                     break
                 self.run_reference(node, envs)
-                if node.op == "call_function" and node.target not in _GONE:
+                if node in self.on_ranks and node.target not in _GONE:
                     done = advance(ranks, node)
                     self.compare_node(node, envs, done)
             results = advance(ranks, None)
@@ -128,6 +129,7 @@ class Trial:
         partition_for_rank(module, self.world, rank, "simulated", self.step.traffic)
         present = set(module.graph.nodes)
         originals = {copy: node for node, copy in copies.items() if copy in present and node.op == "call_function"}
+        self.on_ranks |= set(originals.values())
 
         def call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             original = originals.get(node)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition.axes import on_mesh
 from dp_partition.binding import Binding
+from dp_partition.capture.states import states_by_id
 from dp_partition.capture.subject import Subject
 from dp_partition.problems import PlanError, Problem
 
@@ -33,6 +34,7 @@ def take_over(binding: Binding) -> None:
     names = {id(param): fqn for fqn, param in binding.params.items()}
     problems: list[Problem] = []
     for number, optimizer in enumerate(binding.subject.optimizers):
+        states = states_by_id(optimizer)
         for group in optimizer.param_groups:
             for param in group["params"]:
                 fqn = names.get(id(param))
@@ -41,14 +43,15 @@ def take_over(binding: Binding) -> None:
                     found = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
                     problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=found, hint=hint))
                 elif param.requires_grad:
-                    problems += _take_over_state(binding, number, group, fqn)
+                    problems += _take_over_state(binding, number, group, fqn, states.get(id(param)))
     if problems:
         raise PlanError(problems)
 
 
-def _take_over_state(binding: Binding, number: int, group: dict[str, Any], fqn: str) -> list[Problem]:
+def _take_over_state(
+    binding: Binding, number: int, group: dict[str, Any], fqn: str, state: dict[Any, Any] | None
+) -> list[Problem]:
     optimizer, param = binding.subject.optimizers[number], binding.params[fqn]
-    state = optimizer.state.get(param)
     if not state:
         fresh = binding.fresh_state(optimizer, group, fqn, param)
         if fresh:
