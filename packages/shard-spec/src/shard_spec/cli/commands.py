@@ -37,7 +37,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         plan = made.compact(facts)
     if arguments.out:
         text = plan.to_yaml() if arguments.out.endswith((".yaml", ".yml")) else plan.to_json()
-        Path(arguments.out).write_text(text, encoding="utf-8")
+        _write(arguments.out, text)
     problems = _problems(plan, facts, arguments)
     return _report(plan, facts, arguments, problems, notes)
 
@@ -144,12 +144,14 @@ def _read(path: str) -> str:
 
 
 def _mesh(arguments: argparse.Namespace) -> MeshSpec:
-    if arguments.mesh:
-        mesh = MeshSpec.parse(arguments.mesh)
-    elif arguments.world_size:
-        mesh = MeshSpec({"dp": arguments.world_size})
-    else:
+    if not (arguments.mesh or arguments.world_size):
         raise UsageError("say --mesh, for example --mesh dp=4,tp=2, or --world-size")
+    try:
+        mesh = MeshSpec.parse(arguments.mesh) if arguments.mesh else MeshSpec({"dp": arguments.world_size})
+    except PlanError as error:
+        raise UsageError(str(error)) from None
+    if arguments.world_size and arguments.world_size != mesh.world_size:
+        raise UsageError(f"--mesh {arguments.mesh} has {mesh.world_size} ranks, --world-size is {arguments.world_size}")
     return mesh
 
 
@@ -285,4 +287,11 @@ def _write_html(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Names
     memory, communication = _costs_of(plan, facts, arguments)
     title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
     page = html_report(plan, facts, memory, communication, title=title)
-    Path(arguments.html).write_text(page, encoding="utf-8", errors="backslashreplace")
+    _write(arguments.html, page)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None

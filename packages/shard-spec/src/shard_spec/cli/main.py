@@ -23,6 +23,9 @@ class UsageError(Exception):
     """What the user typed makes no sense; the message says what would."""
 
 
+_ARGUMENTS = {"unknown-optimizer", "unknown-dtype"}  # raised for what was typed, not found in a plan
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
     arguments = _parser().parse_args(argv)
@@ -41,8 +44,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except PlanError as error:
         if arguments.json:
             print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=1))
-        print(error, file=sys.stderr)
-        return 1
+        typed = {problem.code for problem in error.problems} <= _ARGUMENTS
+        print(f"shard-spec: {error}" if typed else error, file=sys.stderr)
+        return 2 if typed else 1
     except BrokenPipeError:
         return 0
     return status
