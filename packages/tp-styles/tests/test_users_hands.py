@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -128,7 +128,8 @@ def test_new_values_of_local_parameters(ranks: Ranks) -> None:
         one.up.reset_parameters()
         one.down.reset_parameters()
         nn.init.normal_(one.up.weight, std=0.02)
-        nn.init.trunc_normal_(one.up.bias)
+        nn.init.xavier_normal_(one.down.weight)
+        nn.init.kaiming_uniform_(one.up.weight)
     for name, value in tp.full_state_dict(model).items():
         assert torch.equal(value, alone.state_dict()[name]), name
     with torch.device("meta"):
@@ -149,6 +150,35 @@ def test_new_values_of_local_parameters(ranks: Ranks) -> None:
     torch.testing.assert_close(tp.clip_grad_norm_(model.parameters(), 1.0), wanted, atol=EXACT, rtol=0)
     with pytest.raises(tp.PlanError, match="norm-type"):
         tp.clip_grad_norm_(model.parameters(), 1.0, -math.inf)
+
+
+@pytest.mark.ranks(2)
+def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
+    """A norm of its own on each rank parts replicated parameters for good; so do numbers drawn until they fit."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model, _ = pair(mesh, "local")
+    model(x64(3, 8)).square().sum().backward()
+    weights = [model.up.weight, model.down.weight]
+    callers: list[Callable[[], object]] = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        torch.optim.Muon(weights).step,
+        torch.optim.Adafactor(weights).step,
+        lambda: torch.optim.LBFGS(weights).step(lambda: model(x64(3, 8)).sum()),  # type: ignore[no-untyped-call]  # torch's
+        lambda: nn.init.orthogonal_(model.up.weight),
+        lambda: nn.init.eye_(model.up.weight),
+        lambda: nn.init.sparse_(model.down.weight, 0.5),
+    ]
+    if "result" in nn.init._no_grad_trunc_normal_.__code__.co_varnames:  # torch 2.11 draws once
+        callers.append(lambda: nn.init.trunc_normal_(model.up.weight))
+    for call in callers:
+        with pytest.raises(tp.PlanError, match="part-for-whole"):
+            call()
+    nn.utils.clip_grad_norm_(model.down.bias, 1.0)  # whole on every rank
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    torch.optim.AdamW(model.parameters()).step()
+    nn.utils.parametrizations.spectral_norm(model.up)
+    with pytest.raises(tp.PlanError, match=r"part-for-whole.*'weight'.*ParametrizedLinear"):
+        model(x64(3, 8))
 
 
 @pytest.mark.ranks(2)

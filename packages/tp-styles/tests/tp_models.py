@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.runtime.parameters import full_tensor
+from tp_styles.runtime.shard_parameter import split_of
 
 
 class MLP(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from tp_styles._torch_compat import scale_all_
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.parameters import split_of
+from tp_styles.runtime.shard_parameter import split_of
 
 
 def clip_grad_norm_(

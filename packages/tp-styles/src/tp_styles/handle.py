@@ -13,8 +13,9 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.agreement import PARTS, agree
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, take_back
-from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.runtime.parameters import full_tensor
 from tp_styles.runtime.retired import retire
+from tp_styles.runtime.shard_parameter import split_of
 from tp_styles.split import Split
 
 

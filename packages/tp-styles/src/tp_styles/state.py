@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.agreement import agree_over
 from tp_styles.runtime.keep import check_parts
-from tp_styles.runtime.parameters import ShardParameter, contiguous_stride, split_of
+from tp_styles.runtime.parameters import contiguous_stride
 from tp_styles.runtime.parts import PartTensor
+from tp_styles.runtime.shard_parameter import ShardParameter, split_of
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,8 +16,9 @@ from tp_styles.runtime.changes import ModuleChange, restore, settle
 from tp_styles.runtime.foreign import apply_foreign
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.keep import KeepParts, PartsAreKnown, ResetWhole
-from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
+from tp_styles.runtime.parameters import Mode, make_parameter
 from tp_styles.runtime.regions import install_regions, watch_outputs
+from tp_styles.runtime.shard_parameter import ShardParameter
 from tp_styles.spec import ParameterSpec
 from tp_styles.split import Split
 from tp_styles.state import GlobalOnSave, LocalOnLoad

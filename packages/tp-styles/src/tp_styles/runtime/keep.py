@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.parameters import ShardParameter, split_of
+from tp_styles.runtime.shard_parameter import ShardParameter, split_of
 
 
 class _StandIn:

@@ -19,7 +19,7 @@ from tp_styles.runtime.embedding import RowLookup
 from tp_styles.runtime.forward import Forward, Output, only
 from tp_styles.runtime.linear import RowLinear
 from tp_styles.runtime.moves import Move
-from tp_styles.runtime.parameters import computing_parameter
+from tp_styles.runtime.parameters import computing_parameter, refuse_computed
 from tp_styles.spec import Flow, StyleSpec, describe
 from tp_styles.transfer import normalized
 
@@ -67,6 +67,7 @@ class OwnForward(Forward):
             for owner, attribute, key in self.places:
                 found = owner._parameters.get(attribute)
                 if found is None:
+                    refuse_computed(owner, attribute)
                     continue
                 local = computing_parameter(owner, attribute, self.axis, self.specs[key])
                 self.parts.check(key, local)

@@ -8,74 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of
+from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import summed_gradient
+from tp_styles.runtime.shard_parameter import ShardingInfo, ShardParameter
 from tp_styles.spec import ParameterSpec
-from tp_styles.split import Section, Split
+from tp_styles.split import Split
 
 Mode = Literal["dtensor", "local"]
-
-ShardingInfo = tuple[Any, ...]
-"""`(device_mesh, placements, global_shape, global_stride)`, and for sections a fifth element:
-`((size, unit, copies), ...)` along the sharded dim. This is how a local parameter says what it is a shard of."""
-
-
-class ShardParameter(nn.Parameter):
-    """A plain local parameter that is one rank's part of a global one, and remembers of which.
-
-    Copies and pickles keep `_sharding_info`, which an ordinary parameter would lose.
-    """
-
-    _sharding_info: ShardingInfo
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
-        if id(self) in memo:
-            found: ShardParameter = memo[id(self)]
-            return found
-        copied = ShardParameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        copied.__dict__.update(self.__dict__)
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
-
-    def module_load(self, other: torch.Tensor, assign: bool = False) -> ShardParameter:
-        """What `load_state_dict` swaps in, where torch is set to swap."""
-        value = other.detach() if assign else self.detach().copy_(other.detach())
-        return _rebuild(value, self.requires_grad, dict(self.__dict__))
-
-    def _drawn(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
-        """This rank's part of what is drawn for the whole: the same numbers that the whole parameter would get.
-
-        Each rank's generator would otherwise draw the same numbers for another part, or others for the same.
-        """
-        info = self._sharding_info
-        mesh, split = info[0], split_of(info)
-        if self.is_meta or split.dim is None or any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())):
-            getattr(torch.Tensor, name)(self, *args, **kwargs)
-            return self
-        whole = getattr(self.new_empty(info[2]), name)(*args, **kwargs)
-        self.copy_(split.take(whole, mesh.get_local_rank(), mesh.size()))
-        return self
-
-    def uniform_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """As of a tensor."""
-        return self._drawn("uniform_", *args, **kwargs)
-
-    def normal_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """As of a tensor."""
-        return self._drawn("normal_", *args, **kwargs)
-
-
-def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
-    parameter = ShardParameter(data, requires_grad)
-    parameter.__dict__.update(attributes)
-    return parameter
-
 
 # ---------------------------------------------------------------------------------------------- making
 
@@ -122,17 +65,6 @@ def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> Sharding
     return (*info, tuple((section.size, section.unit, section.copies) for section in split.sections))
 
 
-def split_of(info: ShardingInfo) -> Split:
-    """The split that a `_sharding_info` over a 1-D mesh describes."""
-    placement: Placement = info[1][0]
-    dim = getattr(placement, "dim", None)
-    if dim is None:
-        return Split.replicated()
-    if len(info) > 4:
-        return Split(dim, tuple(Section(*section) for section in info[4]))
-    return Split.along(dim, info[2][dim])
-
-
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     """Stride of a contiguous tensor of that shape."""
     return torch.empty(shape, device="meta").stride()
@@ -159,6 +91,7 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """
     parameter: torch.Tensor | None = module._parameters.get(name)
     if parameter is None:
+        refuse_computed(module, name)
         parameter = getattr(module, name, None)
         if parameter is None:
             return None
@@ -170,6 +103,21 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         local: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch's Function
         return local
     return parameter
+
+
+def refuse_computed(module: nn.Module, name: str) -> None:
+    """A parametrization, weight norm or pruning that was put on a part works on the part: norms are its own.
+
+    Raises:
+        PlanError: There is one. Of a DTensor they give what they give of the whole.
+    """
+    below = getattr(module._modules.get("parametrizations"), name, nn.Module())
+    found = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
+    if any(isinstance(parameter, ShardParameter) for _, parameter in found):
+        hint = 'apply the plan with params="dtensor", or put it on and take it off again before the plan is applied'
+        raise PlanError(
+            Problem("part-for-whole", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)
+        )
 
 
 def local_weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:

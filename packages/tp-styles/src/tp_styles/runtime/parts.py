@@ -8,7 +8,8 @@ import torch
 
 from tp_styles._torch_compat import tree_map
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.parameters import ShardingInfo, full_tensor, split_of
+from tp_styles.runtime.parameters import full_tensor
+from tp_styles.runtime.shard_parameter import ShardingInfo, split_of
 from tp_styles.split import Split
 
 if TYPE_CHECKING:
