@@ -100,9 +100,8 @@ def _ms(seconds: list[float]) -> str:
 
 
 def _one_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     rows = []
@@ -139,9 +138,8 @@ def _one_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
 
 def _permuted(rank: int, repeats: int) -> dict[str, str]:
     """ShardedTensor with placements in another order; an involution, the only kind that torch's survives."""
-    from shard_spec.specs import ChunkShardingSpec
-
     from shard_reshard import Resharder, plan_reshard
+    from shard_spec.specs import ChunkShardingSpec
 
     order = [1, 0, 3, 2]
     specs = [ChunkShardingSpec(dim, [f"rank:{r}/cpu" for r in ranks]) for dim, ranks in ((0, order), (1, range(4)))]
@@ -208,9 +206,8 @@ def _wire_bytes(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _peak_memory(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard, reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     plan = plan_reshard((SIDE, SIDE), torch.float32, "4: S(0)", "4: S(1)")
     local = torch.randn(plan.src.local_shapes(rank)[0])
@@ -251,9 +248,8 @@ def _peak(call: Callable[[], Any]) -> int:
 
 
 def _many_tensors(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import reshard_state_dict
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     count, side = 100, 128  # 64 KB each
@@ -304,9 +300,8 @@ def _columns() -> tuple[Any, ...]:
 
 
 def _small_tensor(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     local = torch.randn(16, 64)
@@ -344,9 +339,8 @@ def _host_time(call: Callable[[], Any], resharder: Any) -> float:
 
 
 def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2))
     local = torch.randn(SIDE // 2, SIDE // 2)

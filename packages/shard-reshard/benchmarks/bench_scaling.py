@@ -63,9 +63,8 @@ def medians(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 
 def _one_size(num_bytes: int, repeats: int) -> dict[str, float]:
     """One float32 tensor, rows to columns, over all ranks."""
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import Resharder, plan_reshard
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     side = max(ranks, int((num_bytes / 4) ** 0.5) // ranks * ranks)
@@ -93,9 +92,8 @@ def bytes_part(repeats: int) -> list[dict[str, Any]]:
 def tensors_part(repeats: int) -> list[dict[str, Any]]:
     """Tensors of 64 KB, by one kept plan and one by one."""
     from bench_reshard import _fused
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
     from shard_reshard import reshard_state_dict
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
     ranks, rank, side = dist.get_world_size(), dist.get_rank(), 128
     mesh = init_device_mesh("cpu", (ranks,))
@@ -135,9 +133,8 @@ def _sixteen(repeats: int) -> list[dict[str, Any]]:
 def planning_curve(repeats: int) -> dict[str, Any]:
     """Own part of a plan of rows to columns, beside torch's metadata of both layouts."""
     from bench_reshard import _forget_plans, _torch_spec
-    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-
     from shard_reshard.planner import plan_reshard
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
     series: Series = {"shard-reshard: own part of the plan": [], "torch: metadata of both layouts, no plan": []}
     ours, torchs = series

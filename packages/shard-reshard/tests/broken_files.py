@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from stored_files import file_bytes
-
 from shard_reshard.safetensors_files import DTYPES, file_table
+from stored_files import file_bytes
 
 _GOOD = file_bytes(
     {"a": torch.arange(6, dtype=torch.int16).view(2, 3), "b": torch.zeros(()), "c": torch.zeros(0, 4)}, {"format": "pt"}
@@ -66,7 +65,6 @@ def check_one(data: bytes, path: Path) -> bool:
     Anything but an answer or a `PlanError` is an error here.
     """
     from safetensors import deserialize
-
     from shard_reshard import PlanError
 
     path.write_bytes(data)

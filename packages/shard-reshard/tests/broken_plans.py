@@ -8,9 +8,8 @@ import random
 from typing import Any
 
 import torch
-from shard_spec import Box, Layout, MeshSpec, Partial, Replicate, Shard
-
 from shard_reshard import PlanError, ReshardPlan, plan_reshard
+from shard_spec import Box, Layout, MeshSpec, Partial, Replicate, Shard
 
 ODD: list[Any] = [
     None, True, -1, 0, 3, 2**70, 1.5, "", "S(0)", "float32", "x" * 300, [], [[]], [3, 3], {}, {"window": [0]},

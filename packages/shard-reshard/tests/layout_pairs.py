@@ -5,9 +5,8 @@ from __future__ import annotations
 import random
 
 import torch
-from shard_spec import Box, Layout, MeshSpec
-
 from shard_reshard import BoundLayout, BoxBound, MeshBound
+from shard_spec import Box, Layout, MeshSpec
 
 _KINDS = ("R", "S({d})", "S({d})", "S({d})", "I({d},2)", "B({d},2)", "B({d},1,cyclic)")
 

@@ -13,14 +13,13 @@ from math import prod
 
 import torch
 from layout_pairs import local_tensors, random_layout, random_shape
-from shard_spec import Layout, MeshSpec
-
 from shard_reshard import BoundLayout, MeshBound, ReshardPlan
 from shard_reshard.dtypes import ITEMSIZES, torch_dtype
 from shard_reshard.exchange import Exchange
 from shard_reshard.plan_checks import make_plan
 from shard_reshard.program import build_program
 from shard_reshard.simulation import _Mail
+from shard_spec import Layout, MeshSpec
 
 # Where a cast or a sum of small whole numbers is exact, so that the reference need not know in which order it is done.
 _EXACT = ("int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128")

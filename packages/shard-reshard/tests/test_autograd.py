@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-
 from shard_reshard import PlanError, plan_reshard, reshard, simulate
 
 SHAPE = (4, 6)

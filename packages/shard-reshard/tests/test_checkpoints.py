@@ -8,9 +8,8 @@ import pytest
 import torch
 from layout_pairs import as_listed
 from ranktest import Ranks
-from torch.distributed.tensor import Shard, distribute_tensor
-
 from shard_reshard import PlanError, layouts_from_dcp, layouts_from_safetensors, plan_reshard, reshard, simulate
+from torch.distributed.tensor import Shard, distribute_tensor
 
 
 @pytest.mark.extra("safetensors")

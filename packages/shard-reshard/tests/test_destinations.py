@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec import Box
-
 from shard_reshard import PlanError, Resharder, plan_reshard, reshard_state_dict, state_version
 from shard_reshard.shared_memory import overlaps_itself, sharing
+from shard_spec import Box
 
 
 def _places(tensor: torch.Tensor) -> set[int]:

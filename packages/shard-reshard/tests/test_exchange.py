@@ -9,7 +9,6 @@ import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from ranktest import Ranks
-
 from shard_reshard import Resharder, plan_reshard, reshard
 
 NUM_PAIRS = 100  # for each of three world sizes

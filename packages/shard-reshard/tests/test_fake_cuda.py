@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 from ranktest import fake_cuda, fake_mesh
-from shard_spec.specs import ChunkShardingSpec
-from torch.distributed.tensor import DTensor, Replicate, Shard
-
 from shard_reshard import (
     Part,
     Resharder,
@@ -23,6 +20,8 @@ from shard_reshard import (
 )
 from shard_reshard.members import Members
 from shard_reshard.state_dict_planning import plan_state_dict
+from shard_spec.specs import ChunkShardingSpec
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 CASES = [
     ("2: S(0)", "2: S(1)", None),

@@ -13,15 +13,14 @@ import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from ranktest import Ranks
-from shard_spec import InterleavedShard, Layout, MeshSpec
-from stored_files import file_bytes, write
-from torch import nn
-
 from shard_reshard import BoxBound, Part, PlanError, load_safetensors, read_safetensors_header, simulate, state_version
 from shard_reshard.load_plan import LoadPlan, plan_load
 from shard_reshard.loading import _read_boxes
 from shard_reshard.safetensors_files import DTYPES, file_table
 from shard_reshard.stored_tensors import ReadableFile, stored_tensors
+from shard_spec import InterleavedShard, Layout, MeshSpec
+from stored_files import file_bytes, write
+from torch import nn
 
 NUM_PAIRS = 120
 CPU = torch.device("cpu")

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec import Box
-
 from shard_reshard import PlanError, Resharder, load_safetensors, plan_reshard, reshard, reshard_state_dict
+from shard_spec import Box
 
 Call = Callable[[bool, tuple[int, ...]], Any]
 

@@ -7,7 +7,6 @@ import random
 
 import pytest
 from broken_plans import broken, check_one, plans
-
 from shard_reshard import PlanError, ReshardPlan
 from shard_reshard.reading import MAX_CHARS
 

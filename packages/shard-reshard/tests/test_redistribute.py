@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 from ranktest import Ranks
+from shard_reshard import PlanError, redistribute
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-
-from shard_reshard import PlanError, redistribute
 
 
 def _random_placements(rng: random.Random, ndim: int, axes: int) -> tuple[Placement, ...]:
@@ -29,7 +28,7 @@ def test_any_mesh_to_any_mesh(ranks: Ranks) -> None:
         DeviceMesh(kind, torch.tensor([1, 2, 3])),
     ]
     compared = 0
-    for _ in range(120):
+    for _ in range(80):
         shape = (rng.choice([1, 3, 4, 8, 9]), rng.choice([2, 5, 8]))
         full = torch.arange(float(shape[0] * shape[1]), device=ranks.device).view(shape)
         src, dst = rng.choice(meshes), rng.choice(meshes)
@@ -46,7 +45,7 @@ def test_any_mesh_to_any_mesh(ranks: Ranks) -> None:
         assert moved.placements == wanted.placements
         assert torch.equal(moved.to_local(), wanted.to_local())
         compared += moved.to_local().numel()
-    assert sum(ranks.gather(compared)) > 5000
+    assert sum(ranks.gather(compared)) > 3000
 
 
 @pytest.mark.ranks(4)

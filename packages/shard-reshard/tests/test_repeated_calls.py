@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranktest import Ranks
-
 from shard_reshard import PlanError, Resharder, plan_reshard
 
 SHAPE = (8, 6)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
+from shard_reshard import PlanError, StateDictResharder
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shard_reshard import PlanError, StateDictResharder
-
-STEPS = 36
+STEPS = 28
 
 
 class _Trainer:

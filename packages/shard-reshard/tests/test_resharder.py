@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-
 from shard_reshard import PlanError, Resharder, StateDictResharder, plan_reshard, reshard
 
 SHAPE = (8, 12)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, to_torch
-
 from shard_reshard import PlanError, reshard_sharded_tensor
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata, to_torch
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

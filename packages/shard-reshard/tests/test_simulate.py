@@ -9,7 +9,6 @@ import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from random_moves import check_programs
 from random_pairs import check_pairs
-
 from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
 from shard_reshard.bind import bind
 from shard_reshard.dtypes import ITEMSIZES

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks
+from shard_reshard import Part, PlanError, Progress, StateDictResharder, reshard_state_dict, state_version
 from shard_spec import InterleavedShard, Layout, MeshSpec
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-
-from shard_reshard import Part, PlanError, Progress, StateDictResharder, reshard_state_dict, state_version
 
 
 class Block(nn.Module):

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors
-from shard_spec import Box
-
 from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
 from shard_reshard.bind import bind
+from shard_spec import Box
 
 SHAPE = (7, 10)
 KINDS: dict[str, object] = {

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-
 from shard_reshard import (
     Part,
     PlanError,
