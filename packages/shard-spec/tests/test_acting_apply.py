@@ -402,7 +402,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.ranks(*((2, 4, 8) if ALL else (2, 4)))
+@pytest.mark.ranks(*((2, 4, 8) if ALL else (4,)))
 def test_live_bytes_are_those_of_plan_memory(ranks: Ranks) -> None:
     """Parameters, buffers, gradients and optimizer state, byte for byte, with uneven and empty pieces.
 
