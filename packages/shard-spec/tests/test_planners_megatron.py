@@ -370,6 +370,26 @@ def test_parameters_between_the_linears_that_nobody_says_how_to_cut() -> None:
     assert codes(whole) == {"parameter-inside-region"}
 
 
+class WholeBlock(Attention):
+    """A block that keeps its norms and its feed-forward beside its projections; norms are as wide as all heads."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        self.attn_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + super().forward(self.attn_norm(x))
+        out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return out
+
+
+def test_parameters_before_and_after_the_heads_do_not_keep_them_whole() -> None:
+    found = analysed(WholeBlock(32, 4))
+    assert {unit.kind for unit in found.units} == {UnitKind.ATTENTION, UnitKind.MLP}
+    assert "parameter-inside-region" not in codes(found)
+
+
 class Rotary(Attention):
     """Asks for rotary embeddings, complex as in Meta's Llama or as a pair of cosine and sine."""
 

@@ -339,9 +339,11 @@ def _evidence(
     if not library and context.options.probe:
         scope = context.modules[projections.scope]
         row_slices = _even(projections.out.in_features, context.options.tp_size)
-        verdict = probe(scope, slices, projections.out, row_slices, head_dim)
-        if verdict.separate:
-            return inner.doubts[0] if inner.doubts else Evidence.PROBED
+        within = f"{projections.scope}." if projections.scope else ""
+        doubts = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
+        verdict = probe(scope, slices, projections.out, row_slices, head_dim, doubts)
+        if verdict.separate:  # a norm before q, k and v, or what comes after the output, is none of the region's
+            return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:
             return Problem(
                 "slices-mix",

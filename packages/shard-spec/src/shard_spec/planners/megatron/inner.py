@@ -40,7 +40,7 @@ class Inner:
         replicated: the same for every head: gradients have to be summed over the axis.
         numbers: single numbers; whole on every rank if a probe says that the heads are computed apart.
         doubts: parameters that may belong to something across all heads, and that nobody says how to cut: they forbid
-            cutting, whatever a probe says.
+            cutting, unless a probe says that they act before or after the heads.
     """
 
     cuts: tuple[Cut, ...] = ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,18 @@ Slices = Sequence[Tensor]  # for each rank the indices of its channels
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a probe: ``separate`` is ``None`` if the forward could not be run; then `reason` says why."""
+    """What came of a probe.
+
+    Attributes:
+        separate: ``None`` if the forward could not be run.
+        reason: why it could not, or what mixes.
+        between: which of the doubted parameters change what the row reads: they act between the columns and the row,
+            not before or after them.
+    """
 
     separate: bool | None
     reason: str = ""
+    between: frozenset[str] = frozenset()
 
 
 class _Captured(Exception):
@@ -94,6 +102,7 @@ def probe(
     row: LinearView,
     row_slices: Slices,
     head_dim: int | None = None,
+    doubted: Iterable[str] = (),
 ) -> Verdict:
     """Whether slice ``r`` of the row's input depends on nothing but slices ``r`` of the columns' outputs.
 
@@ -103,6 +112,7 @@ def probe(
         row: the row linear.
         row_slices: for each rank, the indices of its input channels.
         head_dim: channels of an attention head, to make up rotary embeddings that its forward may ask for.
+        doubted: names of other parameters of the module that may act inside the region.
     """
     try:
         clone, sources = _stand_in(module, list(columns), row)
@@ -122,7 +132,29 @@ def probe(
                 return Verdict(False, f"what rank {rank} would read depends on other ranks' channels")
             if own.numel() < row.in_features and _same(baseline, changed):
                 return Verdict(None, "the row linear does not read what the columns write")
-    return Verdict(True)
+        between = {name for name in doubted if _acts(clone, name, run, baseline)}
+    return Verdict(True, between=frozenset(between))
+
+
+def _acts(clone: nn.Module, name: str, run: Callable[[], Tensor], baseline: Tensor) -> bool:
+    """Whether other values of a parameter change what the row reads; what stands in for a linear changes as a whole."""
+    path, _, leaf = name.rpartition(".")
+    owner = clone.get_submodule(path)
+    if isinstance(owner, _Source | _Sink):
+        return False
+    if isinstance(owner, _Other):
+        kept, owner.adds = owner.adds, owner.adds + 1
+        changed = run()
+        owner.adds = kept
+        return not _same(baseline, changed)
+    value = owner._parameters[leaf]
+    if value is None or not value.is_floating_point():
+        return value is not None
+    kept = value.clone()
+    value.add_(_random(tuple(value.shape), 79).to(value))
+    changed = run()
+    value.copy_(kept)
+    return not _same(baseline, changed)
 
 
 def _stand_in(
