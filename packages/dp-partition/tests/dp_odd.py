@@ -33,6 +33,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
+def layer_twice() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
 @dataclass(frozen=True)
 class Odd:
     """One step.
@@ -521,6 +526,8 @@ ODD: dict[str, Odd] = {
     "sparse gradients": Odd(plain, Sparse, partial(torch.optim.SGD, lr=0.1), refused="sparse-gradient"),
     "autocast bfloat16": Odd(partial(autocast, torch.bfloat16)),
     "autocast float16": Odd(partial(autocast, torch.float16)),
+    # Without a cache of casts the two gradients of the weight are added in float32, with one in bfloat16.
+    "autocast, a layer twice": Odd(partial(autocast, torch.bfloat16), layer_twice, close=2e-2),
     "gradient scaler, overflow": Odd(scaled),
     "gradient scaler of values": Odd(scaled, optim=partial(torch.optim.SGD, lr=0.1), refused="not-traceable"),
     "weights clamped": Odd(clamped),

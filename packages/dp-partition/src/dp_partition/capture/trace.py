@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ def trace_step(
     def call_on_fakes(run: Callable[..., Any], results: Results) -> Any:
         record["results"] = results
         kept, watched = attributes_kept(subject.modules), random_numbers_watched(name)
-        with kept, watched, mode, _recurrent_layers_taken_apart(subject):
+        with kept, watched, mode, _recurrent_layers_taken_apart(subject), _casts_made_anew():
             made = run(*flat)
         for param in fakes.params.values():
             param.grad = None
@@ -146,6 +146,17 @@ def _recurrent_layers_taken_apart(subject: Subject) -> contextlib.AbstractContex
     """Recurrent layers of oneDNN keep a workspace that no graph can hold: trace torch's own operators instead."""
     layers = any(isinstance(m, nn.RNNBase) for _, root in subject.modules for m in root.modules())
     return without_onednn() if layers else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _casts_made_anew() -> Iterator[None]:
+    """Autocast remembers the casts of weights, but not while a graph is recorded: both calls go without."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
 
 
 def _collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases, record: dict[str, Any]) -> list[Any]:
