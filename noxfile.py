@@ -69,10 +69,8 @@ def types(session: nox.Session) -> None:
     session.run(*mypy, str(RANKTEST / "src"), str(RANKTEST / "tests"), env={"MYPYPATH": str(RANKTEST / "src")})
     paths = f"{TOOLS}{os.pathsep}{ROOT / 'packages' / 'dp-partition' / 'tests'}"  # what the mutation tool plants
     session.run(*mypy, "tools", "noxfile.py", "--exclude", "tools/ranktest", env={"MYPYPATH": paths})
-    # User code calls `loss.backward()`, which torch has left untyped. Last: another option reads torch anew.
-    plain = ("--untyped-calls-exclude=torch",)
     for folder in (ROOT / "integration_tests", ROOT / "docs" / "examples" / "plan_to_serving"):
-        session.run(*mypy, *plain, str(folder), env={"MYPYPATH": str(folder)})
+        session.run(*mypy, str(folder), env={"MYPYPATH": str(folder)})
 
 
 @nox.session

@@ -112,7 +112,9 @@ def _reshard_plans(strange: Any, folder: Path) -> tuple[str, Any, Callable[[Any]
 
     def make(rng: Any) -> str:
         text = rng.choice(good)
-        return broken.broken(text, rng) if rng.random() < 0.5 else strange.files(json.loads(text), rng, json.dumps)
+        if rng.random() < 0.5:
+            return str(broken.broken(text, rng))
+        return str(strange.files(json.loads(text), rng, json.dumps))
 
     def check(text: str) -> bool:
         with strange.bounded(text, folder):

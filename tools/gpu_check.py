@@ -475,7 +475,7 @@ def data_parallel_step(settings: Settings, style: str) -> tuple[Any, tuple[Any, 
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss

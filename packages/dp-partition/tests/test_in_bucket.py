@@ -130,7 +130,7 @@ def test_views_of_views_are_left_out() -> None:
     assert turned == [], "a weight that is turned back is the weight"
 
 
-class Recorded(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class Recorded(TorchDispatchMode):
     """The operators that run."""
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at the first dual number
             ones = torch.ones_like(rows)
-            dual = forward_ad.make_dual(rows, ones)  # type: ignore[no-untyped-call]  # untyped in torch
+            dual = forward_ad.make_dual(rows, ones)
         refused("not-transformable", lambda: resharder(dual))
     refused("not-transformable", lambda: torch.func.grad(lambda tensor: resharder(tensor).sum())(rows))
 

@@ -199,7 +199,7 @@ def test_a_fused_weight_becomes_a_local_parameter(ranks: Ranks) -> None:
     for copied in (copy.deepcopy(qkv), pickle.loads(pickle.dumps(qkv))):
         assert vars(copied.weight)["_sharding_info"][2:] == (shape, stride, sections)
         assert torch.equal(copied.weight, qkv.weight)
-    qkv.weight.sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    qkv.weight.sum().backward()
     with torch.no_grad():
         qkv.weight.mul_(2)
     handle.undo()

@@ -170,7 +170,7 @@ def test_faults_of_layouts_and_modules(ranks: Ranks) -> None:
     net.fc.weight.grad = torch.ones_like(net.fc.weight)
     refused(ranks, net, one("fc.weight", spec), "has-gradient")
     net.fc.weight.grad = None
-    hook = net.fc.weight.register_hook(lambda grad: grad)  # type: ignore[no-untyped-call]  # untyped in torch
+    hook = net.fc.weight.register_hook(lambda grad: grad)
     refused(ranks, net, one("fc.weight", spec), "has-hooks")
     hook.remove()
     handle = shard_module(net, ShardingPlan({"fc.weight": spec}))

@@ -103,7 +103,7 @@ def take_all(net: Net) -> None:
 
 
 def pruned(net: Net) -> None:
-    prune.l1_unstructured(net.head, "weight", 0.5)  # type: ignore[no-untyped-call]  # untyped in torch
+    prune.l1_unstructured(net.head, "weight", 0.5)
 
 
 def parametrized(net: Net) -> None:

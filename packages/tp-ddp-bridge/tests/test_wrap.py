@@ -104,7 +104,7 @@ def test_arguments_that_do_not_fit(ranks: Ranks) -> None:
 def test_ranks_that_hold_different_shards_are_found_before_the_broadcast(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     pairs: Any = [[0, 3], [1, 2]]  # other tensor-parallel coordinates
-    crossed, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]  # torch's stub
+    crossed, _ = dist.new_subgroups_by_enumeration(pairs)
     model = models.parallelize_mlp(models.seeded(models.MLP), mesh["tp"])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = list(model.parameters())

@@ -89,7 +89,7 @@ def check_transformer(ranks: Ranks, kind: str) -> None:
     for _ in range(5):
         for m, optimizer in zip((model, alone), optimizers, strict=True):
             optimizer.zero_grad()
-            models.square_loss(call(m), x).backward()  # type: ignore[no-untyped-call]
+            models.square_loss(call(m), x).backward()
             optimizer.step()
     torch.testing.assert_close(call(model), call(alone), atol=1e-11, rtol=0)
     model.eval(), alone.eval()
@@ -152,8 +152,8 @@ def test_grouped_queries(ranks: Ranks) -> None:
         x = torch.randn(2, 3, 6, dtype=torch.float64)
         out, wanted = model(x), alone(x)
         torch.testing.assert_close(out, wanted, atol=EXACT, rtol=0)
-        models.square_loss(out, x).backward()  # type: ignore[no-untyped-call]
-        models.square_loss(wanted, x).backward()  # type: ignore[no-untyped-call]
+        models.square_loss(out, x).backward()
+        models.square_loss(wanted, x).backward()
         gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
         models.assert_close(models.full_gradients(model, mesh), gradients, atol=EXACT)
         handle.undo()

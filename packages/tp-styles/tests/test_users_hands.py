@@ -92,7 +92,7 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
             x = x64(2, 4, 8).requires_grad_()
             (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
             (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
-            curve.square().sum().backward()  # type: ignore[no-untyped-call]
+            curve.square().sum().backward()
             found.append((slope, curve, x.grad))
         for ours, wanted in zip(*found, strict=True):
             torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
@@ -109,7 +109,7 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
     for one, part in ((model, whole[:, 2 * ranks.rank :][:, :2]), (alone, whole)):
         x = part.clone().requires_grad_()
         (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
-        slope.square().sum().backward()  # type: ignore[no-untyped-call]
+        slope.square().sum().backward()
     assert_same_gradients(model, alone, mesh)
     logits = x64(3, 4).requires_grad_()
     loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 5]), mesh=mesh)
@@ -163,7 +163,7 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         torch.optim.Muon(weights).step,
         torch.optim.Adafactor(weights).step,
-        lambda: torch.optim.LBFGS(weights).step(lambda: model(x64(3, 8)).sum()),  # type: ignore[no-untyped-call]  # torch's
+        lambda: torch.optim.LBFGS(weights).step(lambda: model(x64(3, 8)).sum()),
         lambda: nn.init.orthogonal_(model.up.weight),
         lambda: nn.init.eye_(model.up.weight),
         lambda: nn.init.sparse_(model.down.weight, 0.5),

@@ -129,7 +129,7 @@ def test_a_watched_tensor_is_a_tensor() -> None:
         assert type(kept) is Tensor
         assert torch.equal(kept, torch.ones(2, 5, 12))
     x += 1  # type: ignore[misc]  # torch's
-    (x.relu_() * 2).view(2, 5, 3, 4).sum(-1).matmul(torch.ones(3, 1)).sum().backward()  # type: ignore[no-untyped-call]
+    (x.relu_() * 2).view(2, 5, 3, 4).sum(-1).matmul(torch.ones(3, 1)).sum().backward()
     with torch.inference_mode():
         watch(torch.ones(2, 4), "a", ()).relu()
 

@@ -177,7 +177,7 @@ def train(
     for batch in batches:
         optimizer.zero_grad()
         value = loss(model(batch), batch)
-        value.backward()  # type: ignore[no-untyped-call]  # torch's
+        value.backward()
         optimizer.step()
         losses.append(value.item())
     return losses

@@ -55,7 +55,7 @@ class Progress:
             self.stream.flush()
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+class _Counter(TorchDispatchMode):
     """Counts operators while a step is traced, so that there is something to show."""
 
     def __init__(self, progress: Progress) -> None:

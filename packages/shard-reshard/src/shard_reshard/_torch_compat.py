@@ -93,7 +93,7 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
     # Views of one do not wait; a copy does, and keeps the graph.
     if tensor.requires_grad:
         return tensor.clone()
-    done: torch.Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    done: torch.Tensor = tensor.trigger_wait()
     return done
 
 
@@ -111,7 +111,7 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a tensor is a dual number of forward-mode differentiation."""
     if forward_ad._current_level < 0:
         return False
-    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)  # type: ignore[no-untyped-call]  # as there
+    return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def real_tensors() -> AbstractContextManager[Any]:

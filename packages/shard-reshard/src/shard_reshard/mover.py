@@ -248,7 +248,7 @@ class Mover:
         self._busy = False
         if device.type == "cuda" and self.keep_workspace and not is_fake(()):
             if self._freed is None:
-                self._freed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                self._freed = torch.cuda.Event()
             self._freed.record(torch.cuda.current_stream(device))
 
     def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:

@@ -202,7 +202,7 @@ def on_every_operator(handle: Callable[[Any, Any, Any], Any]) -> Any:
     """A context in which each operator is run by ``handle(operator, args, kwargs)``, below autograd."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's metaclass hook is untyped
+    class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handle(func, args, kwargs or {})
 

@@ -52,7 +52,7 @@ def make_spec(
 
 def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
     """A DTensor around ``local``; operators that change a DTensor's layout give it another spec and leave this one."""
-    return DTensor(local, spec, requires_grad=requires_grad)  # type: ignore[no-untyped-call]  # torch's stub
+    return DTensor(local, spec, requires_grad=requires_grad)
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

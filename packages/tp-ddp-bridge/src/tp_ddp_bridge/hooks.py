@@ -74,11 +74,11 @@ def carry_hooks(parameter: torch.Tensor, leaf: torch.Tensor, layout: Layout) -> 
     """Put stand-ins for the hooks of a DTensor ``parameter`` on its ``leaf``."""
     hooks = tensor_hooks(parameter)
     if hooks:
-        leaf.register_hook(CarriedHooks(hooks, layout))  # type: ignore[no-untyped-call]  # torch's stub
+        leaf.register_hook(CarriedHooks(hooks, layout))
     later = post_accumulate_hooks(parameter)
     if later:
         stand_in = CarriedPostHooks(later, layout)
-        leaf.register_post_accumulate_grad_hook(stand_in)  # type: ignore[no-untyped-call]  # torch's stub
+        leaf.register_post_accumulate_grad_hook(stand_in)
 
 
 def register_carried(leaf: torch.Tensor, layout: Layout, hook: Callable[..., Any], after: bool) -> RemovableHandle:

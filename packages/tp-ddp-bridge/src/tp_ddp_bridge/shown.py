@@ -51,7 +51,7 @@ class Shown(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved and copied as the DTensor that it shows."""
-        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+        return _plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(_plain(self), memo)

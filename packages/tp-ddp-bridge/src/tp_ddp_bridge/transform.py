@@ -131,7 +131,7 @@ def _mark_plain(root: nn.Module, seen: Survey) -> None:
         return
     mesh = max((found.layout.mesh for found in seen.laid_out), key=lambda mesh: mesh.size())
     if "_dp_plain" not in root.__dict__:
-        root.register_load_state_dict_post_hook(mark_plain_after_load)  # type: ignore[no-untyped-call]  # torch's stub
+        root.register_load_state_dict_post_hook(mark_plain_after_load)
     root.__dict__["_dp_plain"] = WholeOn(mesh)
     mark_plain(root)
 

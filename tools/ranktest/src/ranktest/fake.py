@@ -70,7 +70,7 @@ def _check_device(what: Any, named: torch.device, device: torch.device) -> None:
         raise FakeCudaError(f"{what}: {name} on a rank whose device is {device}; take the device from a tensor")
 
 
-class _Watch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class _Watch(compat.TorchDispatchMode):
     """Looks at every operation before FakeTensorMode does."""
 
     def __init__(self, device: torch.device, strict: bool) -> None:

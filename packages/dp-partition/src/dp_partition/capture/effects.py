@@ -105,7 +105,7 @@ class _Made:
     what: str
 
 
-class Results(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Results(TorchDispatchMode):
     """Remembers the operators of a step, and without holding them the values that they make.
 
     Args:

@@ -220,7 +220,7 @@ def _piece(
         return value
     parameter = nn.Parameter(value, requires_grad=action.requires_grad)
     if parameter.requires_grad:
-        parameter.register_hook(LayGradient(placements))  # type: ignore[no-untyped-call]  # untyped in torch
+        parameter.register_hook(LayGradient(placements))
     return parameter
 
 

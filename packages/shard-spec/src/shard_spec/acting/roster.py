@@ -169,7 +169,7 @@ class Roster:
             return
         if not sums_over(parameter, self.group.group):
             hook = SumGradient(self.group)
-            self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]  # untyped in torch
+            self._handles.append(parameter.register_hook(hook))
         elif self._hooked.get(id(parameter)) != parameter._cdata:
             _torch_compat.revive_hooks(parameter)
         self._hooked[id(parameter)] = parameter._cdata

@@ -38,7 +38,7 @@ class KeepParts(_StandIn):
         """The module's own `_apply`; new parameters remember what the old ones did."""
         module = self.module
         before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
-        type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        type(module)._apply(module, fn, recurse)
         for name, (old, known) in before.items():
             new = module._parameters.get(name)
             if new is old and type(new) is nn.Parameter:  # swapped: the same object, another inside

@@ -99,7 +99,7 @@ class Watched(torch.Tensor):
         return copy.deepcopy(unwatched(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return unwatched(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+        return unwatched(self).__reduce_ex__(protocol)
 
 
 def watch(output: torch.Tensor, name: str, cuts: tuple[int, ...], inside: bool = True) -> torch.Tensor:
