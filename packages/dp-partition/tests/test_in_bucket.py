@@ -9,7 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition._torch_compat import pytree
+from dp_partition._torch_compat import TorchDispatchMode, pytree
 from dp_partition.bindings import FUNCTIONS, METHODS
 from dp_partition.bucket import Traffic
 from dp_partition.capture.subject import find_subject
@@ -20,7 +20,6 @@ from dp_partition.plan import TensorInfo, plan_placements
 from dp_partition.program import build_program
 from ranktest import Ranks
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 SGD = partial(torch.optim.SGD, lr=0.5)
 
