@@ -111,6 +111,7 @@ def alone_on_shards(batch: Any) -> Run:
 def collectives(events: list[tuple[str, int]]) -> Run:
     """The same collectives with nothing around them: kind and elements of the whole tensor."""
     buffers = [(kind, torch.ones(numel), torch.ones(numel // WORLD)) for kind, numel in events]
+    received = torch.ones(max(numel for _, numel in events))
 
     def step() -> None:
         for kind, whole, part in buffers:
@@ -118,8 +119,8 @@ def collectives(events: list[tuple[str, int]]) -> Run:
                 dist.all_reduce(whole)
             elif kind == "all_gather":
                 dist.all_gather_into_tensor(whole, part)
-            else:
-                dist.reduce_scatter_tensor(part, whole)
+            else:  # as a step on gloo sends it
+                dist.all_to_all_single(received[: whole.numel()], whole)
 
     return step
 
@@ -179,6 +180,7 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     for mb in (25, 2, 0.5):
         runs[f"replicate {mb}"] = ours(mesh, batch, style="replicate", bucket_mb=mb)
         runs[f"fully_shard {mb}"] = ours(mesh, batch, style="fully_shard", bucket_mb=mb, reshard_after_forward=True)
+    runs["fully_shard auto"] = ours(mesh, batch, style="fully_shard", bucket_mb=2)
     runs["fully_shard once"] = ours(mesh, batch, style="fully_shard", bucket_mb=2, reshard_after_forward=False)
     for run in runs.values():
         run()
@@ -188,7 +190,8 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
         runs[f"collectives, {style}"] = collectives(events_of(step.func))
     seconds = interleaved(runs, rounds)
     peaks = {
-        name: peak_bytes(runs[name]) for name in ("ddp", "fsdp2", "replicate 25", "fully_shard 0.5", "fully_shard 2")
+        name: peak_bytes(runs[name])
+        for name in ("ddp", "fsdp2", "replicate 25", *(f"fully_shard {how}" for how in (0.5, 2, "auto", "once")))
     }
     step = runs["fully_shard 2"]
     from dp_partition.memory import live_memory
@@ -303,12 +306,14 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     for mb in (25, 2, 0.5):
         own = seconds[f"fully_shard {mb}"]
         rows.append(compared(f"fully_shard, reshard, {mb} MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
-    own = seconds["fully_shard once"]
-    rows.append(compared("fully_shard, gathered once, 2 MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
+    for how, name in (("reshard where it helps", "auto"), ("gathered once", "once")):
+        own = seconds[f"fully_shard {name}"]
+        rows.append(compared(f"fully_shard, {how}, 2 MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
     for style, compute in (("replicate 25", "compute, replicate"), ("fully_shard once", "compute, fully_shard")):
         floor = [a + b for a, b in zip(seconds[compute], seconds[f"collectives, {style}"], strict=True)]
         rows.append(compared(f"{style} against the floor", "<= 1.15x", seconds[style], "compute + collectives", floor))
-    for name, peer in (("replicate 25", "ddp"), ("fully_shard 2", "fsdp2"), ("fully_shard 0.5", "fsdp2")):
+    sharded = [(f"fully_shard {how}", "fsdp2") for how in (0.5, 2, "auto", "once")]
+    for name, peer in (("replicate 25", "ddp"), *sharded):
         measured = f"{peaks[name] / MB:.1f} MiB on top of what lives between steps"
         other = f"{peer}: {peaks[peer] / MB:.1f} MiB"
         if peer == "ddp":  # ours are made in the step

@@ -55,6 +55,11 @@ class GPT(nn.Module):
         return logits
 
 
+def kinds_of(log: Any) -> tuple[str, ...]:
+    """The collectives of a step as its graph names them: gloo carries a reduce_scatter as an all_to_all."""
+    return tuple({"all_to_all": "reduce_scatter"}.get(op, op) for op in log.ops)
+
+
 def mlp(width: int = 8, out: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, out))
 

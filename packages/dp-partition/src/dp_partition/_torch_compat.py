@@ -31,6 +31,7 @@ __all__ = [
     "decomposition_of",
     "inductor_compile",
     "inductor_problem",
+    "is_gloo",
     "latest_trace_node",
     "make_fx",
     "new_fake_mode",
@@ -42,6 +43,11 @@ __all__ = [
 ]
 
 collectives: Any = torch.ops._c10d_functional
+
+
+def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
+    """Whether gloo carries a group's tensors of a kind of device."""
+    return str(group._get_backend(torch.device(device_type)).name()) == "gloo"
 
 
 def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Tensor:

@@ -7,6 +7,7 @@ tensors are padded to ``world`` equal chunks for communication; the padding is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,13 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from dp_partition._torch_compat import collectives
 from dp_partition.ops import aten
 from dp_partition.styles import NodeType
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0, the ranks
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "avg": lambda stacked: stacked.mean(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
 
 
 def chunk_bounds(size: int, world: int, rank: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dp_partition.simulation import REDUCTIONS
+from dp_partition.collectives import REDUCTIONS
 
 # Relative to the greatest value of a tensor. Sums of a rank's parts round differently from one sum.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}

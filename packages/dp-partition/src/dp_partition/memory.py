@@ -24,8 +24,8 @@ KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered
 
 _COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
 
-# What gloo makes a copy of while an operation is under way (torch 2.13): a reduce_scatter is an all_reduce of a copy.
-_GLOO_COPIES = ("reduce_scatter", "all_gather")
+# Gloo's own copy, while it gathers (torch 2.13), and what it receives to be summed where a sum is awaited (`on_gloo`).
+_GLOO_COPIES = ("all_gather", "reduce_scatter")
 
 _PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}
 
@@ -128,20 +128,22 @@ def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:
                 for tensor in tensors_of(source):
                     sent = blocks[storage_key(tensor)]
                     sent.last = max(sent.last, waited)
-            if copied := _copied_bytes(node):
-                blocks[node] = _Block("collectives", copied, position, waited if late else position)
+            kind, copied = _copied_bytes(node)
+            if copied:
+                kept = late or kind == "reduce_scatter"
+                blocks[node] = _Block("collectives", copied, position, waited if kept else position)
     return blocks
 
 
-def _copied_bytes(node: fx.Node) -> int:
-    """Bytes that the backend copies for a collective."""
+def _copied_bytes(node: fx.Node) -> tuple[str, int]:
+    """Which collective the backend needs memory of its own for, and how many bytes."""
     target: Any = node.target
     name = target._schema.name.split("::")[-1]
     kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)
     sent = [tensor for source in node.all_input_nodes for tensor in tensors_of(source) if tensor.device.type == "cpu"]
     if kind is None or not sent:
-        return 0
-    return sum(map(num_bytes, tensors_of(node) if kind == "all_gather" else sent))
+        return "", 0
+    return kind, sum(map(num_bytes, tensors_of(node) if kind == "all_gather" else sent))
 
 
 def _kind_of(node: fx.Node) -> str:

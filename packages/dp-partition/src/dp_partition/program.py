@@ -11,6 +11,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from dp_partition._torch_compat import is_gloo
 from dp_partition.accumulate import repeat_for_microbatches
 from dp_partition.axes import num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.bindings import with_bindings
@@ -27,6 +28,7 @@ from dp_partition.insert import partition_for_rank
 from dp_partition.localise import record_local_values
 from dp_partition.lower.lowered import Lowered
 from dp_partition.mark import mark_graph
+from dp_partition.on_gloo import with_halved_scatters
 from dp_partition.placements import PerRank
 from dp_partition.plan import PartitionPlan
 from dp_partition.problems import PlanError, Problem
@@ -46,7 +48,7 @@ class Program:
         capture: What was traced; its module is the partitioned graph.
         inputs: What each placeholder wants.
         output_placements: Where each returned value lies.
-        guards: Conditions on hyperparameters under which it holds.
+        mesh: The ranks.
         lowered: The partitioned graph with its compute compiled; None where it runs as it is.
         bound: The partitioned graph as it runs otherwise; made when it first does.
         labelled: Inputs by their kinds, as `labels` found them.
@@ -55,6 +57,7 @@ class Program:
     capture: Capture
     inputs: list[Input]
     output_placements: list[Placement | None]
+    mesh: DeviceMesh
     local_fakes: list[Any] | None = None
     checked: tuple[float, ...] = ()
     lowered: Lowered | None = None
@@ -71,8 +74,13 @@ class Program:
         if self.lowered is not None:
             return self.lowered(*inputs)
         if self.bound is None:
-            self.bound = with_bindings(self.module)
+            self.bound = with_bindings(self.for_backend())
         return self.bound(*inputs)
+
+    def for_backend(self) -> fx.GraphModule:
+        """The partitioned graph with its collectives as the backend carries them best."""
+        gloo = is_gloo(shard_group(self.mesh), self.mesh.device_type)
+        return with_halved_scatters(self.module) if gloo else self.module
 
     def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
         """Name and position of the inputs of these kinds; worked out once."""
@@ -133,7 +141,7 @@ def build_program(
     fakes = local_inputs(capture, placements, plan.world, rank)
     groups = shard_group(mesh).group_name, replica_group_name(mesh)
     partition_for_rank(capture.module, plan.world, rank, groups[0], traffic, groups[1], num_replicas(mesh))
-    return Program(capture, capture.inputs, returned, fakes)
+    return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
 def capture_single_device(

@@ -220,7 +220,8 @@ class Runner:
         program = self.build(subject, plan, args, kwargs)
         if self.settings.backend == "inductor":
             self.progress.begin("compiling")
-            program.lowered = lower(program.with_local_values(), self.name, self.progress)
+            program.with_local_values()
+            program.lowered = lower(program.for_backend(), self.name, self.progress)
             self.num_compiled += program.lowered.num_compiled
         self.progress.end()
         return program

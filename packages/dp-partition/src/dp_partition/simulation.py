@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from dp_partition._torch_compat import collectives
+from dp_partition.collectives import REDUCTIONS
 from dp_partition.ops import is_op
 from dp_partition.problems import PlanError, Problem
 
@@ -24,13 +25,6 @@ _KINDS: dict[Any, str] = {
     collectives.all_reduce_.default: "all_reduce",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_gather_into_tensor.default: "all_gather",
-}
-
-REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0, the ranks
-    "sum": lambda stacked: stacked.sum(0),
-    "avg": lambda stacked: stacked.mean(0),
-    "max": lambda stacked: stacked.amax(0),
-    "min": lambda stacked: stacked.amin(0),
 }
 
 
@@ -235,4 +229,4 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return target(*args, **kwargs)
 
 
-__all__ = ["REDUCTIONS", "Done", "Event", "advance", "deliver", "is_op", "poison", "run_node", "run_rank"]
+__all__ = ["Done", "Event", "advance", "deliver", "is_op", "poison", "run_node", "run_rank"]
