@@ -1,4 +1,4 @@
-"""dp-partition with its compute compiled by inductor, against DistributedDataParallel and the eager backend.
+"""dp-partition with its compute compiled by inductor, against DDP (compiled as well), FSDP2 and the eager backend.
 
     python packages/dp-partition/benchmarks/bench_inductor.py [--json FILE] [--rounds 40]
 
@@ -24,7 +24,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-CASES: dict[str, dict[str, Any]] = {"replicate": {"style": "replicate"}}
+CASES: dict[str, dict[str, Any]] = {
+    "replicate, 25 MiB": {"style": "replicate"},
+    "replicate, 2 MiB": {"style": "replicate", "bucket_mb": 2},
+    "fully_shard, 2 MiB": {"style": "fully_shard", "bucket_mb": 2},
+}
+PEERS = {  # of the compiled case: name, key, target
+    "replicate, 25 MiB": [("DDP", "ddp", "<= 0.85x"), ("DDP, torch.compile", "ddp compiled", "<= 1.00x")],
+    "replicate, 2 MiB": [("DDP", "ddp", "<= 0.85x")],
+    "fully_shard, 2 MiB": [("FSDP2 per block", "fsdp2", "<= 0.65x")],
+}
+
+
+def ddp_compiled(batch: Any) -> eager.Run:
+    model: Any = torch.compile(torch.nn.parallel.DistributedDataParallel(eager.gpt()))
+    return partial(eager.models.token_step, model, eager.adamw(model), batch)
 
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
@@ -36,7 +50,9 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     mesh = init_device_mesh("cpu", (eager.WORLD,), mesh_dim_names=("dp",))
     generator = torch.Generator().manual_seed(rank)
     (batch,) = eager.models.tokens(generator, rows=4, vocabulary=512, length=64)
-    runs: dict[str, eager.Run] = {"ddp": eager.ddp(batch)}
+    runs: dict[str, eager.Run] = {
+        "ddp": eager.ddp(batch), "ddp compiled": ddp_compiled(batch), "fsdp2": eager.fsdp2(mesh, batch)
+    }  # fmt: skip
     first: dict[str, float] = {}
     losses: dict[str, list[float]] = {}
     for name, settings in CASES.items():
@@ -58,17 +74,17 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
 
 def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     seconds, rows = facts["seconds"], []
-    for style, peer, target in (("replicate", "ddp", "<= 0.85x"),):
-        own, shown = seconds[f"{style} inductor"], {"ddp": "DDP"}[peer]
-        rows.append(eager.compared(f"{style}, inductor", target, own, shown, seconds[peer]))
-        plain = seconds[f"{style} eager"]
-        rows.append(eager.compared(f"{style}, inductor against eager", "< 1.00x", own, "eager backend", plain))
-        pairs = list(zip(facts["losses"][f"{style} inductor"], facts["losses"][f"{style} eager"], strict=True))
+    for case, peers in PEERS.items():
+        own, plain = seconds[f"{case} inductor"], seconds[f"{case} eager"]
+        for peer, key, target in peers:
+            rows.append(eager.compared(f"{case}, inductor", target, own, peer, seconds[key]))
+        rows.append(eager.compared(f"{case}, inductor against eager", "< 1.00x", own, "eager backend", plain))
+        pairs = list(zip(facts["losses"][f"{case} inductor"], facts["losses"][f"{case} eager"], strict=True))
         worst = max(abs(a - b) / abs(b) for a, b in pairs)
-        what = f"losses of {len(pairs)} steps, {style}"
+        what = f"losses of {len(pairs)} steps, {case}"
         rows.append(eager.row(what, "within 1e-4", f"{worst:.1e} apart", "eager backend"))
-        taken, eagerly = facts["first"][f"{style} inductor"], facts["first"][f"{style} eager"]
-        what = f"first call, {style}, {facts['pieces'][f'{style} inductor']} compiled pieces"
+        taken, eagerly = facts["first"][f"{case} inductor"], facts["first"][f"{case} eager"]
+        what = f"first call, {case}, {facts['pieces'][f'{case} inductor']} compiled pieces"
         rows.append(eager.row(what, "-", f"{taken:.1f} s", f"eager backend: {eagerly:.1f} s"))
     return rows
 

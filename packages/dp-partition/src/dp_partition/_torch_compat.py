@@ -171,7 +171,7 @@ def _compile(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
     with mode:
         fakes = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype, device=e.device) for e in examples]
     with torch.no_grad(), mode:
-        functional = torch.func.functionalize(module, remove="mutations_and_views")
+        functional = torch.func.functionalize(module, remove="mutations")
         traced = make_fx(functional, decomposition_table=select_decomp_table())(*fakes)
     with torch.no_grad(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         joint_graph_passes(traced)

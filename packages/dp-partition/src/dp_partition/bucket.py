@@ -40,7 +40,7 @@ class Traffic:
             buckets of gradients on their way to becoming shards.
         reduce_dtype: In which dtype gradients are reduced; None: in their own.
         hook: What averages a bucket of gradients instead of the plain collective.
-        in_place: Whether gradients are computed in their buckets, where they can be (`in_bucket`).
+        in_place: Whether gradients are computed in their buckets where they can be (`in_bucket`); else a compiler may.
     """
 
     bucket_bytes: int = 25 << 20
@@ -242,8 +242,7 @@ def _reduce(mover: Mover, moves: list[Move], traffic: Traffic) -> Parts:
     if isinstance(wanted, Replicate):
         node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
         sizes = [_product(m.shape) for m in moves]
-        if traffic.in_place:
-            mark_packing(node, sizes, like)
+        mark_packing(node, sizes, like)
         whole = yield from reduce_flat(mover, Flat(node, sum(sizes), like, kind.reduce_op, scatter=False), *how)
         pieces = mover.call(aten.split_with_sizes.default, whole, sizes)
         return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]

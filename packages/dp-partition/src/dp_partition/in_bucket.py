@@ -25,12 +25,24 @@ def mark_packing(node: fx.Node, sizes: list[int], like: torch.Tensor) -> None:
     node.meta["packs"] = sizes, like
 
 
-def compute_in_buckets(graph: fx.Graph) -> None:
-    """Let gradients be computed in their buckets, in place; for a graph without gradient tags."""
+def compute_in_buckets(graph: fx.Graph, in_place: bool) -> None:
+    """Let gradients be computed in their buckets; for a graph without gradient tags, which is changed.
+
+    Args:
+        graph: The graph.
+        in_place: Else packing becomes a part of backward as others are: a compiler that sees products and packing at
+            once lets the products write into the bucket by itself. Where something else looks at a gradient it must
+            not see them at once: that gradient would lie in memory that is reduced.
+    """
     for packing in [node for node in graph.nodes if "packs" in node.meta]:
         sizes, like = packing.meta.pop("packs")
         rows = list(packing.args[0])
         sources = [_only_source(row) for row in rows]
+        if not in_place:
+            if None not in sources:
+                for node in (packing, *rows):
+                    node.meta.setdefault("phase", "backward")
+            continue
         if len(rows) == 1:
             if sources[0] is not None and _is_contiguous(_gradient(rows[0])):
                 packing.replace_all_uses_with(rows[0])

@@ -314,7 +314,7 @@ def partition_for_rank(
     lay_out_alike(module.graph)
     arrange(module.graph, inserter.moves, mover, traffic)
     erase_tags(module.graph)
-    compute_in_buckets(module.graph)
+    compute_in_buckets(module.graph, traffic.in_place)
     drop_idle_views(module.graph, traced)
     module.graph.lint()
     module.recompile()

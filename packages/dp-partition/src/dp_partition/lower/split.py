@@ -105,7 +105,7 @@ def is_compiled(node: fx.Node) -> bool:
     if not is_op(node):
         return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
     target: Any = node.target
-    if "phase" not in node.meta:  # packs a bucket: one copy each, which compiled takes as long and is long to compile
+    if "phase" not in node.meta:  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
         return False
     if is_collective(node) or is_wait(node) or is_random(node) or is_number(node):
         return False
