@@ -7,22 +7,21 @@ becomes a DTensor as well. The graph works on the local tensors behind them, in 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
-from dp_partition.axes import all_groups, gather_objects, on_mesh, shard_rank, shard_world
+from dp_partition.axes import on_mesh, shard_rank, shard_world
 from dp_partition.capture.retired import retire
 from dp_partition.capture.states import initial_state
 from dp_partition.capture.subject import Subject
 from dp_partition.collectives import chunk_bounds
+from dp_partition.equal import broadcast_from_first, check_equal
 from dp_partition.plan import PartitionPlan
 from dp_partition.problems import PlanError, Problem
 
@@ -61,6 +60,7 @@ class Binding:
         built: How the modules were built when their tensors were last looked for.
         seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
         state_shapes: Its global shapes.
+        is_unsharded: Whether the modules hold whole plain parameters for a while (`plain.unsharded`).
     """
 
     def __init__(self, subject: Subject, plan: PartitionPlan, mesh: DeviceMesh) -> None:
@@ -71,6 +71,7 @@ class Binding:
         self.built = subject.structure.current
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
         self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}
+        self.is_unsharded = False
 
     def place(self, equal: str) -> None:
         """Make the ranks' tensors equal, place them, and rebind the optimizers.
@@ -205,121 +206,10 @@ class Binding:
         for fqn, module, attribute, is_param in self.slots:
             name = self.subject.aliases.get(fqn, fqn)
             if is_param and module._parameters.get(attribute) is not self.params[name]:
-                hint = "load values in place (load_state_dict without assign), or call step.release() first"
+                hint = "leave unsharded(); load values in place (load_state_dict without assign), or release() first"
                 problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
         if problems:
             raise PlanError(problems)
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The full tensor on every rank; a copy when it was sharded."""
-        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
-    @contextmanager
-    def unsharded(self, writeback: bool = True) -> Iterator[None]:
-        """Within the block the modules hold whole plain parameters; values written to them are kept."""
-        placed = self.params
-        full = {fqn: nn.Parameter(self.whole(p), p.requires_grad) for fqn, p in placed.items()}
-        self.install_modules(full)
-        try:
-            yield
-        finally:
-            full |= self.module_params()  # load_state_dict(assign=True) puts others in place
-            self.install_modules(placed)
-        if writeback:
-            self.write(full)
-
-    def module_params(self) -> dict[str, nn.Parameter]:
-        """The parameters that the modules hold now, by the name that each is placed under."""
-        found: dict[str, nn.Parameter] = {}
-        for fqn, module, attribute, is_param in self.slots:
-            param = module._parameters.get(attribute) if is_param else None
-            if param is not None:
-                found.setdefault(self.subject.aliases.get(fqn, fqn), param)
-        return found
-
-    def write(self, full: dict[str, nn.Parameter]) -> None:
-        """Put whole values where the placed parameters lie.
-
-        Raises:
-            PlanError: ``shape-changed`` for a value of another shape.
-        """
-        problems = [
-            Problem("shape-changed", fqn, found=f"{tuple(full[fqn].shape)} in place of {tuple(param.shape)}")
-            for fqn, param in self.params.items()
-            if full[fqn].shape != param.shape
-        ]
-        if problems:
-            raise PlanError(problems)
-        with torch.no_grad():
-            for fqn, param in self.params.items():
-                part = local_part(full[fqn].data, self.plan[fqn].param, self.world, self.rank)
-                local_of(param.data).copy_(part)
-
-    def release(self) -> None:
-        """Plain whole parameters and state in module and optimizers, for good."""
-        plain = {fqn: nn.Parameter(self.whole(p), p.requires_grad) for fqn, p in self.params.items()}
-        states: list[dict[str, dict[Any, Any]]] = [{} for _ in self.subject.optimizers]
-        for number, fqn, state in self.states():
-            states[number][fqn] = {k: self.whole(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        self.install(plain, states)
-
-
-def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
-    """Rank 0's values of all tensors, a few large messages per dtype; the tensors passed are left alone."""
-    result: dict[str, torch.Tensor] = {}
-    buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-    for name, tensor in tensors.items():
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(name)
-    groups = all_groups(mesh)
-    backend_device = _group_device(groups[0])
-    for names in buckets.values():
-        for part in _by_bytes(names, tensors):
-            flat = torch.cat([tensors[name].reshape(-1) for name in part])
-            travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
-            for group in groups:
-                dist.broadcast(travelling, group=group, group_src=0)
-            flat = travelling.to(flat.device)
-            pieces = torch.split(flat, [tensors[name].numel() for name in part])
-            for name, piece in zip(part, pieces, strict=True):
-                result[name] = torch.empty_like(tensors[name]).copy_(piece.view(tensors[name].shape))
-    return result
-
-
-def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 64 << 20) -> Iterable[list[str]]:
-    part: list[str] = []
-    size = 0
-    for name in names:
-        part.append(name)
-        size += tensors[name].numel() * tensors[name].element_size()
-        if size >= limit:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
-
-
-def _group_device(group: dist.ProcessGroup) -> torch.device:
-    kinds = [device.type for device in group._device_types]
-    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])
-
-
-def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Raise on every rank if any tensor differs from rank 0's."""
-    reference = broadcast_from_first(tensors, mesh)
-    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, reference[name])]
-    gathered = gather_objects(mesh, differing)
-    problems = [
-        Problem(
-            "ranks-differ",
-            name.replace("\0", " "),
-            found=f"rank {rank} does not hold rank 0's values",
-            hint="seed every rank alike, or use equal='broadcast'",
-        )
-        for rank, names in enumerate(gathered)
-        for name in names
-    ]
-    if problems:
-        raise PlanError(problems, "the ranks start with different values")
-
-
-__all__ = ["Binding", "as_dtensor", "check_equal", "local_of", "local_part"]
+__all__ = ["Binding", "as_dtensor", "local_of", "local_part"]

@@ -18,6 +18,12 @@ from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, muta
 
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
+# Their results are views all the same; the names mean that autograd need not keep track of that.
+_VIEWS = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
+
 
 def canonicalise(capture: Capture) -> None:
     """Bring a captured graph into canonical form, in place."""
@@ -26,6 +32,7 @@ def canonicalise(capture: Capture) -> None:
     connect_fused_hypers(graph)
     erase_profiler(graph)
     merge_aliases(graph)
+    name_views(graph)
     eliminate_dead(graph)
 
 
@@ -75,6 +82,12 @@ def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:
                 node.update_arg(position, value)
             else:
                 node.update_kwarg(name, value)
+
+
+def name_views(graph: fx.Graph) -> None:
+    """Call operators whose results are views by names that say so."""
+    for node in graph.nodes:
+        node.target = _VIEWS.get(node.target, node.target)
 
 
 def erase_profiler(graph: fx.Graph) -> None:

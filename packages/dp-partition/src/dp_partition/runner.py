@@ -26,6 +26,7 @@ from dp_partition.failure import guarded
 from dp_partition.feeding import gather_inputs, store_outputs
 from dp_partition.keys import program_key
 from dp_partition.lower.lowered import check_inductor, lower
+from dp_partition.plain import release
 from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.problems import PlanError, Problem
 from dp_partition.program import Program, build_program
@@ -125,6 +126,11 @@ class Runner:
         store_outputs(binding, program, values)
         return fill_result(program.capture, values)
 
+    @property
+    def owner(self) -> Runner:
+        """The runner that placed the parameters: this one, unless it shares another's."""
+        return self if self.share is None else self.share.owner
+
     def bound(self) -> Binding:
         """The placed model and optimizers.
 
@@ -140,8 +146,15 @@ class Runner:
         return PlanError(Problem("not-started", self.name, found="nothing is placed yet", hint="call the step once"))
 
     def release(self) -> None:
-        """Give model and optimizer back, and forget everything."""
-        self.bound().release()
+        """Give model and optimizer back, and forget everything.
+
+        Raises:
+            PlanError: ``not-owner`` for a step that shares what another one placed.
+        """
+        if self.share is not None:
+            hint = f"call release() on {self.owner.name}, or let go of this step"
+            raise PlanError(Problem("not-owner", self.name, found="shares what another step placed", hint=hint))
+        release(self.bound())
         self.binding, self.latest, self.gathered_again = None, None, None
         self.programs.clear()
         self.agreed.clear()

@@ -10,6 +10,7 @@ from torch import fx
 
 from dp_partition.link import Link, Machine
 from dp_partition.messages import explain_messages, messages_of
+from dp_partition.plain import unsharded
 from dp_partition.plan import PartitionPlan
 from dp_partition.runner import Runner
 from dp_partition.shown import show_listing
@@ -80,13 +81,17 @@ class Step:
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
         """Within the block the model holds whole plain parameters, for eager code on every rank alike.
 
+        The parameters are those of the block: optimizers and lists that are made of them are of no use afterwards, and
+        say so. A step that shares another's parameters unshards the same ones.
+
         Args:
-            writeback: Keep what the block writes into the parameters.
+            writeback: Keep what the block writes into the parameters. A block within a block leaves that to the outer.
         """
-        return self._runner.bound().unsharded(writeback)
+        self._runner.bound()  # not before the first call
+        return unsharded(self._runner.owner.bound(), writeback)
 
     def release(self) -> None:
-        """Give model and optimizer back: plain whole parameters and state, for good."""
+        """Give model and optimizer back: plain whole parameters and state, for good. Not for a step that shares."""
         self._runner.release()
 
 

@@ -20,6 +20,7 @@ from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import Capture
 from dp_partition.imagined import imagined_mesh
 from dp_partition.mark import mark_graph
+from dp_partition.plain import whole
 from dp_partition.plan import PartitionPlan
 from dp_partition.program import capture_single_device, plan_nodes
 from dp_partition.runner import Runner
@@ -119,7 +120,7 @@ def input_values(
             shared[index] = entry.hyper.read(subject.optimizers)
         elif entry.kind == "param":
             param = subject.params[entry.name]
-            shared[index] = _perturbed(placed.whole(param) if placed else param.detach(), generator)
+            shared[index] = _perturbed(whole(param) if placed else param.detach(), generator)
         elif entry.kind == "buffer":
             shared[index] = _perturbed(subject.buffers[entry.name].detach(), generator)
         elif entry.kind == "state":

@@ -157,13 +157,36 @@ def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any
     like = next(value for value in examples if isinstance(value, torch.Tensor))
     if piece.numbers:
         examples.append(like.new_empty(len(piece.numbers), dtype=torch.float64))
+    wanted = [node.meta["val"].stride() for node in piece.outputs]
     try:
-        return inductor_compile(body, examples)
+        return laid_out(inductor_compile(body, examples), wanted)
     except Exception as error:
         found = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         where = f"nodes {piece.nodes[0].name} to {piece.nodes[-1].name}"
         hint = 'use backend="eager"'
         raise PlanError(Problem("not-lowered", where, found=found, hint=hint), f"{name}: inductor") from error
+
+
+def laid_out(function: Callable[..., Any], wanted: list[tuple[int, ...]]) -> Callable[..., Any]:
+    """Let a compiled piece return its tensors laid out as torch's operators would: what follows was traced with those.
+
+    Inductor keeps strides that leave no gaps; a part of a wider tensor it returns without them.
+    """
+
+    def call(inputs: list[Any]) -> list[torch.Tensor]:
+        results = function(inputs)
+        return [
+            tensor if tensor.stride() == strides else _laid_out(tensor, strides)
+            for tensor, strides in zip(results, wanted, strict=True)
+        ]
+
+    return call
+
+
+def _laid_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    if all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True)):
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def _attribute(module: fx.GraphModule, name: str) -> Any:

@@ -1,0 +1,93 @@
+"""Blocks of plain parameters: within one another, of steps that share, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.as_tensor(model(x))
+
+
+def started(ranks: Ranks) -> tuple[dp.Step, dp.Step, nn.Module, Any, torch.Tensor]:
+    """A step, one that shares its parameters, both called; model, optimizer and batch."""
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim, x = SGD(model.parameters()), torch.ones(4, 8, device=ranks.device)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step(model, optim, x)
+    shares = dp.compile(evaluate, share=step)
+    shares(model, x)
+    return step, shares, model, optim, x
+
+
+@pytest.mark.ranks(2)
+def test_a_block_within_a_block(ranks: Ranks) -> None:
+    """The inner one took the outer one's parameters away: what they held was lost, and the outer one failed."""
+    step, shares, model, optim, x = started(ranks)
+    for inner in (step, shares):
+        with step.unsharded(), torch.no_grad():
+            first = next(model.parameters())
+            first.fill_(2.0)
+            with inner.unsharded():
+                assert next(model.parameters()) is first
+                first.mul_(3.0)
+            assert next(model.parameters()) is first
+        placed = next(model.parameters())
+        assert isinstance(placed, DTensor)
+        assert placed.to_local().unique().tolist() == [6.0]
+        with shares.unsharded(writeback=False), torch.no_grad():
+            next(model.parameters()).zero_()
+        assert placed.to_local().unique().tolist() == [6.0]
+    step(model, optim, x)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_called_within_a_block(ranks: Ranks) -> None:
+    """`release` within a block left shards in the model that nothing could use; that of a step that shares did too."""
+    step, shares, model, optim, x = started(ranks)
+    with step.unsharded():
+        for call in (partial(step, model, optim, x), partial(shares, model, x)):
+            with pytest.raises(dp.PlanError, match=r"parameter-replaced.*leave unsharded|not-shared"):
+                call()
+        with pytest.raises(dp.PlanError, match="unsharded-now"):
+            step.release()
+        assert type(next(model.parameters())) is nn.Parameter
+    with pytest.raises(dp.PlanError, match=r"not-owner.*mean_step"):
+        shares.release()
+    step(model, optim, x)
+    step.release()
+    models.mean_step(model, optim, x)
+    assert type(next(model.parameters())) is nn.Parameter
+
+
+@pytest.mark.ranks(2)
+def test_what_was_made_within_a_block(ranks: Ranks) -> None:
+    """An optimizer from within the block trained parameters that were in no model any more."""
+    step, _, model, optim, x = started(ranks)
+    with step.unsharded():
+        held, kept = list(model.parameters()), copy.deepcopy(model)
+        other = SGD(held)
+        models.mean_step(model, other, x)
+        trained = [p.detach().clone() for p in held]
+    for reads in (other.step, other.zero_grad, partial(nn.utils.clip_grad_norm_, held, 1.0)):
+        with pytest.raises(dp.PlanError, match=r"parameter-replaced.*within unsharded\(\)"):
+            reads()
+    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]  # DTensors
+    assert sum(map(torch.equal, whole, trained)) == sum(map(torch.equal, held, trained)) == 4, "values are kept"
+    assert [type(p) for p in kept.parameters()] == [nn.Parameter] * 4, "a copy is nobody's parameter"
+    models.mean_step(kept, SGD(kept.parameters()), x)
+    for _ in range(5):
+        step(model, optim, x)
