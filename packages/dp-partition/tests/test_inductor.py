@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Attends(nn.Module):
-    """Gates and heads are parts of a product: they, and what attention makes of them, lie otherwise than new tensors."""
+    """Gates and heads are parts of a product: they, and what attention makes of them, lie unlike new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
