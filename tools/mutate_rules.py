@@ -5,7 +5,7 @@
     python tools/mutate_rules.py --markdown FILE       write the table too
 
 Rows are operators as the table names them, and the elementwise operators that its families cover. The mutations and the
-probes they are tried on are in packages/dp-partition/tests/rule_mutations.py. A mutation is tried in a process of its
+probes they are tried on are in packages/dp-partition/tests/rule_probes.py. A mutation is tried in a process of its
 own: kernels do not check everything, and some end the process when they are handed shapes that do not fit. Exit 0:
 every mutation was killed and every row is used by a probe. Exit 1: one survived.
 """
@@ -58,14 +58,17 @@ def main() -> int:
     options = parser.parse_args()
 
     import rule_mutations as mutations
+    import rule_probes as probing
     import torch
+    from dp_partition.rules.table import RULES
+    from dp_partition.verification import verify_capture
 
     torch.set_num_threads(1)
-    rows_of = {name: mutations.probe(name).rows() for name in mutations.all_probes()}
+    rows_of = {name: probing.probe(name).rows() for name in probing.all_probes()}
     for name in rows_of:  # what is right must be found right before what is wrong is worth anything
-        one = mutations.probe(name)
-        mutations.verify_capture(one.step, one.capture, one.plan, one.values)
-    rows = sorted(set(mutations.RULES) | set().union(*rows_of.values()))
+        one = probing.probe(name)
+        verify_capture(one.step, one.capture, one.plan, one.values)
+    rows = sorted(set(RULES) | set().union(*rows_of.values()))
     unknown = set(options.rows) - set(rows)
     if unknown:
         parser.error(f"no row {', '.join(sorted(unknown))}")

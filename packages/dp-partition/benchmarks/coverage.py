@@ -31,7 +31,8 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
 import dp_cells  # noqa: E402 - beside the tests, which run a sample of the cells
-from dp_cells import COMPILED, MODELS, OPTIMIZERS, STYLES, UNDER_GLOBAL, Cell  # noqa: E402
+from dp_cells import COMPILED, OPTIMIZERS, STYLES, Cell  # noqa: E402
+from dp_matrix_models import MODELS, UNDER_GLOBAL  # noqa: E402
 
 DOCS = HERE.parents[3] / "docs" / "benchmarks"
 KEPT, PAGE = DOCS / "dp-partition-coverage.json", DOCS / "dp-partition-coverage.md"

@@ -12,30 +12,60 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import dp_models as models
 import dp_partition as dp
 import torch
-import torch.nn.functional as F
+from dp_odd_gradients import (
+    clip,
+    grads_by_hand,
+    grads_centred,
+    grads_decayed,
+    grads_none,
+    grads_sign,
+    hooked,
+    penalty_on_input,
+    penalty_on_weights,
+    two_losses,
+    with_closure,
+    zeros_instead_of_none,
+)
+from dp_odd_models import (
+    Buffers,
+    Complex,
+    Counts,
+    Recomputed,
+    Rounded,
+    SharedMemory,
+    Small,
+    Sparse,
+    Strided,
+    Unused,
+    parametrized,
+)
+from dp_odd_steps import STEPS, WIDTH, adamw, layer_twice, mlp, plain
+from dp_odd_updates import (
+    adversarial,
+    autocast,
+    averaged,
+    clamped,
+    data_assigned,
+    data_dependent,
+    muon,
+    no_bias,
+    noisy_input,
+    normalised,
+    parts_of_gradients,
+    parts_of_weights,
+    rank_value_into_weight,
+    scaled,
+    sharpness_aware,
+    some_groups,
+    twice,
+    views_from_before,
+    writes_argument,
+)
 from ranktest import Ranks
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
-
-STEPS = 5
-WIDTH = 8
-
-
-def mlp() -> nn.Module:
-    return models.mlp(WIDTH, WIDTH)
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, fused=True)
-
-
-def layer_twice() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    return nn.Sequential(layer, nn.Tanh(), layer)
 
 
 @dataclass(frozen=True)
@@ -63,432 +93,6 @@ class Odd:
     reference: Callable[..., Any] | None = None
     close: float = 1e-6
     every: bool = False
-
-
-def inner(model: nn.Module) -> Any:
-    """The model behind DistributedDataParallel."""
-    return getattr(model, "module", model)
-
-
-def finish(optim: torch.optim.Optimizer, loss: Any) -> Any:
-    loss.backward()
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def plain(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
-    return finish(optim, F.mse_loss(model(x), y))
-
-
-# ---- gradients ------------------------------------------------------------------------------------------------------
-
-
-def clip(change: Callable[[Any], object], model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss: Any = F.mse_loss(model(x), y)
-    loss.backward()
-    change(model.parameters())
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def grads_sign(params: Any) -> None:
-    for param in params:
-        param.grad.sign_()
-
-
-def grads_decayed(params: Any) -> None:
-    for param in params:
-        param.grad = param.grad + 0.1 * param.detach()
-
-
-def grads_centred(params: Any) -> None:
-    """Gradient centralisation: a mean over a dim that is sharded, and one over a dim that is not."""
-    for param in params:
-        if param.ndim > 1:
-            param.grad.sub_(param.grad.mean(dim=0, keepdim=True)).sub_(param.grad.mean(dim=1, keepdim=True))
-
-
-def grads_none(params: Any) -> None:
-    """The first parameter is left out of the update."""
-    next(iter(params)).grad = None
-
-
-def two_losses(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    out = model(x)
-    first, second = F.mse_loss(out, y), out.abs().mean()
-    total: Any = first + 0.1 * second
-    total.backward()
-    optim.step()
-    optim.zero_grad()
-    return {"first": first, "second": second, "out": out}
-
-
-def penalty_on_input(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    x = x.detach().requires_grad_()
-    out = model(x)
-    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return finish(optim, F.mse_loss(out, y) + grad.square().mean())
-
-
-def penalty_on_weights(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = F.mse_loss(model(x), y)
-    grads = torch.autograd.grad(loss, list(inner(model).parameters()), create_graph=True)
-    return finish(optim, loss + sum(g.square().sum() for g in grads))
-
-
-def grads_by_hand(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = F.mse_loss(model(x), y)
-    params = list(inner(model).parameters())
-    for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
-        param.grad = grad
-    optim.step()
-    optim.zero_grad()
-    return loss
-
-
-def with_closure(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    def closure() -> torch.Tensor:
-        optim.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        torch.autograd.backward(loss)
-        return loss
-
-    loss: torch.Tensor = optim.step(closure)
-    optim.zero_grad()
-    return loss
-
-
-def zeros_instead_of_none(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    optim.zero_grad(set_to_none=False)
-    loss: Any = F.mse_loss(model(x), y)
-    loss.backward()
-    optim.step()
-    optim.zero_grad(set_to_none=False)
-    return loss
-
-
-def hooked(method: str) -> nn.Module:
-    model = models.mlp(WIDTH, WIDTH)
-    if method == "register_hook":
-        model[0].weight.register_hook(lambda grad: 2 * grad)  # type: ignore[operator]
-    else:
-        model[0].weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))  # type: ignore[operator]
-    return model
-
-
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare, self.body = nn.Linear(WIDTH, WIDTH), models.mlp(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(x)
-        return out
-
-
-class Buffers(nn.Module):
-    """Buffers that are written in place, replaced, and used."""
-
-    mean: torch.Tensor
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.3))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(x)
-        with torch.no_grad():
-            self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
-            self.calls += 1
-        return (out - self.mean) / self.calls
-
-
-class Counts(nn.Module):
-    """A Python number that forward changes: a graph would burn it in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.calls = nn.Linear(WIDTH, WIDTH), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        out: torch.Tensor = self.body(x) * self.calls
-        return out
-
-
-class SharedMemory(nn.Module):
-    """A buffer that is a view of a parameter: wherever the parameter goes, the buffer does not follow."""
-
-    view: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("view", self.body.weight.data[:2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(x) + self.view.sum()
-        return out
-
-
-class Strided(nn.Module):
-    """Parameters that are not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.Parameter(torch.randn(WIDTH, 6).t())
-        self.conv = nn.Conv2d(2, WIDTH, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x, self.turned)[:, :, None, None].expand(-1, -1, 2, 2)[:, :2]
-        out: torch.Tensor = self.conv(y).flatten(1)
-        return out
-
-
-class Small(nn.Module):
-    """Fewer rows than ranks, no rows, no dims."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.row = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(1, WIDTH))
-        self.none, self.scale = nn.Parameter(torch.zeros(0, WIDTH)), nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.body(x) * self.row, F.linear(x, self.none)], 1) * self.scale
-
-
-class Rounded(nn.Module):
-    """Parameters of several dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH).to(torch.bfloat16), nn.Linear(WIDTH, WIDTH).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.second(self.first(x.to(torch.bfloat16)).double()).float()
-        return out
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs()
-
-
-class Recomputed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.reentrant = nn.Linear(WIDTH, WIDTH), models.mlp(WIDTH, WIDTH), reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.second, torch.tanh(self.first(x)), use_reentrant=self.reentrant)
-        return out
-
-
-def parametrized(kind: str) -> nn.Module:
-    model = models.mlp(WIDTH, WIDTH)
-    getattr(nn.utils.parametrizations, kind)(model[0])
-    return model
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WIDTH, WIDTH, sparse=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.table((x.abs() * 3).long() % WIDTH).sum(1)
-        return out
-
-
-# ---- updates --------------------------------------------------------------------------------------------------------
-
-
-def autocast(dtype: torch.dtype, model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    with torch.autocast(x.device.type, dtype=dtype):
-        loss = F.mse_loss(model(x).float(), y)
-    return finish(optim, loss)
-
-
-def scaled(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    scaler = torch.amp.GradScaler(x.device.type)
-    loss = F.mse_loss(model(x * torch.where(x.sum() > 6, 1e38, 1.0)), y)
-    grown: Any = scaler.scale(loss)
-    grown.backward()
-    scaler.step(optim)
-    optim.zero_grad()
-    return loss
-
-
-def clamped(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = finish(optim, F.mse_loss(model(x), y))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.clamp_(-0.2, 0.2)
-    return loss
-
-
-def normalised(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """The update is followed by a reduction over a dim that is sharded."""
-    loss = finish(optim, F.mse_loss(model(x), y))
-    with torch.no_grad():
-        for param in model.parameters():
-            param.div_(param.norm(dim=0, keepdim=True) + 1)
-    return loss
-
-
-def averaged(two: list[nn.Module], optims: list[Any], x: torch.Tensor, y: torch.Tensor) -> Any:
-    """The second model follows the first."""
-    loss = finish(optims[0], F.mse_loss(two[0](x), y))
-    with torch.no_grad():
-        for slow, fast in zip(inner(two[1]).parameters(), inner(two[0]).parameters(), strict=True):
-            slow.lerp_(fast, 0.1)
-    return loss
-
-
-def adversarial(two: list[nn.Module], optims: list[Any], x: torch.Tensor, y: torch.Tensor) -> Any:
-    made = two[0](x)
-    critic: Any = F.softplus(two[1](made.detach())).mean() + F.softplus(-two[1](y)).mean()
-    critic.backward()
-    optims[1].step()
-    optims[1].zero_grad()
-    maker: Any = F.softplus(-two[1](made)).mean()
-    maker.backward()
-    optims[0].step()
-    optims[0].zero_grad()
-    optims[1].zero_grad()
-    return critic, maker
-
-
-def twice(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Two updates in one call."""
-    finish(optim, F.mse_loss(model(x), y))
-    return finish(optim, F.mse_loss(model(x), -y))
-
-
-def noisy_input(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    return finish(optim, F.mse_loss(F.dropout(model(x + torch.randn_like(x)), 0.3), y))
-
-
-def writes_argument(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = finish(optim, F.mse_loss(model(x), y))
-    x.add_(1)
-    return loss, x.sum()
-
-
-def data_dependent(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = F.mse_loss(model(x), y)
-    return finish(optim, loss if loss.item() < 100 else loss * 0)
-
-
-def rank_value_into_weight(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = finish(optim, F.mse_loss(model(x), y))
-    with torch.no_grad():
-        inner(model)[0].bias.add_(x.mean(0).repeat(2))
-    return loss
-
-
-@torch.no_grad()
-def zero_a_row(model: Any) -> None:
-    model[0].weight[0].zero_()
-
-
-def parts_of_weights(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """In a sharded weight each of these is a write to a copy, unless the rank's part goes back."""
-    plain_model = inner(model)
-    zero_a_row(plain_model)  # before forward
-    loss = finish(optim, F.mse_loss(model(x), y))
-    with torch.no_grad():
-        weight, bias = plain_model[0].weight, plain_model[2].bias
-        rows, flat, column = weight[1:5], weight.view(-1)[10:30], weight[:, 1]
-        rows.mul_(0.5)
-        column.add_(1.0)
-        flat.sub_(0.1)
-        bias[1:3].zero_()
-        plain_model[2].weight[:, 3:5] = 1.0
-        weight.index_fill_(0, torch.tensor([6, 9], device=x.device), 0.25)
-        weight[7] = weight[8] * 2
-        return loss, rows.sum(), weight.norm(), column * 2
-
-
-def views_from_before(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Views that were taken before the update see it, and what is written to them is written to the weight."""
-    plain_model = inner(model)
-    rows, halves = plain_model[0].weight.detach()[2:7], plain_model[2].weight.detach().split(4)
-    loss = finish(optim, F.mse_loss(model(x), y))
-    with torch.no_grad():
-        rows.mul_(0.9)
-        plain_model[0].weight.mul_(1.1)
-        halves[1].neg_()
-        return loss, rows.sum(), halves[0].sum(), halves[1].clone(), plain_model[2].weight.norm()
-
-
-def parts_of_gradients(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Rows of an embedding that must not learn, and moments that are forgotten."""
-    loss: Any = F.mse_loss(model(x), y)
-    loss.backward()
-    grad = inner(model)[0].weight.grad
-    grad[0].zero_()
-    grad[3:5].mul_(2.0)
-    grad[:, 1].zero_()
-    optim.step()
-    for state in optim.state.values():
-        state["exp_avg"][0].zero_()
-    found = grad.sum()
-    optim.zero_grad()
-    return loss, found
-
-
-def data_assigned(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    loss = finish(optim, F.mse_loss(model(x), y))
-    weight = inner(model)[0].weight
-    weight.data = weight.data * 0.9
-    return loss
-
-
-def sharpness_aware(model: Any, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Weights go up along the gradient, back again after a second backward, and are then updated."""
-    params = list(inner(model).parameters())
-    loss: Any = F.mse_loss(model(x), y)
-    loss.backward()
-    with torch.no_grad():
-        ups = [param.grad / (param.grad.norm() + 1e-3) * 0.05 for param in params]
-        for param, up in zip(params, ups, strict=True):
-            param.add_(up)
-            param.grad = None
-    second: Any = F.mse_loss(model(x), y)
-    second.backward()
-    with torch.no_grad():
-        for param, up in zip(params, ups, strict=True):
-            param.sub_(up)
-    optim.step()
-    optim.zero_grad()
-    return loss, second
-
-
-def some_groups(params: Any) -> torch.optim.Optimizer:
-    params = list(params)
-    groups = [{"params": params[:1], "lr": 0.0}, {"params": params[1:], "maximize": True}]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.5, dampening=0.1)
-
-
-def muon(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02)
-
-
-def no_bias() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 6, bias=False), nn.Tanh(), nn.Linear(6, WIDTH, bias=False))
 
 
 clip_norm = nn.utils.clip_grad_norm_
@@ -556,6 +160,9 @@ ODD: dict[str, Odd] = {
 }
 
 
+ALSO_REFUSED = {("two updates", style): "no-way" for style in ("zero1", "zero2")}
+
+
 def run_odd(ranks: Ranks, odd: Odd, style: str, **settings: Any) -> str:
     """``bitwise``, ``close: ...`` or ``refused: code``; anything else raises."""
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
@@ -617,4 +224,3 @@ def _train(ranks: Ranks, odd: Odd, bare: list[nn.Module], used: list[nn.Module],
 
 
 # Two markers cannot stand for parameters that one call updates twice; the error says which style can.
-ALSO_REFUSED = {("two updates", style): "no-way" for style in ("zero1", "zero2")}

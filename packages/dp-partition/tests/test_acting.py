@@ -10,7 +10,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_cells import Contrast, value_step
+from dp_matrix_models import Contrast, value_step
 from dp_partition.capture.subject import find_subject
 from dp_partition.imagined import Stand, imagined_mesh, stand_in_arguments, standing_in
 from dp_partition.plan import TensorInfo, plan_placements

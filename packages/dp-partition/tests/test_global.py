@@ -8,7 +8,7 @@ from typing import Any
 import dp_models as models
 import pytest
 import torch
-from dp_cells import Contrast
+from dp_matrix_models import Contrast
 from ranktest import Ranks
 from torch import nn
 

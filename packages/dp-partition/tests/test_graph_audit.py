@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import dp_cells
+import dp_matrix_models as matrix
 import dp_models as models
 import dp_partition as dp
 import pytest
@@ -141,7 +141,7 @@ def test_of_parameters_of_odd_shapes(bucket_bytes: int) -> None:
 def test_of_models() -> None:
     tokens, rows = models.tokens(torch.Generator(), rows=2), (torch.ones(2, 8),)
     found = [*graphs(models.token_step, models.GPT, FUSED, tokens, 1 << 11, ("zero2", "fully_shard"))]
-    found += graphs(dp_cells.value_step, dp_cells.Contrast, FUSED, rows, 1 << 11, ("fully_shard",), "global")
+    found += graphs(matrix.value_step, matrix.Contrast, FUSED, rows, 1 << 11, ("fully_shard",), "global")
     for graph, world in found:
         assert check_collectives(graph, world) > 4
         assert check_lists(graph) >= 16

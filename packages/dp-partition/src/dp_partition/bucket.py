@@ -3,14 +3,12 @@
 Gradients are gathered into buckets in the order in which backward finishes them; a bucket is reduced as soon as its
 last gradient is there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
 the compute that needs them. Order and content of buckets depend on the graph alone, so they are the same on every rank.
-
-Layout of a flat buffer: members one after the other, each as ``[world, chunk]`` where a collective cuts along dim 0.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Generator, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +16,13 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from dp_partition._torch_compat import collectives
 from dp_partition.capture.tagging import TAG_GRAD
-from dp_partition.collectives import Move, Mover, chunk_bounds
-from dp_partition.in_bucket import mark_packing
-from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.collectives import Move, Mover
+from dp_partition.ops import mutated_inputs, root_of
+from dp_partition.packing import gathered, reduced
 from dp_partition.propagate import is_gradient
-from dp_partition.reducing import CommHook, Flat, reduce_flat
+from dp_partition.reducing import CommHook
 from dp_partition.styles import NodeType
-
-Parts = Generator[None, None, list[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -177,14 +172,7 @@ def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move
 
 
 def _num_bytes(move: Move) -> int:
-    return _product(move.shape) * move.like.dtype.itemsize
-
-
-def _product(sizes: Iterable[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+    return math.prod(move.shape) * move.like.dtype.itemsize
 
 
 def _emit(
@@ -208,7 +196,8 @@ def _emit(
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])
-    parts = _gather(mover, bucket.moves) if gathers else _reduce(mover, bucket.moves, traffic)
+    how = traffic.reduce_dtype, traffic.hook
+    parts = gathered(mover, bucket.moves) if gathers else reduced(mover, bucket.moves, *how)
     results: list[fx.Node] | None = None
     for place in range(len(stands) + 1):
         with graph.inserting_before(stands[min(place, len(stands) - 1)]):
@@ -232,75 +221,3 @@ def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> set[fx.Node]
         erased.add(node)
         node = previous
     return erased
-
-
-def _reduce(mover: Mover, moves: list[Move], traffic: Traffic) -> Parts:
-    kind, wanted, like = moves[0].origin, moves[0].wanted, moves[0].like
-    assert isinstance(kind, Partial)
-    world = mover.world
-    how = (traffic.reduce_dtype, traffic.hook)
-    if isinstance(wanted, Replicate):
-        node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-        sizes = [_product(m.shape) for m in moves]
-        mark_packing(node, sizes, like)
-        whole = yield from reduce_flat(mover, Flat(node, sum(sizes), like, kind.reduce_op, scatter=False), *how)
-        pieces = mover.call(aten.split_with_sizes.default, whole, sizes)
-        return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
-    if len(moves) == 1 and traffic.hook is None:  # it is sent as it is; a hook may write what it is given
-        rows = mover.pad(moves[0].start, moves[0].shape[0])
-    else:
-        rows = _chunks(mover, moves)
-    node = mover.call(aten.reshape.default, rows, [-1])
-    chunks = [-(-m.shape[0] // world) for m in moves]
-    sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
-    shard = yield from reduce_flat(mover, Flat(node, world * sum(sizes), like, kind.reduce_op, scatter=True), *how)
-    pieces = mover.call(aten.split_with_sizes.default, shard, sizes)
-    views = [
-        _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))
-        for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True))
-    ]
-    return [mover.unpad(view, m.shape[0]) for view, m in zip(views, moves, strict=True)]
-
-
-def _gather(mover: Mover, moves: list[Move]) -> Parts:
-    world = mover.world
-    chunks = [-(-m.shape[0] // world) for m in moves]
-    flats = []
-    for chunk, m in zip(chunks, moves, strict=True):
-        start, end = chunk_bounds(m.shape[0], world, mover.rank)
-        local = _flat(mover, m.start, m.shape)
-        missing = (chunk - (end - start)) * _product(m.shape[1:])
-        flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)
-    alone = len(flats) == 1
-    flat = mover.call(aten.contiguous.default, flats[0]) if alone else mover.call(aten.cat.default, flats)
-    work = mover.issue(collectives.all_gather_into_tensor.default, flat, world, mover.group)
-    sizes = [chunk * _product(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
-    yield
-    rows = mover.call(aten.view.default, mover.wait(work), [world, -1])
-    pieces = mover.call(aten.split_with_sizes.default, rows, sizes, 1)
-    results = []
-    for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
-        whole = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
-        padded = chunk * world != m.shape[0]
-        results.append(mover.call(aten.slice.Tensor, whole, 0, 0, m.shape[0]) if padded else whole)
-    return results
-
-
-def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
-    """The gradients as ``[world, chunk]``, side by side; one call, where none of them is empty."""
-    if all(_product(m.shape) for m in moves):
-        return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
-    rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]
-    return mover.call(aten.cat.default, rows, 1)
-
-
-def _flat(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    return node if len(shape) == 1 else mover.call(aten.reshape.default, node, [-1])
-
-
-def _view(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    return node if len(shape) == 1 else mover.call(aten.view.default, node, list(shape))
-
-
-def _item(mover: Mover, node: fx.Node, index: int) -> fx.Node:
-    return mover.call(operator.getitem, node, index)

@@ -21,7 +21,6 @@ from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import find_hypers
 from dp_partition.capture.subject import Subject, find_subject
-from dp_partition.capture.trace import fill_result
 from dp_partition.failure import guarded
 from dp_partition.feeding import gather_inputs, store_outputs
 from dp_partition.keys import program_key
@@ -124,7 +123,7 @@ class Runner:
         with torch.no_grad(), guarded(kept, buffers), drawing:
             values = program.run(inputs)
         store_outputs(binding, program, values)
-        return fill_result(program.capture, values)
+        return program.capture.returned.result(values)
 
     @property
     def owner(self) -> Runner:

@@ -118,15 +118,19 @@ def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def installed(subject: Subject, fakes: Fakes, record: dict[str, Any]) -> Iterator[None]:
-    """Put the fakes where the step looks for tensors; put everything back afterwards."""
+def installed(subject: Subject, fakes: Fakes) -> Iterator[dict[Hyper, Any]]:
+    """Put the fakes where the step looks for tensors; put everything back afterwards.
+
+    Yields:
+        The symbol of each hyperparameter.
+    """
     with contextlib.ExitStack() as stack:
         _install_modules(stack, subject, fakes)
         stack.enter_context(retired(subject.params.items()))
-        record["symbols"] = {}
+        symbols: dict[Hyper, Any] = {}
         for number, optimizer in enumerate(subject.optimizers):
-            _install_optimizer(stack, number, optimizer, subject, fakes, record["symbols"])
-        yield
+            _install_optimizer(stack, number, optimizer, subject, fakes, symbols)
+        yield symbols
 
 
 def _install_modules(stack: contextlib.ExitStack, subject: Subject, fakes: Fakes) -> None:

@@ -22,22 +22,13 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.capture.attributes import attributes_kept
 from dp_partition.capture.effects import Results, check_repeatable, param_groups_kept, random_numbers_watched
-from dp_partition.capture.fakes import Fakes, Input, check_memory, flatten_inputs, installed, make_fakes
+from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hypers import Hyper
+from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import Phases, mark_phases
 from dp_partition.capture.subject import Subject
 from dp_partition.capture.tagging import TAG_GRAD, gradients_tagging
 from dp_partition.problems import PlanError, Problem
-
-
-@dataclass(frozen=True)
-class Output:
-    """One value the graph returns: for the user, or a new buffer or state entry to put in place."""
-
-    kind: str
-    name: str = ""
-    key: Any = None
-    optimizer: int = 0
 
 
 @dataclass
@@ -47,9 +38,7 @@ class Capture:
     Attributes:
         module: The graph at full parameter shapes; placeholders stand in the order of ``inputs``.
         inputs: What each placeholder is.
-        outputs: What each returned value is.
-        user_leaves: The step's result, flattened; tensors and symbols are replaced by their position in the outputs.
-        user_spec: How to unflatten it.
+        returned: What the step returned and put in place, as outputs of the graph.
         guards: Conditions on hyperparameters under which the trace holds, as sympy expressions.
         symbols: The sympy symbol of each hyperparameter.
         mode: The fake mode that holds the nodes' ``meta["val"]``.
@@ -58,13 +47,94 @@ class Capture:
 
     module: fx.GraphModule
     inputs: list[Input]
-    outputs: list[Output]
-    user_leaves: list[Any]
-    user_spec: Any
+    returned: Returned
     mode: FakeTensorMode
     guards: list[Any] = field(default_factory=list)
     symbols: dict[Hyper, Any] = field(default_factory=dict)
     cleared: bool = False
+
+    @property
+    def outputs(self) -> list[Output]:
+        """What each returned value is."""
+        return self.returned.outputs
+
+
+class _Tracing:
+    """One step on fake tensors, which is called twice: recorded as a graph, and again to compare with.
+
+    Args:
+        function: The train step, as written for one device.
+        call: Its arguments and keyword arguments.
+        subject: The modules and optimizers among them.
+        batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
+
+    Attributes:
+        mode: The fake mode.
+        inputs: What each input of the graph is.
+        flat: The fake tensors in the order of the inputs.
+        phases: Which operators are forward, backward and optimizer.
+        returned: What the latest call returned.
+        symbols: The symbols of its hyperparameters.
+    """
+
+    returned: Returned
+    symbols: dict[Hyper, Any]
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        subject: Subject,
+        batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+    ) -> None:
+        self.function, self.subject = function, subject
+        self.leaves, self.spec = pytree.tree_flatten(call)
+        self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.mode = new_fake_mode()
+        self.fakes = make_fakes(self.mode, subject, [self.leaves[i] for i in self.positions], batch_of)
+        self.inputs, self.flat = flatten_inputs(self.fakes)
+        self.phases = Phases()
+
+    @property
+    def name(self) -> str:
+        """Name of the step."""
+        return getattr(self.function, "__name__", "train_step")
+
+    def call(self, run: Callable[..., Any], results: Results) -> Any:
+        """Run the step, or its recording, on the fakes; watch what it does beside its tensors."""
+        self.results = results
+        kept, watched = attributes_kept(self.subject.modules), random_numbers_watched(self.name)
+        with kept, watched, self.mode, _recurrent_layers_taken_apart(self.subject), _casts_made_anew():
+            made = run(*self.flat)
+        for param in self.fakes.params.values():
+            param.grad = None
+        return made
+
+    def body(self, *tensors: Any) -> list[Any]:
+        """The step as a function of its inputs; returns what its graph returns."""
+        args, kwargs = self._arguments(tensors)
+        optimizers, modules = self.subject.optimizers, [module for _, module in self.subject.modules]
+        recording = self.phases.recording(optimizers, modules)
+        with installed(self.subject, self.fakes) as self.symbols, recording:
+            tagging, kept = gradients_tagging(dict(self.fakes.params)), param_groups_kept(optimizers)
+            memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
+            with tagging, torch.enable_grad(), kept, self.results:
+                result = self.function(*args, **kwargs)
+            check_memory(self.inputs, self.flat, memory)
+            values, self.returned = collect_outputs(result, self.subject, self.fakes, self.phases)
+        return values
+
+    def _arguments(self, tensors: tuple[Any, ...]) -> Any:
+        """The step's own arguments, with the graph's inputs in the places of tensors."""
+        call = list(self.leaves)
+        for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
+            call[position] = value
+        return pytree.tree_unflatten(call, self.spec)
+
+    def guards(self) -> list[Any]:
+        """The conditions on hyperparameters that were decided so far."""
+        shape_env: Any = self.mode.shape_env
+        return [guard.expr for guard in shape_env.guards]
 
 
 def trace_step(
@@ -87,56 +157,25 @@ def trace_step(
         PlanError: When the step cannot be traced (code ``not-traceable``) or carries gradients or Python state from one
             call to the next (``grads-carried-over``, ``python-state``).
     """
-    name = getattr(function, "__name__", "train_step")
-    mode = new_fake_mode()
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    fakes = make_fakes(mode, subject, [leaves[i] for i in positions], batch_of)
-    inputs, flat = flatten_inputs(fakes)
-    phases = Phases()
-    record: dict[str, Any] = {}
-    runs = [Results(flat), Results(flat)]  # of the trace, and of another call to compare with
-
-    def body(*tensors: Any) -> list[Any]:
-        count = len(tensors) - len(positions)
-        call = list(leaves)
-        for position, value in zip(positions, tensors[count:], strict=True):
-            call[position] = value
-        call_args, call_kwargs = pytree.tree_unflatten(call, spec)
-        with installed(subject, fakes, record), phases.recording(subject.optimizers, [m for _, m in subject.modules]):
-            tagging, kept = gradients_tagging(dict(fakes.params)), param_groups_kept(subject.optimizers)
-            memory = [(tensor.untyped_storage(), storage_key(tensor)) for tensor in flat]  # held: no key comes again
-            with tagging, torch.enable_grad(), kept, record["results"]:
-                result = function(*call_args, **call_kwargs)
-            check_memory(inputs, flat, memory)
-            return _collect_outputs(result, subject, fakes, phases, record)
-
-    def call_on_fakes(run: Callable[..., Any], results: Results) -> Any:
-        record["results"] = results
-        kept, watched = attributes_kept(subject.modules), random_numbers_watched(name)
-        with kept, watched, mode, _recurrent_layers_taken_apart(subject), _casts_made_anew():
-            made = run(*flat)
-        for param in fakes.params.values():
-            param.grad = None
-        return made
-
+    tracing = _Tracing(function, (args, kwargs), subject, batch_of)
+    name = tracing.name
+    first, second = Results(tracing.flat), Results(tracing.flat)
     try:
-        module = call_on_fakes(make_fx(body), runs[0])
-        runs[0].check_gone(name, module.graph, frozenset().union(*phases.optimizer))
-        shape_env: Any = mode.shape_env
-        guards = [guard.expr for guard in shape_env.guards]
-        mark_phases(list(module.graph.nodes), phases)
-        returned = record["outputs"], record["user_leaves"], record["user_spec"]
-        capture = Capture(module, inputs, *returned, mode, guards, record["symbols"], phases.cleared)
+        module = tracing.call(make_fx(tracing.body), first)
+        first.check_gone(name, module.graph, frozenset().union(*tracing.phases.optimizer))
+        mark_phases(list(module.graph.nodes), tracing.phases)
+        made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
+        capture = Capture(module, *made, tracing.phases.cleared)
+        shape_env: Any = tracing.mode.shape_env
         with shape_env.ignore_fresh_unbacked_symbols():  # of numbers that no proxy binds; later passes use the mode
-            call_on_fakes(body, runs[1])
+            tracing.call(tracing.body, second)
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(_trace_problem(name, error), "the train step could not be traced") from error
-    check_repeatable(name, runs, (capture.user_leaves, record["user_leaves"]))
+    check_repeatable(name, [first, second], (capture.returned.user_leaves, tracing.returned.user_leaves))
     module.graph.set_codegen(fx.graph.CodeGen())
-    _name_placeholders(module, inputs, _groups(subject))
+    _name_placeholders(module, capture.inputs, _groups(subject))
     _check_constants(module)
     _check_gradients(module)
     return capture
@@ -157,71 +196,6 @@ def _casts_made_anew() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(enabled)
-
-
-def _collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases, record: dict[str, Any]) -> list[Any]:
-    """Flatten what the step returned, then every buffer and state entry that it put in place of an old one."""
-    left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
-    if left and not phases.cleared and phases.backward:
-        hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
-        raise PlanError(
-            [Problem("grads-carried-over", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
-        )
-    values: list[Any] = []
-    outputs: list[Output] = []
-    leaves, record["user_spec"] = pytree.tree_flatten(result)
-    user_leaves: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
-            user_leaves.append(_Position(len(values)))
-            values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
-            outputs.append(Output("user"))
-        else:
-            user_leaves.append(leaf)
-    record["user_leaves"] = user_leaves
-    for fqn, module, attribute, is_param in subject.slots():
-        table: dict[str, Any] = module._parameters if is_param else module._buffers
-        name = subject.aliases.get(fqn, fqn)
-        old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
-        if table[attribute] is old:
-            continue
-        if is_param:
-            raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
-        if table[attribute] is not None:
-            values.append(table[attribute].detach())
-            outputs.append(Output("buffer", fqn))
-    for number, optimizer in enumerate(subject.optimizers):
-        _collect_states(number, optimizer, fakes, values, outputs)
-    record["outputs"] = outputs
-    return values
-
-
-def _collect_states(number: int, optimizer: Optimizer, fakes: Fakes, values: list[Any], outputs: list[Output]) -> None:
-    for fqn, param in fakes.params.items():
-        before = fakes.states.get((number, fqn), {})
-        for key, value in optimizer.state.get(param, {}).items():
-            old = before.get(key)
-            if isinstance(value, torch.Tensor):
-                if value is not old:
-                    values.append(value.detach())
-                    outputs.append(Output("state", fqn, key, number))
-            elif value != old and not (old is None and value is None):
-                hint = "keep counters in tensors, as torch.optim does"
-                found = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
-                raise PlanError(Problem("python-state", fqn, found=found, hint=hint))
-
-
-@dataclass(frozen=True)
-class _Position:
-    """Stands in the flattened result for a value the graph returns."""
-
-    index: int
-
-
-def fill_result(capture: Capture, values: tuple[Any, ...]) -> Any:
-    """The step's result, from the graph's outputs."""
-    leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in capture.user_leaves]
-    return pytree.tree_unflatten(leaves, capture.user_spec)
 
 
 def _trace_problem(name: str, error: Exception) -> Problem:

@@ -1,0 +1,114 @@
+"""What a step returns and what it puts in place of old tensors: the outputs of its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.fakes import Fakes
+from dp_partition.capture.phases import Phases
+from dp_partition.capture.subject import Subject
+from dp_partition.problems import PlanError, Problem
+
+
+@dataclass(frozen=True)
+class Output:
+    """One value the graph returns: for the user, or a new buffer or state entry to put in place."""
+
+    kind: str
+    name: str = ""
+    key: Any = None
+    optimizer: int = 0
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Stands in the flattened result for a value the graph returns."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The outputs of one call, without their values.
+
+    Attributes:
+        outputs: What each value that the graph returns is.
+        user_leaves: The step's result, flattened; tensors and symbols are replaced by their position in the outputs.
+        user_spec: How to unflatten it.
+    """
+
+    outputs: list[Output]
+    user_leaves: list[Any]
+    user_spec: Any
+
+    def result(self, values: tuple[Any, ...]) -> Any:
+        """What the step returned, from the graph's values."""
+        leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
+        return pytree.tree_unflatten(leaves, self.user_spec)
+
+
+def collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
+    """What the step returned, then every buffer and state entry that it put in place of an old one.
+
+    Raises:
+        PlanError: ``grads-carried-over`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for
+            optimizer state that is a changing Python number.
+    """
+    _check_no_gradients_left(fakes, phases)
+    leaves, spec = pytree.tree_flatten(result)
+    values: list[Any] = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+            leaves[position] = _Position(len(values))
+            values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    outputs = [Output("user")] * len(values)
+    for value, output in chain(_new_buffers(subject, fakes), _new_states(subject, fakes)):
+        values.append(value.detach())
+        outputs.append(output)
+    return values, Returned(outputs, leaves, spec)
+
+
+def _check_no_gradients_left(fakes: Fakes, phases: Phases) -> None:
+    left = [fqn for fqn, param in fakes.params.items() if param.grad is not None]
+    if left and not phases.cleared and phases.backward:
+        hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
+        raise PlanError(
+            [Problem("grads-carried-over", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
+        )
+
+
+def _new_buffers(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for fqn, module, attribute, is_param in subject.slots():
+        table: dict[str, Any] = module._parameters if is_param else module._buffers
+        name = subject.aliases.get(fqn, fqn)
+        old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
+        if table[attribute] is old:
+            continue
+        if is_param:
+            raise PlanError(Problem("parameter-replaced", fqn, found="the step puts a new parameter in place"))
+        if table[attribute] is not None:
+            yield table[attribute], Output("buffer", fqn)
+
+
+def _new_states(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for number, optimizer in enumerate(subject.optimizers):
+        for fqn, param in fakes.params.items():
+            before = fakes.states.get((number, fqn), {})
+            for key, value in optimizer.state.get(param, {}).items():
+                old = before.get(key)
+                if isinstance(value, torch.Tensor):
+                    if value is not old:
+                        yield value, Output("state", fqn, key, number)
+                elif value != old and not (old is None and value is None):
+                    hint = "keep counters in tensors, as torch.optim does"
+                    found = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
+                    raise PlanError(Problem("python-state", fqn, found=found, hint=hint))
+
+
+__all__ = ["Output", "Returned", "collect_outputs"]

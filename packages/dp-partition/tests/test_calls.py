@@ -1,0 +1,139 @@
+"""A step over its life: other batches, evaluation, random numbers, a failure, its release."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)  # one node: traced in half the time
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_shares_the_placed_parameters(ranks: Ranks) -> None:
+    def evaluate(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(model(x))
+
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = FUSED(model.parameters())
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
+    x = torch.ones(4, 8, device=ranks.device)
+    evaluation = dp.compile(evaluate, share=step)
+    with pytest.raises(dp.PlanError, match="not-started"):
+        evaluation(model, x)
+    for _ in range(3):
+        step(model, optim, x)
+        out = evaluation(model, x)
+        with step.unsharded():
+            assert torch.equal(out, model(x))
+    assert (step.num_traces, evaluation.num_traces) == (1, 1)
+
+
+def failing_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, i: torch.Tensor) -> Any:
+    loss: Any = model(x)[i].square().mean()  # an index out of range fails at run time only
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(ranks.device)
+    optim = FUSED(model.parameters())
+    step = dp.compile(failing_step, mesh=mesh, style="replicate")
+    x = torch.ones(4, 8, device=ranks.device) * (1 + ranks.rank)
+    step(model, optim, x, torch.tensor([0, 1], device=ranks.device))
+    before = [t.clone() for t in (*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values()))]
+    if ranks.device.type == "cpu":  # on a GPU an assertion in a kernel ends the process
+        with pytest.raises(IndexError) as caught:
+            step(model, optim, x, torch.tensor([0, 99]))
+        assert "as they were before the step" in "".join(caught.value.__notes__)
+    after = [*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values())]
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 19
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5)
+
+
+@pytest.mark.ranks(2)
+def test_random_streams(ranks: Ranks) -> None:
+    for rng in ("same", "per_rank"):
+        with models.case(rng):
+            random_streams(ranks, rng)
+
+
+def random_streams(ranks: Ranks, rng: str) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(Noisy).to(ranks.device)
+    step = dp.compile(models.mean_step, mesh=mesh, style="replicate", rng=rng)
+    state = torch.get_rng_state()
+    optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    losses = [step(model, optim, torch.ones(4, 8, device=ranks.device)).item() for _ in range(3)]
+    assert torch.equal(state, torch.get_rng_state()), "the caller's generator is left alone"
+    assert len(set(losses)) == 3
+    first, second = ranks.gather(losses)
+    assert (first == second) == (rng == "same")
+
+
+@pytest.mark.ranks(2)
+def test_other_batch_sizes_retrace_once(ranks: Ranks) -> None:
+    """The original has no key on shapes: another batch size fails or computes nonsense."""
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = FUSED(model.parameters())
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
+    for rows, traces in [(4, 1), (6, 2), (4, 2), (6, 2)]:
+        step(model, optim, torch.ones(rows, 8, device=ranks.device))
+        assert step.num_traces == traces
+
+
+@pytest.mark.ranks(2)
+def test_release_gives_plain_tensors_back(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = FUSED(model.parameters())
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard")
+    x = torch.ones(4, 8, device=ranks.device)
+    step(model, optim, x)
+    with step.unsharded():
+        inside = [p.detach().clone() for p in model.parameters()]
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        model(x)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    step.release()
+    assert [torch.equal(a, b) for a, b in zip(inside, model.parameters(), strict=True)] == [True] * 4
+    states = [s for state in optim.state.values() for s in state.values()]
+    assert len(states) == 12
+    assert not any(isinstance(s, DTensor) for s in states)
+    models.mean_step(model, optim, x)  # eager goes on
+    with pytest.raises(dp.PlanError, match="not-started"):
+        _ = step.plan
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_start_apart_can_be_refused(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    model = models.seeded(models.mlp, seed=ranks.rank).to(ranks.device)
+    before = list(model.parameters())
+    step = dp.compile(models.mean_step, mesh=mesh, equal="check")
+    with pytest.raises(dp.PlanError, match="ranks-differ") as caught:
+        step(model, FUSED(model.parameters()), torch.ones(4, 8, device=ranks.device))
+    assert len(caught.value.problems) == 4
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
