@@ -40,10 +40,8 @@ FUNCTIONS: dict[Any, Any] = {
 }
 
 
-def with_bindings(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph, over the same tensors, that calls operators through their bindings."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+def use_bindings(graph: fx.Graph) -> None:
+    """Let a graph call operators through their bindings, in place."""
     for node in graph.nodes:
         if node.op != "call_function" or not _is_bound(node):
             continue
@@ -51,7 +49,6 @@ def with_bindings(module: fx.GraphModule) -> fx.GraphModule:
             node.op, node.target = "call_method", METHODS[node.target]
         elif node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
-    return fx.GraphModule(module, graph)
 
 
 def _is_bound(node: fx.Node) -> bool:
@@ -64,4 +61,4 @@ def _is_bound(node: fx.Node) -> bool:
     return bool(node.args)
 
 
-__all__ = ["FUNCTIONS", "METHODS", "with_bindings"]
+__all__ = ["FUNCTIONS", "METHODS", "use_bindings"]

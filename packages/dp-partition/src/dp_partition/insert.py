@@ -298,6 +298,8 @@ def partition_for_rank(
 ) -> GraphModule:
     """Turn a marked graph into the graph of ``rank``, in place, and arrange its communication.
 
+    The module's code is left as it was: whoever runs it, or hands it out, recompiles it.
+
     Args:
         module: The marked graph.
         world: Number of ranks of the axis that its placements are on.
@@ -317,7 +319,6 @@ def partition_for_rank(
     compute_in_buckets(module.graph, traffic.in_place)
     drop_idle_views(module.graph, traced)
     module.graph.lint()
-    module.recompile()
     return module
 
 

@@ -18,16 +18,13 @@ from dp_partition.collectives import REDUCTIONS
 from dp_partition.messages import is_wait
 
 
-def with_halved_scatters(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a rank's graph, over the same tensors, whose reduce-scatters are all-to-alls and sums."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+def halve_scatters(graph: fx.Graph) -> None:
+    """Let a graph's reduce-scatters be all-to-alls and sums, in place."""
     for node in list(graph.nodes):
         if node.target is collectives.reduce_scatter_tensor.default and node.args[1] in REDUCTIONS:
             users = list(node.users)
             if len(users) == 1 and is_wait(users[0]):
                 _exchange(graph, node, users[0])
-    return fx.GraphModule(module, graph)
 
 
 def _exchange(graph: fx.Graph, node: fx.Node, wait: fx.Node) -> None:
@@ -60,4 +57,4 @@ def combined(received: torch.Tensor, sent: torch.Tensor, op: str, world: int) ->
     return REDUCTIONS[op](values.view(world, sent.shape[0] // world, *sent.shape[1:]))
 
 
-__all__ = ["with_halved_scatters"]
+__all__ = ["halve_scatters"]

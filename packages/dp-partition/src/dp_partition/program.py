@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from dp_partition._torch_compat import is_gloo
 from dp_partition.accumulate import repeat_for_microbatches
 from dp_partition.axes import num_replicas, replica_group_name, shard_group, shard_rank
-from dp_partition.bindings import with_bindings
+from dp_partition.bindings import use_bindings
 from dp_partition.bucket import Traffic
 from dp_partition.canonicalise import canonicalise
 from dp_partition.capture.fakes import Input
@@ -28,7 +28,7 @@ from dp_partition.insert import partition_for_rank
 from dp_partition.localise import record_local_values
 from dp_partition.lower.lowered import Lowered
 from dp_partition.mark import mark_graph
-from dp_partition.on_gloo import with_halved_scatters
+from dp_partition.on_gloo import halve_scatters
 from dp_partition.placements import PerRank
 from dp_partition.plan import PartitionPlan
 from dp_partition.problems import PlanError, Problem
@@ -74,13 +74,18 @@ class Program:
         if self.lowered is not None:
             return self.lowered(*inputs)
         if self.bound is None:
-            self.bound = with_bindings(self.for_backend())
+            graph = self.for_backend()
+            use_bindings(graph)
+            self.bound = fx.GraphModule(self.module, graph)
         return self.bound(*inputs)
 
-    def for_backend(self) -> fx.GraphModule:
-        """The partitioned graph with its collectives as the backend carries them best."""
-        gloo = is_gloo(shard_group(self.mesh), self.mesh.device_type)
-        return with_halved_scatters(self.module) if gloo else self.module
+    def for_backend(self) -> fx.Graph:
+        """A copy of the partitioned graph with its collectives as the backend carries them best."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        if is_gloo(shard_group(self.mesh), self.mesh.device_type):
+            halve_scatters(graph)
+        return graph
 
     def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
         """Name and position of the inputs of these kinds; worked out once."""

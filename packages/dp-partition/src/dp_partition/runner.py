@@ -232,8 +232,8 @@ class Runner:
         program = self.build(subject, plan, args, kwargs)
         if self.settings.backend == "inductor":
             self.progress.begin("compiling")
-            program.with_local_values()
-            program.lowered = lower(program.for_backend(), self.name, self.progress)
+            module = program.with_local_values()
+            program.lowered = lower(program.for_backend(), module, self.name, self.progress)
             self.num_compiled += program.lowered.num_compiled
         self.progress.end()
         return program
@@ -245,6 +245,7 @@ class Runner:
         function = counted(self.function, self.progress)
         program = build_program(function, args, kwargs, subject, plan, self.mesh, *settings)
         if self.passes is not None:
+            program.module.recompile()
             program.capture.module = self.passes(program.module)
         return program
 

@@ -52,7 +52,9 @@ class Step:
         """The partitioned graph of the last call; ``print`` shows it with local shapes and node types."""
         if self._runner.latest is None:
             raise self._runner.not_started()
-        return show_listing(self._runner.latest.with_local_values())
+        module = self._runner.latest.with_local_values()
+        module.recompile()
+        return show_listing(module)
 
     def explain(self, name: str | None = None) -> str:
         """Text about one parameter, by its full name, or about all."""

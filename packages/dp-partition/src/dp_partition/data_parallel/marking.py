@@ -106,6 +106,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
     world, rank = mesh.size(), mesh.get_local_rank()
     inputs = _local_inputs(graph, world, rank)
     partition_for_rank(graph, world, rank, mesh.get_group().group_name, Traffic())
+    graph.recompile()
     mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None) or new_fake_mode()
     record_local_values(graph, inputs, mode)
     return graph

@@ -43,14 +43,18 @@ class Lowered:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]], module: fx.GraphModule
+        self,
+        pieces: Sequence[Piece],
+        functions: Sequence[Callable[..., Any]],
+        graph: fx.Graph,
+        module: fx.GraphModule,
     ) -> None:
         self.num_compiled = sum(piece.compiled for piece in pieces)
         self.num_nodes = sum(len(piece.nodes) for piece in pieces if piece.compiled)
         plain = [n for p in pieces if not p.compiled for n in p.nodes if is_op(n) and not is_collective(n)]
         self.kept = Counter(base_name(n) for n in plain if base_name(n) not in ("wait_tensor", "_local_scalar_dense"))
-        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        constants = [node for node in module.graph.nodes if node.op == "get_attr"]
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        constants = [node for node in graph.nodes if node.op == "get_attr"]
         self._places = {node: place for place, node in enumerate([*inputs, *constants])}
         self._constants = [_attribute(module, str(node.target)) for node in constants]
         self._device = next((n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)), None)
@@ -120,36 +124,32 @@ def check_inductor(device_type: str) -> None:
         raise PlanError(Problem("no-compiler", "backend", found=" ".join(missing.split()), hint=hint))
 
 
-def lower(module: fx.GraphModule, name: str, progress: Progress) -> Lowered:
-    """Lower a rank's graph; the graph itself is left as it is.
+def lower(graph: fx.Graph, module: fx.GraphModule, name: str, progress: Progress) -> Lowered:
+    """Lower a rank's graph, which is used up.
 
     Args:
-        module: It, with local values in ``meta["val"]``.
+        graph: It, with local values in ``meta["val"]``.
+        module: Holds the tensors that it names.
         name: Name of the step, for errors.
         progress: Is told how many pieces are compiled.
 
     Raises:
         PlanError: When inductor cannot compile a piece (code ``not-lowered``).
     """
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    copy = fx.GraphModule(module, graph)
     take_lists_apart(graph)
     bring_forward(graph)
     pieces = split(graph)
     total, done = sum(piece.compiled for piece in pieces), 0
     functions = []
     for piece in pieces:
-        body = fx.GraphModule(copy, piece.graph)
+        body = fx.GraphModule(module, piece.graph)
         if not piece.compiled:
             functions.append(body.forward)
             continue
         progress.tell(done, total, "pieces")
         functions.append(_compile(body, piece, name))
         done += 1
-    return Lowered(pieces, functions, copy)
+    return Lowered(pieces, functions, graph, module)
 
 
 def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any]:
