@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -43,6 +44,7 @@ def ddp_compiled(batch: Any) -> eager.Run:
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     """One rank's part; rank 0 reports."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder + "/inductor"  # a first call is one without earlier runs' kernels
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(folder + "/store", eager.WORLD)
