@@ -88,7 +88,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [  # the last with `Attends`: cut
 
 def trained(ranks: Ranks, backend: str, style: str, optimizer: Any, settings: dict[str, Any], make: Any = Net) -> Any:
     """Five steps at five learning rates, then evaluation: what was returned and left, what was sent."""
-    dtype = torch.float32 if make is models.mlp else torch.float64
+    dtype = torch.float64 if make is Net else torch.float32
     model = models.seeded(make).to(ranks.device, dtype)
     optim = optimizer(model.parameters())
     function = clipped_step if make is Net else models.mean_step
@@ -127,7 +127,8 @@ def test_cut_graphs_are_equal_to_whole_ones(ranks: Ranks, monkeypatch: pytest.Mo
         found, own_sent, pieces, text = trained(ranks, "inductor", style, optimizer, settings, make)
         # moments are written with multiplications and additions instead of addcmul and lerp: the last bit may differ,
         # and a bias before batch statistics has rounding for a gradient, which Adam makes larger
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+        exact = make is Net  # attention in float32: torch 2.11's fake kernel is wrong about float64
+        torch.testing.assert_close(found, expected, rtol=1e-8 if exact else 1e-5, atol=1e-10 if exact else 1e-6)
         assert own_sent == sent
         assert none == 0 < pieces
         assert f"in {pieces} pieces" in text
