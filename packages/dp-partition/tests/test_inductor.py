@@ -204,3 +204,15 @@ def test_a_missing_compiler_is_found() -> None:
     broken = config.patch({"cpp.cxx": ("no-such-compiler",)})
     with broken, pytest.raises(dp.PlanError, match=r"no-compiler.*no-such-compiler"):
         lowered.check_inductor("cpu")
+
+
+def test_a_piece_that_returns_another_dtype_is_refused() -> None:
+    """Torch 2.11's fake kernel of attention is wrong about one in float64: a later piece read it as float32."""
+    wanted = {"a": torch.ones(3, 2).t(), "b": torch.ones(3)}
+    made = lowered.as_traced(lambda inputs: [torch.ones(2, 3), torch.ones(3)], wanted)
+    first, second = made([])
+    assert (first.stride(), second.stride()) == ((1, 2), (1,))
+    assert torch.equal(first, torch.ones(2, 3))
+    made = lowered.as_traced(lambda inputs: [torch.ones(3, dtype=torch.float64)], {"b": torch.ones(3)})
+    with pytest.raises(dp.PlanError, match=r"not-lowered.*node b.*float64, and torch.float32"):
+        made([])

@@ -157,9 +157,9 @@ def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any
     like = next(value for value in examples if isinstance(value, torch.Tensor))
     if piece.numbers:
         examples.append(like.new_empty(len(piece.numbers), dtype=torch.float64))
-    wanted = [node.meta["val"].stride() for node in piece.outputs]
+    wanted = {node.name: node.meta["val"] for node in piece.outputs}
     try:
-        return laid_out(inductor_compile(body, examples), wanted)
+        return as_traced(inductor_compile(body, examples), wanted)
     except Exception as error:
         found = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         where = f"nodes {piece.nodes[0].name} to {piece.nodes[-1].name}"
@@ -167,18 +167,26 @@ def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any
         raise PlanError(Problem("not-lowered", where, found=found, hint=hint), f"{name}: inductor") from error
 
 
-def laid_out(function: Callable[..., Any], wanted: list[tuple[int, ...]]) -> Callable[..., Any]:
-    """Let a compiled piece return its tensors laid out as torch's operators would: what follows was traced with those.
+def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    """Let a compiled piece return tensors as the trace has them, by which the pieces that follow were compiled.
 
-    Inductor keeps strides that leave no gaps; a part of a wider tensor it returns without them.
+    Inductor keeps strides that leave no gaps; a part of a wider tensor it returns without them. A dtype is another one
+    where torch's fake kernel for an operator is wrong about it; compiled code would read such memory as what it is not.
+
+    Raises:
+        PlanError: At a call, for a tensor of another dtype (code ``not-lowered``).
     """
+    expected = [(name, fake.dtype, fake.stride()) for name, fake in wanted.items()]
 
     def call(inputs: list[Any]) -> list[torch.Tensor]:
-        results = function(inputs)
-        return [
-            tensor if tensor.stride() == strides else _laid_out(tensor, strides)
-            for tensor, strides in zip(results, wanted, strict=True)
-        ]
+        results: list[torch.Tensor] = list(function(inputs))
+        for index, (name, dtype, strides) in enumerate(expected):
+            if results[index].dtype is not dtype:
+                found = f"is {results[index].dtype}, and {dtype} in the trace"
+                raise PlanError(Problem("not-lowered", f"node {name}", found=found, hint='use backend="eager"'))
+            if results[index].stride() != strides:
+                results[index] = _laid_out(results[index], strides)
+        return results
 
     return call
 
