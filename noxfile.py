@@ -44,11 +44,13 @@ RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_O
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff, import layers, changelog headers, public names, and what breaks callers since the last releases."""
+    """Ruff, layers, structure, shared sources, changelogs, public names, what breaks callers since the releases."""
     session.install("ruff==0.17.5", "import-linter==2.16", GRIFFE)
     session.run("ruff", "check", "--config", "tools/ruff.toml", ".")
     session.run("ruff", "format", "--config", "tools/ruff.toml", "--check", ".")
     session.run("python", "tools/lint_layers.py")
+    session.run("python", "tools/lint_structure.py")
+    session.run("python", "tools/sync_shared.py", "--check")
     session.run("python", "tools/lint_changelogs.py")
     session.run("python", "tools/public_api.py")
     session.run("python", "tools/public_api.py", "--breaks")
