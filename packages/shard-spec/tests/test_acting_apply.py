@@ -19,7 +19,7 @@ from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.placements import InterleavedShard
 from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import PlanError
+from shard_spec._shared.problems import PlanError
 from shard_spec.specs import ChunkShardingSpec
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -18,7 +18,7 @@ from shard_spec.acting import shard_module, shard_parameter
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import PlanError
+from shard_spec._shared.problems import PlanError
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -12,7 +12,7 @@ from rank_orders import possible
 from ranktest import Ranks
 from shard_spec.acting import shard_module, shard_parameter
 from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import PlanError
+from shard_spec._shared.problems import PlanError
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from torch import nn
 from torch.distributed.tensor import DTensor

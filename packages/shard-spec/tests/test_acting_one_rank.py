@@ -67,7 +67,7 @@ def test_calls_that_one_rank_gets_wrong(ranks: Ranks) -> None:
     with torch.device("meta"):
         empty = network()
     layout = ShardingPlan(RULES, mesh={"tp": 2})
-    told(ranks, lambda: layout.apply(empty, mesh, source="meta", init=failing), "failed", "on rank 1", "no such file")
+    told(ranks, lambda: layout.apply(empty, mesh, source="meta", init=failing), "rank-failed", "on rank 1", "no such file")
     assert all(p.is_meta for p in empty.parameters())
     assert all(p is q for p, q in zip(before, net.parameters(), strict=True))
 

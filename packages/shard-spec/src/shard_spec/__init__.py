@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shard_spec.plan.from_module import layout_of_tensor
     from shard_spec.plan.memory import Memory
     from shard_spec.plan.optimizers import OptimizerState
-    from shard_spec.plan.patterns import Pattern
+    from shard_spec._shared.patterns import Pattern
     from shard_spec.plan.resolve import Resolution
     from shard_spec.plan.sharding_plan import ShardingPlan
     from shard_spec.planners.balanced import BalancedPlanner
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shard_spec.planners.fully_shard import FullyShardPlanner
     from shard_spec.planners.megatron import MegatronPlanner
     from shard_spec.planners.optimal import OptimalPlanner, Workload
-    from shard_spec.problems import PlanError, Problem
+    from shard_spec._shared.problems import PlanError, Problem
     from shard_spec.specs.base import ShardingSpec
     from shard_spec.specs.chunk import ChunkShardingSpec
     from shard_spec.specs.devices import RemoteDevice
@@ -64,11 +64,11 @@ _HOME = {
     "BlockShard": "shard_spec.placements",
     "InterleavedShard": "shard_spec.placements",
     "PlacementLike": "shard_spec.placements",
-    "PlanError": "shard_spec.problems",
-    "Problem": "shard_spec.problems",
+    "PlanError": "shard_spec._shared.problems",
+    "Problem": "shard_spec._shared.problems",
     "ShardingPlan": "shard_spec.plan.sharding_plan",
     "Resolution": "shard_spec.plan.resolve",
-    "Pattern": "shard_spec.plan.patterns",
+    "Pattern": "shard_spec._shared.patterns",
     "ModelFacts": "shard_spec.plan.facts",
     "TensorFacts": "shard_spec.plan.facts",
     "facts_of": "shard_spec.plan.facts",

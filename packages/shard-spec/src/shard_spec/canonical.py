@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shard_spec.layout import Layout, cuts_by_dim
 from shard_spec.mesh import MeshSpec
-from shard_spec.problems import raise_problems
+from shard_spec._shared.problems import raise_problems
 from shard_spec.terms import REPLICATE, Term, pieces
 
 

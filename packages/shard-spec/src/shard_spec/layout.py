@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shard_spec.boxes import Box, grid
 from shard_spec.mesh import MeshSpec, unknown_axis
 from shard_spec.placements import PlacementLike, from_term, to_term
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.terms import REPLICATE, Piece, Term, compose, fits, merge, pieces, sizes
 from shard_spec.text import format_layout, parse_layout
 

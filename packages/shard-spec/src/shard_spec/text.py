@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.terms import REDUCE_OPS, REPLICATE, Term
 
 _MAX_TEXT = 1_000_000

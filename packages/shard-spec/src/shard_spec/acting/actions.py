@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,6 @@ from shard_spec.acting.forwards.base import ShardedForward
 from shard_spec.acting.rank_checks import layout_problems, order_problems, rank_problems, ranks_of
 from shard_spec.acting.readers import forward_for, reader_problem
 from shard_spec.acting.tensors import TensorAction, read_tensors
-from shard_spec.acting.ties import tied_outside
 from shard_spec.canonical import in_mesh_order
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
@@ -26,7 +26,7 @@ from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.validate import validate
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs import ShardingSpec, as_sharder, as_spec
 
 
@@ -85,8 +85,8 @@ class ModuleActions:
 
     @property
     def digest(self) -> str:
-        """A hash of what is done, equal on all ranks that do the same."""
-        return self.outcome.digest
+        """Hash of what is done, equal on all ranks that do the same."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()
 
     def explain(self, name: str | None = None) -> str:
         """The lines as text; with ``name`` those that mention it."""
@@ -120,7 +120,6 @@ def plan_module(
         if action.layout is not None:
             problems += layout_problems(action, ranks)
             problems += _reader_problems(module, action)
-    problems += tied_outside(module, [action.names[0] for action in tensors if action.layout is not None])
     outputs, more = _outputs(plan, ranks)
     problems += more
     problems += order_problems(tensors, outputs)

@@ -40,13 +40,12 @@ from shard_spec.acting.sources import (
     take_own,
 )
 from shard_spec.acting.tensors import TensorAction, replacing_problems, tensor_at
-from shard_spec.acting.ties import tied_outside
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.resolve import examine
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.validate import validate
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 from shard_spec.specs import as_sharder
 
 
@@ -156,7 +155,6 @@ def _plan(
         )
         if source != "scatter":
             fingerprints.append(f"{facts.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
-    problems += tied_outside(module, [action.names[0] for action in tensors])
     if source == "meta" and init == "reset_parameters":
         problems += reset_problems(module, tuple(a.names[0] for a in tensors if tensor_at(module, a.names[0]).is_meta))
     return ModuleActions(

@@ -10,7 +10,7 @@ from shard_spec.acting.agreement import Outcome, agree, group_or_default
 from shard_spec.acting.sources import SOURCES
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 
 def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ from torch import nn
 
 from shard_spec.plan.resolve import Resolution
 from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 from shard_spec.specs import ShardMetadata, as_spec
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shard_spec import _torch_compat
 from shard_spec.convert.dtensor import dtensor_placement, dtensor_terms
 from shard_spec.layout import Layout
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 from shard_spec.terms import Term, sections
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from shard_spec.acting.agreement import Outcome, agree, attempt
 from shard_spec.acting.changes import put_tensor
 from shard_spec.acting.reporting import write_report
-from shard_spec.acting.retired import retire, revive
+from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.acting.scatter import gather_pieces
 from shard_spec.layout import Layout
-from shard_spec.problems import Problem, raise_problems
+from shard_spec._shared.problems import Problem, raise_problems
 
 
 @dataclass
@@ -98,10 +98,11 @@ class ShardHandle:
         for placed, value in zip(self._placed, whole, strict=True):
             for module, name, _ in placed.places:
                 put_tensor(module, name, value)
-            revive(value)
+            mark_current(value)
             if isinstance(placed.value, nn.Parameter):
-                why = "undo() gave the module a whole parameter; an optimizer still holds the piece"
-                retire(placed.value, placed.name, why, "build the optimizer anew")
+                why = "undo() gave the module a full parameter; an optimizer still holds the shard"
+                hint = "build the optimizer anew"
+                mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
         self._undone = True
         self._placed, self._removals, self._checks = [], [], []
 
@@ -166,13 +167,13 @@ def settled(handle: ShardHandle) -> ShardHandle:
     for placed in handle._placed:
         whole = placed.before()
         if isinstance(whole, nn.Parameter):
-            found = "an optimizer, or another module, still holds the whole parameter; the module trains its piece"
+            found = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
             hint = "build the optimizer after the module is sharded; shard a module that holds all ties"
-            retire(whole, placed.name, found, hint)
+            mark_stale(whole, Problem("parameter-replaced", placed.name, found=found, hint=hint))
     return handle
 
 
-_OWN_ATTRIBUTES = frozenset({"_sharding_info", "_is_param", "_local_tensor", "_spec", "_retired"})
+_OWN_ATTRIBUTES = frozenset({"_sharding_info", "_is_param", "_local_tensor", "_spec", "_stale_problem", "_stale_successor"})
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:

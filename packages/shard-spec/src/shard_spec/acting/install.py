@@ -22,7 +22,7 @@ from shard_spec.acting.readers import forward_for
 from shard_spec.acting.roster import Roster
 from shard_spec.acting.session import Session
 from shard_spec.acting.tensors import TensorAction, tensor_at
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 
 
 def install(

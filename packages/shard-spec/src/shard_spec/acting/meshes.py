@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shard_spec import _torch_compat
 from shard_spec.acting.session import GroupRef
 from shard_spec.layout import Layout
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 
 class MeshKey(NamedTuple):

@@ -24,7 +24,7 @@ from shard_spec.acting.session import GroupRef, Session
 from shard_spec.acting.tensors import TensorAction, tensor_at
 from shard_spec.layout import Layout
 from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec
 

@@ -21,7 +21,7 @@ from shard_spec.acting.session import Session
 from shard_spec.acting.wrapping import unwrap, whole, wrap
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs import ShardingSpec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shard_spec.acting.express import express
 from shard_spec.acting.tensors import TensorAction
 from shard_spec.layout import Layout
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 
 _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is

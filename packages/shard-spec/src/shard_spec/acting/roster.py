@@ -20,7 +20,7 @@ from shard_spec.acting.replicas import SumGradient, summed_over, sums_over
 from shard_spec.acting.session import GroupRef
 from shard_spec.acting.sources import fingerprint
 from shard_spec.acting.tensors import is_sharded
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 
 
 @dataclass

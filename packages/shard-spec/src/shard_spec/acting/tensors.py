@@ -13,7 +13,7 @@ from shard_spec.acting.replicas import foreign_hooks
 from shard_spec.canonical import in_mesh_order
 from shard_spec.layout import Layout
 from shard_spec.plan.resolve import Resolution
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ModelFacts, facts_of
 from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.strangers import MAX_BYTES, json_values
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from shard_spec.problems import PlanError
+    from shard_spec._shared.problems import PlanError
 
     try:
         status: int = _command(arguments.command)(arguments)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shard_spec.boxes import Box
 from shard_spec.layout import Layout
 from shard_spec.plan.resolve import resolve
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,7 +8,7 @@ from shard_spec.convert.refuse import not_expressible, sharder_problems
 from shard_spec.layout import Layout
 from shard_spec.placements import from_term
 from shard_spec.plan.resolve import resolve
-from shard_spec.problems import Problem, raise_problems
+from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.terms import Term, sections
 
 if TYPE_CHECKING:

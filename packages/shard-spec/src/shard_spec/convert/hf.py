@@ -17,9 +17,9 @@ from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_pr
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
-from shard_spec.plan.patterns import Pattern
+from shard_spec._shared.patterns import Pattern
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.terms import REPLICATE, Term
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from shard_spec.layout import Layout
 from shard_spec.plan.facts import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import nn

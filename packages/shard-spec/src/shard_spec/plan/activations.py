@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from shard_spec._torch_compat import memory_of, on_every_operator
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.roles import data_axes_of, role
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from shard_spec.plan.sharding_plan import ShardingPlan

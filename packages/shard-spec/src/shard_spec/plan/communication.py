@@ -16,7 +16,7 @@ from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.roles import data_axes_of, is_embedding, role, weight_dims
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch import nn

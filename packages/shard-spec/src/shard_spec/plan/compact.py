@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from shard_spec.plan.patterns import Pattern
+from shard_spec._shared.patterns import Pattern
 from shard_spec.plan.resolve import resolve
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from shard_spec.layout import Layout
 from shard_spec.plan.facts import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.rules import Rule
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.report.text import Parts, Table, human_bytes, human_ranks, joined, table
 
 if TYPE_CHECKING:

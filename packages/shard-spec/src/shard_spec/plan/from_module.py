@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.terms import Term
 
 if TYPE_CHECKING:

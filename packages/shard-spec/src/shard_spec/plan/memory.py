@@ -11,7 +11,7 @@ from shard_spec.layout import Layout
 from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
 from shard_spec.plan.optimizers import OptimizerLike, OptimizerState, optimizer_state
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch import nn

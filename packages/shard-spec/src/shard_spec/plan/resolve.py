@@ -11,7 +11,7 @@ from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
 from shard_spec.plan.rules import Rule
 from shard_spec.plan.values import spec_layout
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,7 +23,7 @@ from shard_spec.mesh import MeshSpec
 from shard_spec.placements import to_term
 from shard_spec.plan.strangers import json_values
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.text import format_term
 
 if TYPE_CHECKING:

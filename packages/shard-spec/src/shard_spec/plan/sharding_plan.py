@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shard_spec.plan.memory import Memory
     from shard_spec.plan.optimizers import OptimizerLike
     from shard_spec.plan.resolve import Resolution
-    from shard_spec.problems import Problem
+    from shard_spec._shared.problems import Problem
 
 
 class _Table(Mapping[str, Any]):
@@ -58,7 +58,7 @@ class ShardingPlan:
     """What was decided about a model: a layout for each parameter, by name or pattern.
 
     Args:
-        plan: Pattern (see :mod:`shard_spec.plan.patterns`) to what the matching tensors get: placements (one for each
+        plan: Pattern (see :mod:`shard_spec._shared.patterns`) to what the matching tensors get: placements (one for each
             axis of ``mesh``, or a mapping from axis to placement), text (``"dp:R, tp:S(0)"``), a ``Layout``, or a
             ``ShardingSpec`` (torch's too). The FQN of a submodule to a ``Sharder`` lets that shard the submodule.
         output_plan: FQN of a module (``""`` is the root) to the layout its output is to have.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec.plan.facts import ModelFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch import nn

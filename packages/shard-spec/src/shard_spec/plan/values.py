@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.placements import BlockShard, InterleavedShard, UnevenShard
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from shard_spec.placements import PlacementLike

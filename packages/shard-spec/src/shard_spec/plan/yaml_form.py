@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec.plan.serialize import document_of, from_document
 from shard_spec.plan.strangers import yaml_values
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from shard_spec.plan.sharding_plan import ShardingPlan

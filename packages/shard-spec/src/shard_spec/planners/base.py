@@ -13,7 +13,7 @@ from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.sharding_plan import ShardingPlan, as_mesh
 from shard_spec.planners.rules import pattern_of, rules_of
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shard_spec.boxes import Box
-from shard_spec.problems import Problem, raise_problems
+from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.specs.geometry import cover_problems, overlap_problems
 from shard_spec.specs.shards import ShardMetadata, TensorShards
 

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 from math import prod
 
 from shard_spec.boxes import Box
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.placements import PlacementLike, UnevenShard
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs.chunk import ChunkShardingSpec
 from shard_spec.specs.geometry import Interval, grid_of
 from shard_spec.terms import chunk

@@ -21,7 +21,7 @@ from shard_spec.planners.optimal.model import StepModel, Ways
 from shard_spec.planners.optimal.operations import Operation, Structure, structure_of
 from shard_spec.planners.optimal.workload import Workload
 from shard_spec.planners.solver import InfeasibleError, least_memory, solve_capped, solve_exact
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,13 +1,13 @@
-r"""Patterns: how a rule of a plan names tensors.
+r"""Patterns: how a rule of a plan names tensors or modules.
 
 ========================  ===================================================================================
-``fc1.weight``            exactly that one
-``layers.*.wq.weight``    a glob: ``*`` and ``?`` stay within a segment, ``**`` is any number of whole segments,
-                          ``{wq,wk}`` either, ``[ab]`` one of these letters
-``re:layers\.\d+\..*``    a regular expression that has to match the whole name
+``fc1.weight``            exactly that one; ``""`` is the root module
+``layers.*.wq.weight``    a glob: ``*`` and ``?`` stay within a segment, ``**`` is any number of full segments
+                          (none too), ``{wq,wk}`` either, ``[ab]`` one of these letters, ``[!ab]`` none of them
+``re:layers\.\d+\..*``    a regular expression that has to match the full name
 ========================  ===================================================================================
 
-Which of several matching rules decides: an exact one; else the one that is more specific than every other, where a
+Of several matching patterns an exact one decides; else the one that is more specific than every other, where a
 pattern is *more specific* when everything it can match is matched by the other too. ``layers.0.*`` is more specific
 than ``layers.**``; of ``layers.0.**`` and ``**.bias`` neither is, and a name that both match has no decision.
 """
@@ -15,10 +15,11 @@ than ``layers.**``; of ``layers.0.**`` and ``**.bias`` neither is, and a name th
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
-from shard_spec.problems import PlanError, Problem
+from .problems import PlanError, Problem
 
 _MAX_PATTERN = 1_000  # also what YAML takes as a key
 _MAX_REPEATS = 4  # more unbounded repeats make matching slow, on purpose or not
@@ -51,22 +52,22 @@ class Pattern:
 
     @property
     def is_regex(self) -> bool:
-        """Whether it starts with ``re:``."""
+        """Return whether it starts with ``re:``."""
         return self.text.startswith("re:")
 
     @property
     def is_exact(self) -> bool:
-        """Whether it names exactly one tensor (or, with a Sharder, one module)."""
+        """Return whether it names exactly one tensor or module."""
         return not self.is_regex and not _WILD.search(self.text)
 
     @property
     def names_buffers(self) -> bool:
-        """Whether it may decide about buffers: only where its last segment is spelled out."""
+        """Return whether it may decide about buffers: only where its last segment is spelled out."""
         return not self.is_regex and not _WILD.search(self.text.rsplit(".", 1)[-1])
 
     @cached_property
     def alternatives(self) -> tuple[str, ...]:
-        """The globs that remain when each ``{a,b}`` is written out."""
+        """Globs that remain when each ``{a,b}`` is written out."""
         return _expand(self.text)
 
     @cached_property
@@ -76,19 +77,37 @@ class Pattern:
         return re.compile("|".join(f"(?:{_glob_regex(alternative)})" for alternative in self.alternatives))
 
     def matches(self, name: str) -> bool:
-        """Whether the whole of ``name`` matches."""
+        """Return whether the full ``name`` matches."""
         return self.text == name if self.is_exact else self._regex.fullmatch(name) is not None
 
     def within(self, other: Pattern) -> bool:
-        """Whether everything this pattern can match is matched by ``other``; False where that cannot be told."""
+        """Return whether ``other`` matches everything that this pattern can match; False where that is undecided."""
         return _within(self, other)
 
     def __getstate__(self) -> dict[str, str]:
         return {"text": self.text}
 
 
+def most_specific(patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
+    """Return the pattern that decides about a name that all of ``patterns`` match.
+
+    Returns:
+        One pattern where there is a decision; several rivals, none within all others, where there is none.
+    """
+    listed = list(dict.fromkeys(patterns))
+    exact = [pattern for pattern in listed if pattern.is_exact]
+    if exact:
+        return (exact[0],)
+    best = [one for one in listed if all(one.within(other) for other in listed)]
+    if best:
+        return (best[0],)
+    return tuple(one for one in listed if not any(other is not one and other.within(one) for other in listed))
+
+
 def _bad(text: str, why: str) -> PlanError:
-    return PlanError(Problem("bad-pattern", name=text[:200], found=why, hint="see shard_spec.plan.patterns"))
+    return PlanError(
+        Problem("bad-pattern", name=text[:200], found=why, hint="'*' is one segment, '**' any number of them")
+    )
 
 
 def _expand(text: str) -> tuple[str, ...]:
@@ -169,9 +188,11 @@ def _segment_regex(segment: str) -> str:
 
 def _glob_regex(glob: str) -> str:
     """``**`` with its dot is optional, so that ``**.norm.*`` also matches ``norm.weight``."""
-    if glob == "**":
-        return r".+"
-    segments = glob.split(".")
+    parts = glob.split(".")
+    # `**` in a row mean what one means; two would ask for a dot between nothing and nothing.
+    segments = [part for at, part in enumerate(parts) if part != "**" or parts[at - 1 : at] != ["**"]]
+    if segments == ["**"]:
+        return r".*"
     regex = ""
     for at, segment in enumerate(segments):
         last = at == len(segments) - 1
@@ -197,7 +218,7 @@ def _within(one: Pattern, other: Pattern) -> bool:
 
 
 def _glob_within(one: str, other: str) -> bool:
-    """Whether the glob ``other`` matches the glob ``one`` read as a list of segments."""
+    """Return whether the glob ``other`` matches the glob ``one``, segment by segment."""
     mine, theirs = one.split("."), other.split(".")
 
     @cache
