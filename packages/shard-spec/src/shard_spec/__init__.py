@@ -15,6 +15,8 @@ from shard_spec.__about__ import __version__
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
+    from shard_spec._shared.patterns import Pattern
+    from shard_spec._shared.problems import PlanError, Problem
     from shard_spec.acting.apply import apply_plan
     from shard_spec.acting.handle import ShardHandle
     from shard_spec.acting.module import shard_module, shard_parameter
@@ -33,16 +35,14 @@ if TYPE_CHECKING:
     from shard_spec.plan.from_module import layout_of_tensor
     from shard_spec.plan.memory import Memory
     from shard_spec.plan.optimizers import OptimizerState
-    from shard_spec._shared.patterns import Pattern
     from shard_spec.plan.resolve import Resolution
-    from shard_spec.plan.sharding_plan import ShardingPlan
     from shard_spec.planners.balanced import BalancedPlanner
     from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
     from shard_spec.planners.certificate import Certificate
     from shard_spec.planners.fully_shard import FullyShardPlanner
     from shard_spec.planners.megatron import MegatronPlanner
     from shard_spec.planners.optimal import OptimalPlanner, Workload
-    from shard_spec._shared.problems import PlanError, Problem
+    from shard_spec.sharding_plan import ShardingPlan
     from shard_spec.specs.base import ShardingSpec
     from shard_spec.specs.chunk import ChunkShardingSpec
     from shard_spec.specs.devices import RemoteDevice
@@ -66,7 +66,7 @@ _HOME = {
     "PlacementLike": "shard_spec.placements",
     "PlanError": "shard_spec._shared.problems",
     "Problem": "shard_spec._shared.problems",
-    "ShardingPlan": "shard_spec.plan.sharding_plan",
+    "ShardingPlan": "shard_spec.sharding_plan",
     "Resolution": "shard_spec.plan.resolve",
     "Pattern": "shard_spec._shared.patterns",
     "ModelFacts": "shard_spec.plan.facts",

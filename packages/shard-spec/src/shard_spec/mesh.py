@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -190,8 +191,6 @@ class MeshSpec:
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
-        from shard_spec import _torch_compat
-
         if not (dist.is_available() and dist.is_initialized()):
             raise PlanError(
                 Problem(
@@ -274,3 +273,16 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
     if ranks_per_host is not None and ranks_per_host < 1:
         problems.append(Problem("bad-ranks-per-host", "ranks_per_host", found=repr(ranks_per_host), hint=">= 1"))
     return problems
+
+
+def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
+    """The ``MeshSpec`` of whatever a ``mesh=`` argument takes."""
+    if mesh is None or isinstance(mesh, MeshSpec):
+        return mesh
+    if isinstance(mesh, str):
+        return MeshSpec.parse(mesh)
+    if isinstance(mesh, Mapping):
+        return MeshSpec(mesh)
+    if hasattr(mesh, "mesh_dim_names"):
+        return MeshSpec.from_device_mesh(mesh)
+    raise TypeError(f"mesh is a MeshSpec, a mapping from axis to size, text or a DeviceMesh, not {mesh!r}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.terms import REDUCE_OPS, REPLICATE, Term
 
@@ -114,18 +115,14 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
     return numbers
 
 
-def to_term(placement: object) -> Term:
-    """The term of a placement.
+def term_of(placement: object) -> Term:
+    """Return the term of a placement object; `text.to_term` takes text as well.
 
     Raises:
         PlanError: ``unknown-placement`` for what is no placement, ``unknown-reduce-op`` for a partial of an unknown op.
     """
     if isinstance(placement, Term):
         return placement
-    if isinstance(placement, str):
-        from shard_spec.text import parse_placement
-
-        return parse_placement(placement)
     if isinstance(placement, UnevenShard):
         return Term("U", placement.dim, placement.sizes)
     if isinstance(placement, BlockShard):
@@ -152,9 +149,7 @@ def _torch_term(placement: object) -> Term:
             return Term("P", None, placement.reduce_op)
         if isinstance(placement, types.Shard):
             return Term("S", placement.dim)
-        from shard_spec._torch_compat import strided_shard_factor
-
-        factor = strided_shard_factor(placement)
+        factor = _torch_compat.strided_shard_factor(placement)
         if factor is not None:
             return Term("I", placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     raise PlanError(

@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.placements import BlockShard, InterleavedShard, UnevenShard, term_of
 from shard_spec.terms import REDUCE_OPS, REPLICATE, Term
 
 _MAX_TEXT = 1_000_000
@@ -59,14 +60,21 @@ def format_layout(axis_names: Sequence[str], terms: Sequence[Term], order: Seque
     return text + (f"; order={'>'.join(order)}" if order else "")
 
 
+def to_term(placement: object) -> Term:
+    """Return the term of a placement, or of its text.
+
+    Raises:
+        PlanError: ``bad-placement-text``, ``unknown-placement`` or ``unknown-reduce-op``.
+    """
+    return parse_placement(placement) if isinstance(placement, str) else term_of(placement)
+
+
 def parse_placement(text: str) -> Term:
     """Read one placement.
 
     Raises:
         PlanError: ``bad-placement-text``.
     """
-    from shard_spec.placements import BlockShard, InterleavedShard, UnevenShard, to_term
-
     match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
     kind = _LONG_NAMES.get(match[1], match[1]) if match else ""
     arguments = _split(match[2] or "") if match else []
@@ -80,13 +88,13 @@ def parse_placement(text: str) -> Term:
         elif kind == "S" and len(arguments) == 1:
             return Term("S", _integer(arguments[0]))
         elif kind == "U" and len(arguments) == 2:
-            return to_term(UnevenShard(_integer(arguments[0]), _integers(arguments[1])))
+            return term_of(UnevenShard(_integer(arguments[0]), _integers(arguments[1])))
         elif kind == "B" and len(arguments) in (2, 3):
             if len(arguments) == 2 or arguments[2] == "cyclic":
-                return to_term(BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3))
+                return term_of(BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3))
         elif kind == "I" and len(arguments) == 2:
             listed = arguments[1].startswith(("[", "("))
-            return to_term(
+            return term_of(
                 InterleavedShard(_integer(arguments[0]), _integers(arguments[1]) if listed else _integer(arguments[1]))
             )
     except ValueError as error:

@@ -13,20 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.acting.agreement import Outcome, attempt
 from shard_spec.acting.devices import device_of
 from shard_spec.acting.forwards.base import ShardedForward
-from shard_spec.acting.rank_checks import layout_problems, order_problems, rank_problems, ranks_of
+from shard_spec.acting.rank_checks import layout_problems, order_problems, ranks_of
 from shard_spec.acting.readers import forward_for, reader_problem
+from shard_spec.acting.shard_tensor import rank_problems, source_problems
 from shard_spec.acting.tensors import TensorAction, read_tensors
-from shard_spec.canonical import in_mesh_order
-from shard_spec.layout import Layout
+from shard_spec.layout import Layout, in_mesh_order
 from shard_spec.mesh import MeshSpec
+from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
-from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.validate import validate
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs import ShardingSpec, as_sharder, as_spec
 
 
@@ -113,7 +113,7 @@ def plan_module(
     ranks = tuple(dist.get_process_group_ranks(group))
     plan = own_plan(plan, ranks)
     found, problems = _resolve(plan, module)
-    problems += _source_problems(src_rank, len(ranks))
+    problems += source_problems(src_rank, len(ranks))
     tensors, more = read_tensors(module, found, dist.get_rank(group), src_rank, whole)
     problems += more
     for action in tensors:
@@ -153,31 +153,24 @@ def plan_together(work: Callable[[], ModuleActions]) -> tuple[ModuleActions | No
     return (None, Outcome((), failed)) if done is None else done
 
 
-def own_plan(plan: Any, ranks: tuple[int, ...]) -> ShardingPlan:
+def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
     """The plan as one of ours; where neither it nor its rules name ranks, on the ranks of the group."""
     if _torch_compat.shard_kind(plan) == "plan":
-        plan = ShardingPlan(plan.plan, plan.output_plan, plan.return_local_tensor)
-    if not isinstance(plan, ShardingPlan):
+        plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
+    if not isinstance(plan, PlanContent):
         found = f"{plan!r:.200} of type {type(plan).__qualname__}"
         raise PlanError(Problem("not-a-plan", "plan", found=found, hint="give a ShardingPlan"))
     own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
     if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
-        return plan.with_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))
+        return plan.on_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))
     return plan
 
 
-def _resolve(plan: ShardingPlan, module: object) -> tuple[Resolution, list[Problem]]:
+def _resolve(plan: PlanContent, module: object) -> tuple[Resolution, list[Problem]]:
     if not isinstance(module, nn.Module):
         found = f"{type(module).__qualname__}"
         raise PlanError(Problem("not-a-module", "module", found=found, hint="give an nn.Module"))
     return examine(plan, module), list(validate(plan, module))
-
-
-def _source_problems(src_rank: object, size: int) -> list[Problem]:
-    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
-        return []
-    hint = f"a rank in the group, 0 to {size - 1}"
-    return [Problem("src-rank-out-of-range", "src_rank", found=repr(src_rank), hint=hint)]
 
 
 def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
@@ -190,7 +183,7 @@ def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
     return problems
 
 
-def _outputs(plan: ShardingPlan, ranks: tuple[int, ...]) -> tuple[dict[str, ShardingSpec | Layout], list[Problem]]:
+def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, ShardingSpec | Layout], list[Problem]]:
     outputs: dict[str, ShardingSpec | Layout] = {}
     problems: list[Problem] = []
     for path, value in (plan.output_plan or {}).items():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.problems import Problem
 from shard_spec.acting.actions import ModuleActions, plan_together
 from shard_spec.acting.agreement import Outcome, agree, attempt
 from shard_spec.acting.apply_checks import (
@@ -26,9 +27,8 @@ from shard_spec.acting.changes import Changes
 from shard_spec.acting.express import Expression, express
 from shard_spec.acting.gradients import LayGradient
 from shard_spec.acting.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
-from shard_spec.acting.install import install_module
+from shard_spec.acting.install import install_module, run_sharders
 from shard_spec.acting.local_parameter import LocalParameter, sharding_info
-from shard_spec.acting.module import run_sharders
 from shard_spec.acting.sources import (
     Initializer,
     Source,
@@ -42,15 +42,14 @@ from shard_spec.acting.sources import (
 from shard_spec.acting.tensors import TensorAction, replacing_problems, tensor_at
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
+from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine
-from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.validate import validate
-from shard_spec._shared.problems import Problem
 from shard_spec.specs import as_sharder
 
 
 def apply_plan(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module,
     mesh: DeviceMesh,
     *,
@@ -115,7 +114,7 @@ def apply_plan(
 
 
 def _plan(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module,
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
@@ -129,7 +128,7 @@ def _plan(
     problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
     problems += mesh_order_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
-        plan = plan.with_mesh(spec)
+        plan = plan.on_mesh(spec)
     found = examine(plan, module)
     problems += validate(plan, module)
     if plan.output_plan or plan.return_local_tensor:
@@ -237,7 +236,7 @@ def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expressi
 
 
 def _install(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module,
     actions: ModuleActions,
     staged: list[torch.Tensor],

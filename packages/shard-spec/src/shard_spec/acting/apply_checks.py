@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.acting.agreement import Outcome, agree, group_or_default
 from shard_spec.acting.sources import SOURCES
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
-from shard_spec._shared.problems import PlanError, Problem
 
 
 def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

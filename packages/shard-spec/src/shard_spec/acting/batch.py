@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.acting.agreement import Outcome, agree
 from shard_spec.acting.session import Session
-from shard_spec._shared.problems import PlanError, Problem
 
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims

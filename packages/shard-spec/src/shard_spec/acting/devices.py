@@ -6,14 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shard_spec.plan.resolve import Resolution
-from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec._shared.problems import Problem
+from shard_spec.acting.shard_tensor import group_device
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.resolve import Resolution
 from shard_spec.specs import ShardMetadata, as_spec
 
 
 def device_of(
-    module: nn.Module, plan: ShardingPlan, found: Resolution, group: dist.ProcessGroup
+    module: nn.Module, plan: PlanContent, found: Resolution, group: dist.ProcessGroup
 ) -> tuple[torch.device, list[Problem]]:
     """The device of this rank, and what is wrong with the devices that the specs name.
 
@@ -32,7 +33,7 @@ def device_of(
         text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
         hint = "name one kind of device in one call"
         return torch.device("cpu"), [Problem("device-types-differ", found=text, hint=hint)]
-    device = mine or _module_device(module) or _group_device(group)
+    device = mine or _module_device(module) or group_device(group)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found_text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
         problem = Problem(
@@ -42,7 +43,7 @@ def device_of(
     return device, []
 
 
-def _shards(plan: ShardingPlan, found: Resolution) -> list[tuple[str, ShardMetadata]]:
+def _shards(plan: PlanContent, found: Resolution) -> list[tuple[str, ShardMetadata]]:
     """The shards of every tensor for which a spec decides."""
     shards = []
     for name, key in found.rule_of.items():
@@ -55,9 +56,3 @@ def _shards(plan: ShardingPlan, found: Resolution) -> list[tuple[str, ShardMetad
 def _module_device(module: nn.Module) -> torch.device | None:
     tensors = [*module.parameters(), *module.buffers()]
     return next((tensor.device for tensor in tensors if not tensor.is_meta), None)
-
-
-def _group_device(group: dist.ProcessGroup) -> torch.device:
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.problems import Problem, raise_problems
+from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.acting.agreement import Outcome, agree, attempt
 from shard_spec.acting.changes import put_tensor
 from shard_spec.acting.reporting import write_report
-from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.acting.scatter import gather_pieces
 from shard_spec.layout import Layout
-from shard_spec._shared.problems import Problem, raise_problems
 
 
 @dataclass
@@ -173,7 +173,8 @@ def settled(handle: ShardHandle) -> ShardHandle:
     return handle
 
 
-_OWN_ATTRIBUTES = frozenset({"_sharding_info", "_is_param", "_local_tensor", "_spec", "_stale_problem", "_stale_successor"})
+# What torch and this repository write on a parameter themselves.
+_OWN_ATTRIBUTES = {"_sharding_info", "_is_param", "_local_tensor", "_spec", "_stale_problem", "_stale_successor"}
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:

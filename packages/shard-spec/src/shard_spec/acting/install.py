@@ -10,11 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.acting.actions import ModuleActions
-from shard_spec.acting.changes import Changes
+from shard_spec.acting.agreement import Outcome, agree, attempt
+from shard_spec.acting.changes import Changes, Snapshot
 from shard_spec.acting.handle import Placed, ShardHandle, no_way_back, still_ours, user_attributes
 from shard_spec.acting.meshes import MeshBook
 from shard_spec.acting.outputs import CloseFrame, LocalRows, OpenFrame, ReshardOutput
@@ -22,7 +25,6 @@ from shard_spec.acting.readers import forward_for
 from shard_spec.acting.roster import Roster
 from shard_spec.acting.session import Session
 from shard_spec.acting.tensors import TensorAction, tensor_at
-from shard_spec._shared.problems import Problem
 
 
 def install(
@@ -150,3 +152,29 @@ def _restorer(module: nn.Module, name: str, before: object) -> Callable[[], None
             module.__dict__[name] = before
 
     return restore
+
+
+def run_sharders(
+    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, changes: Changes
+) -> dict[str, nn.Module]:
+    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
+    if not actions.sharders:
+        return {}
+
+    def run() -> dict[str, nn.Module]:
+        made = {}
+        for path, sharder in actions.sharders.items():
+            old = module.get_submodule(path)
+            changes.note(Snapshot(old).restore)
+            new = sharder.shard(old)
+            if not isinstance(new, nn.Module):
+                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
+                raise PlanError(Problem("sharder-returned-no-module", path, found=found, hint="return an nn.Module"))
+            made[path] = new
+        return made
+
+    made, problems = attempt(run)
+    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
+    agree(group, Outcome(lines, problems), "a Sharder failed")
+    assert made is not None
+    return made

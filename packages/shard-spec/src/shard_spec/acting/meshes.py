@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.acting.session import GroupRef
 from shard_spec.layout import Layout
-from shard_spec._shared.problems import PlanError, Problem
 
 
 class MeshKey(NamedTuple):

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.problems import Problem
 from shard_spec.acting.actions import ModuleActions, plan_module, plan_together
 from shard_spec.acting.agreement import Outcome, agree, attempt, group_or_default
-from shard_spec.acting.changes import Changes, Snapshot
-from shard_spec.acting.express import Expression, express
+from shard_spec.acting.changes import Changes
 from shard_spec.acting.handle import ShardHandle, settled
-from shard_spec.acting.install import install
+from shard_spec.acting.install import install, run_sharders
 from shard_spec.acting.meshes import MeshBook
 from shard_spec.acting.rank_checks import known_layout
 from shard_spec.acting.scatter import broadcast_, scatter
 from shard_spec.acting.session import GroupRef, Session
+from shard_spec.acting.shard_tensor import as_dtensor
 from shard_spec.acting.tensors import TensorAction, tensor_at
 from shard_spec.layout import Layout
-from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec
 
@@ -102,31 +101,6 @@ def shard_parameter(
     return _act(subject, src_rank, group, whole=False, what="shard_parameter", check=check)
 
 
-def shard_tensor(
-    tensor: torch.Tensor, spec: ShardingSpec, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
-) -> DTensor:
-    """Scatter one tensor from ``src_rank`` of the group; a collective. The tensor itself is left alone.
-
-    Raises:
-        PlanError: Before anything moved, on every rank.
-    """
-    group, holder = group_or_default(process_group), nn.Module()
-
-    def subject() -> tuple[nn.Module, ShardingPlan]:
-        given: object = tensor
-        if not isinstance(given, torch.Tensor):
-            found = f"{given!r:.200} of type {type(given).__qualname__}"
-            raise PlanError(Problem("not-a-tensor", "tensor", found=found, hint="give the whole tensor"))
-        holder.register_buffer("tensor", given.detach().requires_grad_(given.requires_grad))
-        return holder, ShardingPlan({"tensor": spec})
-
-    _act(subject, src_rank, group, whole=False, what="shard")
-    value = holder._buffers["tensor"]
-    assert isinstance(value, DTensor)
-    value.requires_grad_(tensor.requires_grad)
-    return value
-
-
 # ---- the recipe -----------------------------------------------------------------------------------------------
 
 
@@ -189,17 +163,6 @@ def _broadcast(
     return broadcast_(value, group, actions.src_rank)
 
 
-def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshBook) -> DTensor:
-    """A DTensor of this rank's piece."""
-    expression = express(layout, shape, name)
-    assert isinstance(expression, Expression)  # planned
-    stride = torch.empty(shape, device="meta").stride()
-    mesh = meshes.mesh_of(layout)
-    return DTensor.from_local(
-        local, mesh, expression.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-
-
 def _warn_of_batch_statistics(module: nn.Module) -> None:
     names = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
     if names:
@@ -218,32 +181,6 @@ def _meshes_wanted(actions: ModuleActions) -> list[Layout]:
         if known is not None:
             layouts.append(known)
     return layouts
-
-
-def run_sharders(
-    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, changes: Changes
-) -> dict[str, nn.Module]:
-    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
-    if not actions.sharders:
-        return {}
-
-    def run() -> dict[str, nn.Module]:
-        made = {}
-        for path, sharder in actions.sharders.items():
-            old = module.get_submodule(path)
-            changes.note(Snapshot(old).restore)
-            new = sharder.shard(old)
-            if not isinstance(new, nn.Module):
-                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
-                raise PlanError(Problem("sharder-returned-no-module", path, found=found, hint="return an nn.Module"))
-            made[path] = new
-        return made
-
-    made, problems = attempt(run)
-    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
-    agree(group, Outcome(lines, problems), "a Sharder failed")
-    assert made is not None
-    return made
 
 
 def _parameter_problems(name: object, spec: object) -> list[Problem]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.acting.agreement import agree
 from shard_spec.acting.batch import exchange_facts
@@ -21,7 +22,6 @@ from shard_spec.acting.session import Session
 from shard_spec.acting.wrapping import unwrap, whole, wrap
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
-from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs import ShardingSpec
 
 

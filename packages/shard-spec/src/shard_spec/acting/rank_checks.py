@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shard_spec._shared.problems import Problem
 from shard_spec.acting.express import express
+from shard_spec.acting.shard_tensor import rank_problems
 from shard_spec.acting.tensors import TensorAction
 from shard_spec.layout import Layout
-from shard_spec._shared.problems import Problem
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 
 _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
@@ -19,20 +20,6 @@ def layout_problems(action: TensorAction, ranks: tuple[int, ...]) -> list[Proble
     problems = rank_problems(name, tuple(action.layout.mesh.ranks), ranks)
     expression = express(action.layout, action.shape, name)
     return [*problems, expression] if isinstance(expression, Problem) else problems
-
-
-def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:
-    outside = sorted(set(named) - set(ranks))
-    missing = sorted(set(ranks) - set(named))
-    problems = []
-    if outside:
-        found, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
-        problems.append(Problem("rank-outside-group", name, found=found, hint=hint))
-    if missing:
-        found = f"ranks {missing} of the group hold nothing"
-        hint = "name every rank of the group once, or pass a smaller process_group"
-        problems.append(Problem("ranks-missing", name, found=found, hint=hint))
-    return problems
 
 
 def ranks_of(wanted: ShardingSpec | Layout) -> tuple[int, ...] | None:

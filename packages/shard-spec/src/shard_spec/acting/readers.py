@@ -8,11 +8,11 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
+from shard_spec._shared.problems import Problem
 from shard_spec.acting.forwards.base import ShardedForward
 from shard_spec.acting.forwards.embedding import ShardedEmbedding
 from shard_spec.acting.forwards.embedding_bag import ShardedEmbeddingBag
 from shard_spec.acting.forwards.linear import ShardedLinear
-from shard_spec._shared.problems import Problem
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, ShardedEmbeddingBag)
 _BUILDING = frozenset(

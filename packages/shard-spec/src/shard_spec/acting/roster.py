@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
+from shard_spec._shared.problems import Problem
 from shard_spec.acting.agreement import Outcome
 from shard_spec.acting.replicas import SumGradient, summed_over, sums_over
 from shard_spec.acting.session import GroupRef
 from shard_spec.acting.sources import fingerprint
 from shard_spec.acting.tensors import is_sharded
-from shard_spec._shared.problems import Problem
 
 
 @dataclass

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shard_spec._shared.problems import Problem
 from shard_spec.acting.exchange import as_bytes
 from shard_spec.acting.scatter import broadcast_, scatter, take
 from shard_spec.acting.tensors import TensorAction
 from shard_spec.layout import Layout
-from shard_spec._shared.problems import Problem
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
 Initializer: TypeAlias = Callable[[str, torch.Tensor], object]

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_spec.acting.replicas import foreign_hooks
-from shard_spec.canonical import in_mesh_order
-from shard_spec.layout import Layout
-from shard_spec.plan.resolve import Resolution
 from shard_spec._shared.problems import Problem
+from shard_spec.acting.replicas import foreign_hooks
+from shard_spec.layout import Layout, in_mesh_order
+from shard_spec.plan.resolve import Resolution
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.cli.main import UsageError
-from shard_spec.cli.sources import load_model, read_text, skeleton
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
 from shard_spec.cost.presets import PRESETS, topology_preset
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ModelFacts, facts_of
-from shard_spec.plan.sharding_plan import ShardingPlan
 from shard_spec.plan.strangers import MAX_BYTES, json_values
-from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
+from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shard_spec.cli.sources import UsageError
+
 _MODELS = """models:
   MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
   config.json, a folder with one a Hugging Face config; needs transformers
@@ -17,10 +19,6 @@ _MODELS = """models:
 No GPU, no process group and no memory for weights is needed.
 
 exit status: 0 good, 1 problems found, 2 wrong usage"""
-
-
-class UsageError(Exception):
-    """What the user typed makes no sense; the message says what would."""
 
 
 _ARGUMENTS = {"unknown-optimizer", "unknown-dtype"}  # raised for what was typed, not found in a plan

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.roles import data_axes_of, role
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.report.text import human_bytes
 
 if TYPE_CHECKING:
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,11 @@ class ActivationEstimate:
     num_tensors: int
 
     def __str__(self) -> str:
-        from shard_spec.report.text import human_bytes
-
         return f"about {human_bytes(self.local_bytes)} of activations on a rank (an estimate)"
 
 
 def estimate_activations(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module,
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,

@@ -11,19 +11,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.cost.model import AlphaBetaCostModel
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
 from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.memory import local_numels
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.roles import data_axes_of, is_embedding, role, weight_dims
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.report.text import communication_parts, joined
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shard_spec.cost.model import CostModel
     from shard_spec.cost.topology import Topology
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,11 @@ class Communication:
         return json.dumps(document, sort_keys=True, indent=1)
 
     def __str__(self) -> str:
-        from shard_spec.report.text import communication_parts, joined
-
         return joined(communication_parts(self))
 
 
 def communication(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module | ModelFacts,
     batch: int | Sequence[int] | None = None,
     topology: Topology | None = None,
@@ -230,8 +231,6 @@ def _parent(name: str) -> str:
 
 def _largest_local_bytes(layout: Layout, tensor: TensorFacts, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
-    from shard_spec.plan.memory import local_numels
-
     if all(term.kind in "RSP" for term in layout.terms):
         numel = 1
         for size in layout.local_shape(layout.mesh.ranks[0], tensor.shape):
@@ -265,8 +264,6 @@ def _tokens(batch: int | Sequence[int] | None) -> int | None:
 def _seconds(
     mesh: MeshSpec, transfers: list[Transfer], topology: Topology, cost_model: CostModel | None
 ) -> dict[str, float]:
-    from shard_spec.cost.model import AlphaBetaCostModel
-
     model: Any = cost_model or AlphaBetaCostModel()
     ranks = None if mesh.rank_list is None else mesh.rank_list
     seconds = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shard_spec.plan.facts import ModelFacts
+from shard_spec.plan.memory import memory_of
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import _document
 from shard_spec.report.text import human_bytes, table
@@ -14,7 +15,7 @@ from shard_spec.report.text import human_bytes, table
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _shown(side: str | None) -> str:
     return "-" if side is None else side
 
 
-def diff(plan: ShardingPlan, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
+def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
     """What changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
     before, after = _document(plan, []), _document(other, [])
     settings = tuple(
@@ -102,10 +103,8 @@ def _text(value: Any) -> str:
 
 
 def _model_changes(
-    plan: ShardingPlan, other: ShardingPlan, module: nn.Module | ModelFacts
+    plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts
 ) -> tuple[tuple[Change, ...], tuple[int, int]]:
-    from shard_spec.plan.memory import memory_of
-
     before, after = resolve(plan, module), resolve(other, module)
     changes = []
     same: dict[Any, bool] = {}

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout import Layout
 from shard_spec.plan.facts import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.rules import Rule
-from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.report.text import Parts, Table, human_bytes, human_ranks, joined, table
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 
-def explain(plan: ShardingPlan, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
     """The plan, or what it does with one tensor, in words; see ``ShardingPlan.explain``."""
     if name is None:
         return _explain_plan(plan) if module is None else joined(explain_model(plan, examine(plan, module)))
@@ -26,7 +26,7 @@ def explain(plan: ShardingPlan, name: str | None = None, module: nn.Module | Mod
     return _explain_tensor(plan, examine(plan, module), name)
 
 
-def _explain_plan(plan: ShardingPlan) -> str:
+def _explain_plan(plan: PlanContent) -> str:
     lines = [f"mesh: {plan.mesh if plan.mesh else 'not stated'}"]
     lines.append(table(["rule", "gives"], [[rule.key, _value_text(rule)] for rule in plan.rules]))
     lines += _outputs(plan)
@@ -35,7 +35,7 @@ def _explain_plan(plan: ShardingPlan) -> str:
     return "\n".join(lines + _problem_lines(plan.problems))
 
 
-def explain_model(plan: ShardingPlan, found: Resolution) -> Parts:
+def explain_model(plan: PlanContent, found: Resolution) -> Parts:
     """One line for each group of tensors that differ only in the numbers of their FQNs."""
     groups: dict[tuple[str, ...], list[TensorFacts]] = {}
     for tensor in found.facts.tensors:
@@ -57,7 +57,7 @@ def explain_model(plan: ShardingPlan, found: Resolution) -> Parts:
     return [*lines, *_outputs(plan), *_problem_lines(found.problems)]
 
 
-def _explain_name(plan: ShardingPlan, name: str) -> str:
+def _explain_name(plan: PlanContent, name: str) -> str:
     matching = [rule for rule in plan.rules if rule.pattern is not None and rule.pattern.matches(name)]
     if not matching:
         rest = "a problem, because the plan is strict" if plan.strict else "replicated"
@@ -69,7 +69,7 @@ def _explain_name(plan: ShardingPlan, name: str) -> str:
     return "\n".join(lines)
 
 
-def _explain_tensor(plan: ShardingPlan, found: Resolution, name: str) -> str:
+def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
     try:
         tensor = found.tensor(name)
     except KeyError:
@@ -131,7 +131,7 @@ def _value_text(rule: Rule) -> str:
     return repr(rule.value) if rule.kind != "sharder" else f"Sharder {type(rule.value).__qualname__}"
 
 
-def _outputs(plan: ShardingPlan) -> list[str]:
+def _outputs(plan: PlanContent) -> list[str]:
     lines = [f"output of {path or 'the root'!r} -> {value!s}" for path, value in (plan.output_plan or {}).items()]
     if plan.return_local_tensor:
         lines.append("handed on as local tensors: " + ", ".join(repr(name) for name in plan.return_local_tensor))

@@ -5,22 +5,18 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout import Layout
 from shard_spec.mesh import MeshSpec
-from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.terms import Term
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
 
-
-def plan_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> ShardingPlan:
-    """One exact rule for each parameter and buffer; see ``ShardingPlan.from_module``."""
-    from shard_spec.plan.sharding_plan import ShardingPlan
-
+def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[str, Layout]:
+    """Return the layout of each parameter and buffer by FQN; see ``ShardingPlan.from_module``."""
     problems: list[Problem] = []
     layouts: dict[str, Layout] = {}
     plain: list[str] = []
@@ -44,8 +40,7 @@ def plan_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> ShardingP
                 Problem("no-mesh", found="no tensor of the model says which ranks there are", hint="pass mesh=")
             )
         layouts.update({name: Layout.replicated(mesh) for name in plain})
-    in_order = {name: layouts[name] for name, _ in named}
-    return ShardingPlan.from_layouts(in_order)
+    return {name: layouts[name] for name, _ in named}
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:

@@ -7,16 +7,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout import Layout
 from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
 from shard_spec.plan.optimizers import OptimizerLike, OptimizerState, optimizer_state
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.report.text import joined, memory_parts
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
 
@@ -90,8 +91,6 @@ class Memory:
         return json.dumps(document, sort_keys=True, indent=1)
 
     def __str__(self) -> str:
-        from shard_spec.report.text import joined, memory_parts
-
         return joined(memory_parts(self))
 
     def _at(self, rank: int) -> int:
@@ -130,7 +129,7 @@ class MemorySettings:
 
 
 def memory(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module | ModelFacts,
     optimizer: OptimizerLike = "adamw",
     *,

@@ -15,8 +15,8 @@ from shard_spec.report.text import human_bytes, human_count, human_ranks
 
 if TYPE_CHECKING:
     from shard_spec.plan.communication import Communication
+    from shard_spec.plan.content import PlanContent
     from shard_spec.plan.memory import Memory
-    from shard_spec.plan.sharding_plan import ShardingPlan
 
 # One hue for each axis, chosen to differ for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)
@@ -50,7 +50,7 @@ th,.note,.cards span{color:#98a3b5}h2,.cards li{border-color:#333c4a}svg .soft{f
 
 
 def html_report(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: ModelFacts,
     memory: Memory,
     communication: Communication | None = None,
@@ -87,7 +87,7 @@ def html_report(
     )
 
 
-def _summary(plan: ShardingPlan, found: Resolution) -> str:
+def _summary(plan: PlanContent, found: Resolution) -> str:
     numel = sum(tensor.numel for tensor in found.facts.parameters)
     return f"{len(found.facts.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.acting.batch import BatchFacts, exchange_facts
 from shard_spec.acting.cut import WeightCut
 from shard_spec.acting.exchange import RowExchange, spread
@@ -16,7 +17,6 @@ from shard_spec.acting.gates import gate
 from shard_spec.acting.session import Session
 from shard_spec.acting.wrapping import unwrap, whole, wrap
 from shard_spec.layout import Layout
-from shard_spec._shared.problems import PlanError, Problem
 
 
 class ShardedForward:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.planners.base import together
 from shard_spec.planners.megatron.analysis import Analysis, analyse
 from shard_spec.planners.megatron.context import Options
@@ -15,7 +16,6 @@ from shard_spec.planners.megatron.heads import read_attribute
 from shard_spec.planners.megatron.units import Cut, Unit, UnitKind
 from shard_spec.planners.optimal import states
 from shard_spec.planners.optimal.states import Way
-from shard_spec._shared.problems import PlanError, Problem
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cost.model import AlphaBetaCostModel, CostModel
 from shard_spec.cost.presets import PRESETS
 from shard_spec.cost.topology import Topology
@@ -21,7 +22,6 @@ from shard_spec.planners.optimal.model import StepModel, Ways
 from shard_spec.planners.optimal.operations import Operation, Structure, structure_of
 from shard_spec.planners.optimal.workload import Workload
 from shard_spec.planners.solver import InfeasibleError, least_memory, solve_capped, solve_exact
-from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

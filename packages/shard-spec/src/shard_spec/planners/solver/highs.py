@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shard_spec.planners.solver.problem import PairwiseProblem
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.planners.solver.problem import PairwiseProblem
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,28 @@
-"""ShardingPlan: how every tensor of a model is to lie on the ranks of a mesh."""
+"""ShardingPlan: how every tensor of a model lies on the ranks of a mesh, with all that can be asked of it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.rules import Rule, read_rules
-from shard_spec.plan.values import PlanValue
+from shard_spec.acting.apply import apply_plan
+from shard_spec.convert.dcp import to_dcp
+from shard_spec.convert.dtensor import to_dtensor_placements
+from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
+from shard_spec.convert.parallelize import to_parallelize_plan
+from shard_spec.mesh import MeshSpec, as_mesh
+from shard_spec.plan.activations import estimate_activations
+from shard_spec.plan.communication import communication
+from shard_spec.plan.compact import compact_rules
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.diff import diff
+from shard_spec.plan.explain import explain
+from shard_spec.plan.from_module import layouts_of_module
+from shard_spec.plan.memory import memory
+from shard_spec.plan.read import from_json, from_yaml
+from shard_spec.plan.resolve import resolve
+from shard_spec.plan.serialize import to_json, to_yaml
+from shard_spec.plan.validate import validate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
+    from shard_spec._shared.problems import Problem
     from shard_spec.acting.handle import ShardHandle
     from shard_spec.acting.sources import Initializer, Source
     from shard_spec.cost.model import CostModel
@@ -31,36 +44,15 @@ if TYPE_CHECKING:
     from shard_spec.plan.memory import Memory
     from shard_spec.plan.optimizers import OptimizerLike
     from shard_spec.plan.resolve import Resolution
-    from shard_spec._shared.problems import Problem
 
 
-class _Table(Mapping[str, Any]):
-    """A copy of a mapping that nobody can change; equal to every mapping with the same items."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-@dataclass(frozen=True, init=False, repr=False, eq=False)
-class ShardingPlan:
+class ShardingPlan(PlanContent):
     """What was decided about a model: a layout for each parameter, by name or pattern.
 
     Args:
-        plan: Pattern (see :mod:`shard_spec._shared.patterns`) to what the matching tensors get: placements (one for each
-            axis of ``mesh``, or a mapping from axis to placement), text (``"dp:R, tp:S(0)"``), a ``Layout``, or a
-            ``ShardingSpec`` (torch's too). The FQN of a submodule to a ``Sharder`` lets that shard the submodule.
+        plan: Pattern (see `Pattern`) to what the matching tensors get: placements (one for each axis of ``mesh``, or a
+            mapping from axis to placement), text (``"dp:R, tp:S(0)"``), a ``Layout``, or a ``ShardingSpec`` (torch's
+            too). The FQN of a submodule to a ``Sharder`` lets that shard the submodule.
         output_plan: FQN of a module (``""`` is the root) to the layout its output is to have.
         return_local_tensor: FQNs of modules whose sharded output is handed on as this rank's plain tensor.
         mesh: The axes: a ``MeshSpec``, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a ``DeviceMesh``.
@@ -75,87 +67,19 @@ class ShardingPlan:
         TypeError: When an argument is not a mapping, or not a list of names.
     """
 
-    plan: Mapping[str, PlanValue]
-    output_plan: Mapping[str, PlanValue] | None
-    return_local_tensor: tuple[str, ...] | None
-    mesh: MeshSpec | None
-    strict: bool
-
-    def __init__(
-        self,
-        plan: Mapping[str, PlanValue],
-        output_plan: Mapping[str, PlanValue] | None = None,
-        return_local_tensor: Sequence[str] | None = None,
-        *,
-        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
-        strict: bool = False,
-    ) -> None:
-        _require("plan", plan, Mapping, "a mapping from pattern to layout")
-        if output_plan is not None:
-            _require("output_plan", output_plan, Mapping, "a mapping from module FQN to layout")
-        if isinstance(return_local_tensor, str):
-            raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
-        object.__setattr__(self, "plan", _Table(plan))
-        object.__setattr__(self, "output_plan", None if output_plan is None else _Table(output_plan))
-        local = None if return_local_tensor is None else tuple(return_local_tensor)
-        object.__setattr__(self, "return_local_tensor", local)
-        object.__setattr__(self, "mesh", as_mesh(mesh))
-        object.__setattr__(self, "strict", bool(strict))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardingPlan):
-            return NotImplemented
-        from shard_spec.plan.serialize import digest_text
-        from shard_spec.plan.values import is_sharder
-
-        if digest_text(self) != digest_text(other):
-            return False
-        # Sharders are code, of which the digest knows only the class.
-        return all(bool(value == other.plan[key]) for key, value in self.plan.items() if is_sharder(value))
-
-    __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; `digest` stands for it
-
-    def __repr__(self) -> str:
-        parts = [repr(self.plan)]
-        for name, default in (("output_plan", None), ("return_local_tensor", None), ("mesh", None), ("strict", False)):
-            value = getattr(self, name)
-            if value != default:
-                parts.append(f"{name}={value!r}")
-        return f"ShardingPlan({', '.join(parts)})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("plan", "output_plan", "return_local_tensor", "mesh", "strict")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
-    # ---- reading ----------------------------------------------------------------------------------------------
-
-    @cached_property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules of ``plan``, each read on its own; what cannot be read carries its problems."""
-        return read_rules(self.plan, self.mesh)
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What is wrong with the rules, as far as that can be told without a model; see :meth:`validate`."""
-        return tuple(problem for rule in self.rules for problem in rule.problems)
-
-    @property
-    def digest(self) -> str:
-        """A hash of the content, equal in every process; specs count by their shards, Sharders by their class."""
-        from shard_spec.plan.serialize import digest_text
-
-        return hashlib.sha256(digest_text(self).encode()).hexdigest()
+    @classmethod
+    def _of(cls, content: PlanContent) -> ShardingPlan:
+        return cls(
+            content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, strict=content.strict
+        )
 
     def with_mesh(self, mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh) -> ShardingPlan:
         """The same rules on another mesh."""
         return ShardingPlan(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
 
-    def __or__(self, other: ShardingPlan) -> ShardingPlan:
+    def __or__(self, other: PlanContent) -> ShardingPlan:
         """This plan with the rules of ``other`` added; where both have a rule of one pattern, that of ``other``."""
-        if not isinstance(other, ShardingPlan):
+        if not isinstance(other, PlanContent):
             return NotImplemented
         output = {**(self.output_plan or {}), **(other.output_plan or {})}
         local = dict.fromkeys((*(self.return_local_tensor or ()), *(other.return_local_tensor or ())))
@@ -175,9 +99,10 @@ class ShardingPlan:
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        from shard_spec.plan.compact import compact
-
-        return compact(self, module)
+        values, mesh = compact_rules(self, module)
+        plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+        assert dict(resolve(plan, module)) == dict(resolve(self, module)), "a compact plan says something else"
+        return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------
 
@@ -190,8 +115,6 @@ class ShardingPlan:
         Raises:
             PlanError: With everything that :meth:`validate` finds.
         """
-        from shard_spec.plan.resolve import resolve
-
         return resolve(self, module)
 
     def validate(
@@ -210,8 +133,6 @@ class ShardingPlan:
             memory_limit: Bytes one rank has for parameters, gradients and optimizer state.
             optimizer: What the optimizer state is counted for, as in :meth:`memory`.
         """
-        from shard_spec.plan.validate import validate
-
         return validate(self, module, world_size=world_size, memory_limit=memory_limit, optimizer=optimizer)
 
     def memory(
@@ -234,8 +155,6 @@ class ShardingPlan:
         Raises:
             PlanError: When the plan does not fit the model, or a name is not known.
         """
-        from shard_spec.plan.memory import memory
-
         return memory(self, module, optimizer, grads=grads, dtype=dtype)
 
     def activations(
@@ -256,8 +175,6 @@ class ShardingPlan:
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        from shard_spec.plan.activations import estimate_activations
-
         return estimate_activations(self, module, inputs, kwargs, data_axes=data_axes)
 
     def communication(
@@ -284,20 +201,14 @@ class ShardingPlan:
         Raises:
             PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
         """
-        from shard_spec.plan.communication import communication
-
         return communication(self, module, batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
         """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
-        from shard_spec.plan.explain import explain
-
         return explain(self, name, module)
 
     def diff(self, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
         """What changes from this plan to ``other``: rules, and with ``module`` the tensors that lie otherwise."""
-        from shard_spec.plan.diff import diff
-
         return diff(self, other, module)
 
     def apply(
@@ -322,8 +233,6 @@ class ShardingPlan:
         Raises:
             PlanError: With every problem of every rank, before anything moved.
         """
-        from shard_spec.acting.apply import apply_plan
-
         return apply_plan(self, module, mesh, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
 
     # ---- files and other forms --------------------------------------------------------------------------------
@@ -334,8 +243,6 @@ class ShardingPlan:
         Raises:
             PlanError: ``not-serializable`` for each rule that a file cannot hold.
         """
-        from shard_spec.plan.serialize import to_json
-
         return to_json(self)
 
     @classmethod
@@ -345,22 +252,16 @@ class ShardingPlan:
         Raises:
             PlanError: ``bad-plan-file``, ``unknown-version``.
         """
-        from shard_spec.plan.serialize import from_json
-
-        return from_json(text)
+        return cls._of(from_json(text))
 
     def to_yaml(self) -> str:
         """This plan as YAML, for people to read and change."""
-        from shard_spec.plan.yaml_form import to_yaml
-
         return to_yaml(self)
 
     @classmethod
     def from_yaml(cls, text: str | bytes) -> ShardingPlan:
         """Read what :meth:`to_yaml` or a person wrote; needs ``shard-spec[yaml]``."""
-        from shard_spec.plan.yaml_form import from_yaml
-
-        return from_yaml(text)
+        return cls._of(from_yaml(text))
 
     @classmethod
     def from_layouts(cls, layouts: Mapping[str, Layout], *, strict: bool = False) -> ShardingPlan:
@@ -381,9 +282,7 @@ class ShardingPlan:
         Raises:
             PlanError: For each placement that a plan cannot say.
         """
-        from shard_spec.plan.from_module import plan_of_module
-
-        return plan_of_module(module, as_mesh(mesh))
+        return cls.from_layouts(layouts_of_module(module, as_mesh(mesh)))
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
@@ -393,8 +292,6 @@ class ShardingPlan:
         Raises:
             PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
         """
-        from shard_spec.convert.dtensor import to_dtensor_placements
-
         return to_dtensor_placements(self, module)
 
     def to_parallelize_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, ParallelStyle]:
@@ -410,8 +307,6 @@ class ShardingPlan:
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        from shard_spec.convert.parallelize import to_parallelize_plan
-
         return to_parallelize_plan(self, module, axis)
 
     def to_dcp(self, module: nn.Module | ModelFacts, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -428,8 +323,6 @@ class ShardingPlan:
         Raises:
             PlanError: With every tensor that does not lie as this plan says.
         """
-        from shard_spec.convert.dcp import to_dcp
-
         return to_dcp(self, module, state_dict, rank)
 
     def to_hf_tp_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
@@ -438,8 +331,6 @@ class ShardingPlan:
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
         """
-        from shard_spec.convert.hf import to_hf_tp_plan
-
         return to_hf_tp_plan(self, module, axis)
 
     @classmethod
@@ -467,26 +358,6 @@ class ShardingPlan:
         Raises:
             PlanError: ``not-expressible`` for each such style, ``matches-nothing`` for each unused entry.
         """
-        from shard_spec.convert.hf import from_hf_tp_plan
-
         known = as_mesh(mesh)
         assert known is not None
-        return from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward)
-
-
-def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
-    """The ``MeshSpec`` of whatever a ``mesh=`` argument takes."""
-    if mesh is None or isinstance(mesh, MeshSpec):
-        return mesh
-    if isinstance(mesh, str):
-        return MeshSpec.parse(mesh)
-    if isinstance(mesh, Mapping):
-        return MeshSpec(mesh)
-    if hasattr(mesh, "mesh_dim_names"):
-        return MeshSpec.from_device_mesh(mesh)
-    raise TypeError(f"mesh is a MeshSpec, a mapping from axis to size, text or a DeviceMesh, not {mesh!r}")
-
-
-def _require(name: str, value: object, kind: type, meaning: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"ShardingPlan: {name} is {meaning}, not {type(value).__qualname__}")
+        return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
