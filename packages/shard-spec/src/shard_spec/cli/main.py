@@ -145,5 +145,6 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a whole step, for example 512x8192")
+    parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")
     parser.add_argument("--data-axes", help="axes along which ranks see different samples, for example dp,cp")

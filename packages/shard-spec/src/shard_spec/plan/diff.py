@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.page import human_bytes
 from shard_spec.plan.facts import ModelFacts
 from shard_spec.plan.memory import memory_of
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import _document
-from shard_spec.report.text import human_bytes, table
+from shard_spec.report.text import table
 
 if TYPE_CHECKING:
     from torch import nn

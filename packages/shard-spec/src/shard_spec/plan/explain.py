@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
+from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout import Layout
 from shard_spec.plan.facts import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.rules import Rule
-from shard_spec.report.text import Parts, Table, human_bytes, human_ranks, joined, table
+from shard_spec.report.text import Parts, Table, human_ranks, joined, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,12 +71,18 @@ def _explain_name(plan: PlanContent, name: str) -> str:
     return "\n".join(lines)
 
 
+def _nearest(name: str, found: Resolution) -> str:
+    names = [alias for tensor in found.facts.tensors for alias in tensor.aliases]
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
+
+
 def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
     try:
         tensor = found.tensor(name)
     except KeyError:
         raise PlanError(
-            Problem("unknown-name", name, found="the model has no such parameter or buffer", hint="give its FQN")
+            Problem("unknown-name", name, found="the model has no such parameter or buffer", hint=_nearest(name, found))
         ) from None
     size = human_bytes(tensor.numel * tensor.item_bytes)
     lines = [f"{name}: {tensor.kind}, global shape {list(tensor.shape)}, {tensor.dtype}, {size}"]
