@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_spec import PlanError, apply_plan, shard_module, shard_parameter
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec
 from torch import nn

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.acting.apply import apply_plan
+from shard_spec.apply.apply import apply_plan
 from shard_spec.convert.dcp import to_dcp
 from shard_spec.convert.dtensor import to_dtensor_placements
 from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
 from shard_spec.convert.parallelize import to_parallelize_plan
-from shard_spec.mesh import MeshSpec, as_mesh
-from shard_spec.plan.activations import estimate_activations
-from shard_spec.plan.communication import communication
+from shard_spec.estimate.activations import estimate_activations
+from shard_spec.estimate.communication import communication
+from shard_spec.estimate.memory import memory
+from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.compact import compact_rules
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.diff import diff
-from shard_spec.plan.explain import explain
 from shard_spec.plan.from_module import layouts_of_module
-from shard_spec.plan.memory import memory
 from shard_spec.plan.read import from_json, from_yaml
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import to_json, to_yaml
 from shard_spec.plan.validate import validate
+from shard_spec.report.diff import diff
+from shard_spec.report.explain import explain
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from shard_spec._shared.problems import Problem
-    from shard_spec.acting.handle import ShardHandle
-    from shard_spec.acting.sources import Initializer, Source
-    from shard_spec.cost.model import CostModel
-    from shard_spec.cost.topology import Topology
-    from shard_spec.layout import Layout
-    from shard_spec.plan.activations import ActivationEstimate
-    from shard_spec.plan.communication import Communication
-    from shard_spec.plan.diff import PlanDiff
-    from shard_spec.plan.facts import ModelFacts
-    from shard_spec.plan.memory import Memory
-    from shard_spec.plan.optimizers import OptimizerLike
+    from shard_spec.apply.handle import ShardHandle
+    from shard_spec.apply.sources import Initializer, Source
+    from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.cost import CostModel
+    from shard_spec.estimate.memory import Memory
+    from shard_spec.estimate.optimizers import OptimizerLike
+    from shard_spec.estimate.topology import Topology
+    from shard_spec.layout.layout import Layout
+    from shard_spec.plan.metadata import ModelFacts
     from shard_spec.plan.resolve import Resolution
+    from shard_spec.report.diff import PlanDiff
 
 
 class ShardingPlan(PlanContent):
@@ -148,7 +148,7 @@ class ShardingPlan(PlanContent):
         Args:
             module: The model, or its facts.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.plan.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
+                :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: Whether gradients are counted, or their dtype where it is not the parameters'.
             dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
-from shard_spec.cost.presets import PRESETS, topology_preset
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.activations import ActivationEstimate
-from shard_spec.plan.facts import ModelFacts, facts_of
-from shard_spec.plan.memory import Memory
-from shard_spec.plan.roles import data_axes_of
-from shard_spec.plan.strangers import MAX_BYTES, json_values
+from shard_spec.estimate.activations import ActivationEstimate
+from shard_spec.estimate.memory import Memory
+from shard_spec.estimate.roles import data_axes_of
+from shard_spec.estimate.topology import PRESETS, topology_preset
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.optimal import OptimalPlanner, Workload
+from shard_spec.plan.metadata import ModelFacts, facts_of
+from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
 from shard_spec.sharding_plan import ShardingPlan
@@ -188,15 +189,11 @@ def _planned(
 
 
 def _optimal(arguments: argparse.Namespace, mesh: MeshSpec) -> Any:
-    from shard_spec import planners
-
     if not arguments.batch:
         raise UsageError("--planner optimal needs --batch, for example --batch 512x8192")
     sequences, length = _batch(arguments) or (1, 1)
-    workload = planners.Workload(batch=sequences, sequence=length)
-    return planners.OptimalPlanner(
-        topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload
-    )
+    workload = Workload(batch=sequences, sequence=length)
+    return OptimalPlanner(topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload)
 
 
 def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:

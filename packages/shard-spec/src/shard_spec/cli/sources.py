@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
-from shard_spec.plan.strangers import MAX_BYTES, json_values
+from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
 if TYPE_CHECKING:
     from torch import nn

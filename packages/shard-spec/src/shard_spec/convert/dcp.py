@@ -15,15 +15,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.boxes import Box
-from shard_spec.layout import Layout
+from shard_spec.layout.boxes import Box
+from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.facts import ModelFacts
+    from shard_spec.plan.metadata import ModelFacts
 
 _READABLE: set[Any] = {
     torch.Tensor.size,

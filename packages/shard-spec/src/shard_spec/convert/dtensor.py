@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import Problem, raise_problems
-from shard_spec.acting.express import dtensor_placement, dtensor_terms
+from shard_spec.apply.express import dtensor_placement, dtensor_terms
 from shard_spec.convert.refuse import not_expressible, sharder_problems
-from shard_spec.layout import Layout
+from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import resolve
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.facts import ModelFacts
+    from shard_spec.plan.metadata import ModelFacts
 
 
 def to_dtensor_placements(

@@ -16,12 +16,12 @@ from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.parallelize import cut_dim, output_of, tensors_by_module
 from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.intervals import REPLICATE, Term
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
+from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec.terms import REPLICATE, Term
 
 if TYPE_CHECKING:
     from torch import nn

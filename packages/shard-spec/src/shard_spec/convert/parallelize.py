@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
-from shard_spec.layout import Layout
-from shard_spec.plan.facts import ModelFacts, TensorFacts
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout import Layout
+from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import Resolution
 
 

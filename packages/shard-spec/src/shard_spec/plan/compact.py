@@ -11,9 +11,9 @@ from shard_spec.plan.resolve import resolve
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.mesh import MeshSpec
+    from shard_spec.layout.mesh import MeshSpec
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.facts import ModelFacts
+    from shard_spec.plan.metadata import ModelFacts
 
 
 def compact_rules(plan: PlanContent, module: nn.Module | ModelFacts) -> tuple[dict[str, Any], MeshSpec | None]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import Problem
-from shard_spec.mesh import MeshSpec, as_mesh
+from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.rules import Rule, read_rules
 from shard_spec.plan.serialize import digest_text
 from shard_spec.plan.values import PlanValue, is_sharder

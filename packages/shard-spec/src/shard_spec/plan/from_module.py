@@ -6,9 +6,9 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.terms import Term
+from shard_spec.layout.intervals import Term
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 
 if TYPE_CHECKING:
     import torch

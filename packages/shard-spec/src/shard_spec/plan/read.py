@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
-from shard_spec.plan.strangers import json_values, yaml_values
+from shard_spec.plan.untrusted_input import json_values, yaml_values
 from shard_spec.specs.chunk import ChunkShardingSpec
 from shard_spec.specs.enumerable import EnumerableShardingSpec
 from shard_spec.specs.shards import ShardMetadata

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
 from shard_spec.plan.rules import Rule
 from shard_spec.plan.values import spec_layout
 

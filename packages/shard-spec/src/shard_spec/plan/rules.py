@@ -8,8 +8,8 @@ from typing import Any
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.values import PlanValue, is_sharder, is_spec, to_layout
 
 

@@ -19,14 +19,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.text import format_term, to_term
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.chunk import ChunkShardingSpec
 from shard_spec.specs.enumerable import EnumerableShardingSpec
 from shard_spec.specs.torch_specs import from_torch
-from shard_spec.text import format_term, to_term
 
 if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent  # which stands above: its digest is taken of this document

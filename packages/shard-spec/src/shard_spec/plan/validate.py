@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.plan.facts import ModelFacts
-from shard_spec.plan.memory import memory_of
+from shard_spec.estimate.memory import memory_of
+from shard_spec.plan.metadata import ModelFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.placements import BlockShard, InterleavedShard, UnevenShard
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
-    from shard_spec.placements import PlacementLike
+    from shard_spec.layout.placements import PlacementLike
     from shard_spec.specs.sharder import Sharder
 
 LayoutLike: TypeAlias = "Layout | str | PlacementLike | Sequence[PlacementLike] | Mapping[str, PlacementLike]"

@@ -11,7 +11,7 @@ from torch import nn
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout import Layout
+from shard_spec.layout.layout import Layout
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
 from shard_spec.planners.certificate import Certificate
 

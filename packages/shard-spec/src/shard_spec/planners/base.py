@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec, as_mesh
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.planners.rules import pattern_of, rules_of
 from shard_spec.sharding_plan import ShardingPlan
 

@@ -9,16 +9,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
-from shard_spec.layout import Layout
-from shard_spec.plan.facts import ModelFacts, TensorFacts
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.report.text import human_count, human_ranks
 
 if TYPE_CHECKING:
-    from shard_spec.plan.activations import ActivationEstimate
-    from shard_spec.plan.communication import Communication
+    from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.memory import Memory
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.memory import Memory
 
 # One hue for each axis, chosen to differ for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)

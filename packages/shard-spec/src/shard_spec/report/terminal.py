@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.plan.explain import explain_model
 from shard_spec.plan.resolve import examine
+from shard_spec.report.explain import explain_model
 from shard_spec.report.text import Parts, Table, communication_parts, joined, memory_parts
 
 if TYPE_CHECKING:
-    from shard_spec.plan.communication import Communication
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.memory import Memory
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.facts import ModelFacts
-    from shard_spec.plan.memory import Memory
+    from shard_spec.plan.metadata import ModelFacts
 
 
 def show(plan: PlanContent, facts: ModelFacts, memory: Memory, communication: Communication | None) -> None:

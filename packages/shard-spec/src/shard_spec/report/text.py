@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from shard_spec._shared.page import human_bytes
 
 if TYPE_CHECKING:
-    from shard_spec.plan.communication import Communication
-    from shard_spec.plan.memory import Memory
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.memory import Memory
 
 
 def human_count(number: int) -> str:

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.acting.shard_tensor import shard_tensor
-from shard_spec.boxes import Box
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.placements import PlacementLike, UnevenShard
+from shard_spec.apply.shard_tensor import shard_tensor
+from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import chunk
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import PlacementLike, UnevenShard
 from shard_spec.specs.geometry import Interval, cover_problems, grid_of, overlap_problems
 from shard_spec.specs.shards import ShardMetadata, TensorShards
-from shard_spec.terms import chunk
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.boxes import Box
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import chunk
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.specs.base import ShardingSpec, box_of_each_rank
 from shard_spec.specs.devices import DeviceLike, RemoteDevice
 from shard_spec.specs.shards import ShardMetadata, TensorShards
-from shard_spec.terms import chunk
 
 
 @dataclass(frozen=True, init=False)

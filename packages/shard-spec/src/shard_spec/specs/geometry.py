@@ -7,7 +7,7 @@ from itertools import pairwise, product
 from math import prod
 
 from shard_spec._shared.problems import Problem
-from shard_spec.boxes import Box
+from shard_spec.layout.boxes import Box
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

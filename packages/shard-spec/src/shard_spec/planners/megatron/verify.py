@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.planners.megatron.units import Cut, Unit
 
 
