@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shard_spec._shared.sharding_info import Section, ShardingInfo
 from shard_spec.apply.express import Expression
-
-
-class Section(NamedTuple):
-    """One section of a fused dim. Counts as its size where a number is asked for.
-
-    Attributes:
-        size: Global length.
-        unit: It is cut at multiples of this.
-        copies: How many ranks hold each part.
-    """
-
-    size: int
-    unit: int = 1
-    copies: int = 1
-
-    def __int__(self) -> int:
-        return self.size
 
 
 class LocalParameter(nn.Parameter):
@@ -35,7 +19,7 @@ class LocalParameter(nn.Parameter):
     ``(size, unit, copies)`` for each section of the sharded dim; each section is cut on its own.
     """
 
-    _sharding_info: tuple[Any, ...]
+    _sharding_info: ShardingInfo
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalParameter:
         if id(self) not in memo:
@@ -55,8 +39,8 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]
     return parameter
 
 
-def sharding_info(mesh: DeviceMesh, expression: Expression, shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """The house's description of a piece of a tensor of global ``shape``."""
+def sharding_info(mesh: DeviceMesh, expression: Expression, shape: tuple[int, ...]) -> ShardingInfo:
+    """Return the description of a shard of a tensor of global ``shape``."""
     stride = torch.empty(shape, device="meta").stride()
     sections = tuple(Section(size) for size in expression.sections)
-    return (mesh, expression.placements, torch.Size(shape), stride, sections)
+    return ShardingInfo(mesh, expression.placements, torch.Size(shape), stride, sections)
