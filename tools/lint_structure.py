@@ -77,8 +77,7 @@ def measure(package: str, modules: dict[str, ast.Module]) -> dict[str, list[str]
                     found["imports_in_functions"].append(place)
             elif PRIVATE_TORCH.match(target) and not name.endswith("_torch_compat"):
                 found["private_torch"].append(place)
-        if not name.endswith("__init__"):  # an __init__ only hands names on
-            graph[name] = own - {name}
+        graph[name] = own - {name}
         for doc in filter(None, map(ast.get_docstring, _documented(tree))):
             if doc.split()[0].strip("`*,:").lower() in OPENERS:
                 found["docstring_openers"].append(f"{name}: {doc.splitlines()[0][:40]}")

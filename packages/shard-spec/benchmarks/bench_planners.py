@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from shard_spec.planners import MegatronPlanner, OptimalPlanner, Workload
-from shard_spec.planners.solver import (
+from shard_spec.optimal import (
     PairwiseBuilder,
     PairwiseProblem,
     least_memory,
@@ -23,6 +22,7 @@ from shard_spec.planners.solver import (
     solve_exact,
     solve_highs,
 )
+from shard_spec.planners import MegatronPlanner, OptimalPlanner, Workload
 from torch import nn
 
 T = TypeVar("T")

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks, fake_cuda
-from shard_spec.acting.cut import WeightCut
-from shard_spec.acting.exchange import RowExchange, collect, spread
-from shard_spec.acting.forwards.lookup import look_up
-from shard_spec.acting.gates import gate
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec.apply.cut import WeightCut
+from shard_spec.apply.exchange import RowExchange, collect, spread
+from shard_spec.apply.forwards.lookup import look_up
+from shard_spec.apply.gates import gate
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from torch.nn import functional as F
 
 

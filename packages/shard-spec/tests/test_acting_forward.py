@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from rank_orders import needs_orders
 from ranktest import Ranks
+from shard_spec import shard_module, shard_parameter
+from shard_spec._shared.problems import PlanError
 from shard_spec._torch_compat import redistributes_twice
-from shard_spec.acting import shard_module, shard_parameter
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import PlanError
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec.acting import shard_module
-from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec import shard_module
+from shard_spec.sharding_plan import ShardingPlan
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import prune

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rank_orders import possible
 from ranktest import Ranks
-from shard_spec.acting import shard_module, shard_parameter
-from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.problems import PlanError
+from shard_spec import shard_module, shard_parameter
+from shard_spec._shared.problems import PlanError
+from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec import PlanError
-from shard_spec.acting import apply_plan, shard_module, shard_parameter
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec import PlanError, apply_plan, shard_module, shard_parameter
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -67,7 +66,13 @@ def test_calls_that_one_rank_gets_wrong(ranks: Ranks) -> None:
     with torch.device("meta"):
         empty = network()
     layout = ShardingPlan(RULES, mesh={"tp": 2})
-    told(ranks, lambda: layout.apply(empty, mesh, source="meta", init=failing), "failed", "on rank 1", "no such file")
+    told(
+        ranks,
+        lambda: layout.apply(empty, mesh, source="meta", init=failing),
+        "rank-failed",
+        "on rank 1",
+        "no such file",
+    )
     assert all(p.is_meta for p in empty.parameters())
     assert all(p is q for p, q in zip(before, net.parameters(), strict=True))
 

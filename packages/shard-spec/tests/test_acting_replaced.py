@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec import PlanError
-from shard_spec.acting import shard_module
-from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec import PlanError, shard_module
+from shard_spec.sharding_plan import ShardingPlan
 from torch import nn
 
 OPTIMIZERS: list[Any] = [

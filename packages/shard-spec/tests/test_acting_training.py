@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from rank_orders import needs_orders, possible
 from ranktest import Ranks
-from shard_spec.acting import shard_module
-from shard_spec.plan.sharding_plan import ShardingPlan
+from shard_spec import shard_module
+from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch import nn
 from torch.distributed.tensor import DTensor

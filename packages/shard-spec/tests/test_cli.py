@@ -333,3 +333,70 @@ def test_the_page_is_drawn_by_a_real_browser(tmp_path: Any) -> None:
     assert picture.stat().st_size > 20_000, "a blank page is smaller"
     dom = subprocess.run([BROWSER, *flags, "--dump-dom", path.as_uri()], check=True, timeout=120, capture_output=True)
     assert dom.stdout.count(b"<rect") > 20
+
+
+def test_a_batch_counts_activations_against_the_limit(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    text = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+"""
+    (tmp_path / "shard_spec_cli_stack.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    command = [
+        "plan",
+        "shard_spec_cli_stack:Model",
+        "--mesh",
+        "dp=2",
+        "--optimizer",
+        "sgd",
+        "--batch",
+        "8x128",
+        "--json",
+    ]
+
+    def run(*more: str) -> tuple[int, dict[str, Any]]:
+        status = main([*command, *more])
+        return status, json.loads(capsys.readouterr().out)
+
+    status, report = run()
+    full, small = report["activations"]["local_bytes"], report["activations"]["checkpointed_bytes"]
+    static = max(report["memory"]["total"])
+    assert status == 0
+    assert 0 < small < full
+    assert run("--memory-limit", str(static + full))[0] == 0
+    status, report = run("--memory-limit", str(static + full - 1))
+    assert status == 1
+    assert [problem["code"] for problem in report["problems"]] == ["over-memory"]
+    assert "which fits" in report["problems"][0]["hint"]
+    assert run("--memory-limit", str(static + small), "--checkpointing")[0] == 0
+    assert run("--memory-limit", str(static + small - 1), "--checkpointing")[0] == 1
+
+
+def test_a_model_without_a_forward_is_said_to_be_uncounted(factory: Any, capsys: Any) -> None:
+    assert main(["plan", factory, "--mesh", "dp=2", "--batch", "8x128"]) == 0
+    printed = capsys.readouterr().out
+    assert "[activations-unknown] forward on token ids of shape [4, 128] raised NotImplementedError" in printed
+    assert "no problems" in printed
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest(factory: Any, tmp_path: Any, capsys: Any) -> None:
+    plan = str(tmp_path / "plan.json")
+    assert main(["plan", factory, "--mesh", "tp=2", "--out", plan]) == 0
+    capsys.readouterr()
+    assert main(["explain", plan, "blocks.0.fc1.wieght", "--model", factory]) != 0
+    assert "did you mean blocks.0.fc1.weight" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "shard_spec", "--help"], check=True, capture_output=True, text=True)
+    assert "shard-spec" in done.stdout

@@ -20,7 +20,7 @@ from shard_spec import (
     Shard,
     UnevenShard,
 )
-from shard_spec.terms import Term
+from shard_spec.layout.intervals import Term
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
 NOT_A_PLACEMENT: Any = 0

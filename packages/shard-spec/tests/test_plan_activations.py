@@ -7,6 +7,7 @@ from shard_spec import ShardingPlan
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -94,3 +95,67 @@ def test_the_model_is_not_touched_and_may_be_on_meta() -> None:
     found = ShardingPlan({}, mesh={"dp": 1}).activations(model, torch.zeros(2, 8, 64))
     assert found.local_bytes > 0
     assert all(p.grad is None and p.device.type == "meta" for p in model.parameters())
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+class Stack(nn.Module):
+    """Blocks in a list, with a projection after them; each block checkpointed or not."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(mlp() for _ in range(4))
+        self.head = nn.Linear(32, 7)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_with_checkpointing_the_inputs_of_all_blocks_and_one_block_remain() -> None:
+    x = torch.randn(2, 16, 32)
+    estimate = ShardingPlan({}, mesh={"dp": 1}).activations(Stack(), x)
+    assert estimate.num_blocks == 4
+    assert estimate.local_bytes == saved_bytes(Stack(), x)
+    # Autograd keeps what enters each block; while one is recomputed, what that keeps, its input counted once.
+    inputs = 5 * x.numel() * 4  # of four blocks and of the head
+    assert estimate.checkpointed_bytes == inputs + saved_bytes(mlp(), x) - x.numel() * 4
+    assert saved_bytes(Stack(checkpointed=True), x) <= estimate.checkpointed_bytes < estimate.local_bytes
+    assert "4 blocks checkpointed" in str(estimate)
+
+
+class Branching(nn.Module):
+    """Asks integers that follow from its inputs for their values, as the masks of transformers do."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        assert (positions[1:] - positions[:-1] == 1).all()
+        return torch.ones(int(positions.max()) + 1, 3, device=ids.device).requires_grad_().square()
+
+
+def test_values_of_integers_are_known_on_meta() -> None:
+    plan = ShardingPlan({}, mesh={"dp": 1})
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    for given in (ids, ids.to("meta")):
+        assert plan.activations(Branching(), given).local_bytes == 5 * 3 * 4
+
+
+@pytest.mark.extra("transformers")
+def test_hugging_face_models_need_input_ids_only() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        ids = torch.zeros(2, 8, dtype=torch.long)
+    plan = ShardingPlan({}, mesh={"dp": 2})
+    alone = plan.activations(model, input_ids=ids).local_bytes
+    assert alone == plan.activations(model, input_ids=ids, use_cache=False).local_bytes > 0
+    assert plan.activations(model, input_ids=ids, labels=ids).local_bytes > alone

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from shard_spec import MeshSpec, PlanError
-from shard_spec.cost import AlphaBetaCostModel, Link, Topology
-from shard_spec.planners import OptimalPlanner, Workload
-from shard_spec.planners.optimal.model import RECIPES
-from shard_spec.planners.optimal.states import moving
+from shard_spec import AlphaBetaCostModel, Link, MeshSpec, PlanError, Topology
+from shard_spec.optimal import OptimalPlanner, Workload
+from shard_spec.optimal.model import RECIPES
+from shard_spec.optimal.states import moving
 from torch import Tensor, nn
 
 MACHINE = Topology(10**9, 8, 100e9, 10e9, 1e-6, 1e13, name="test")

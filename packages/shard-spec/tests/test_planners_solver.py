@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from shard_spec.planners.solver import (
+from shard_spec.optimal import (
     InfeasibleError,
     PairwiseBuilder,
     PairwiseProblem,
@@ -19,7 +19,7 @@ from shard_spec.planners.solver import (
     solve_exact,
     solve_highs,
 )
-from shard_spec.planners.solver.elimination import Eliminator, TooConnectedError, plan_elimination
+from shard_spec.optimal.elimination import Eliminator, TooConnectedError, plan_elimination
 
 
 def random_problem(seed: int, forbid: bool = False, max_nodes: int = 7, max_strategies: int = 4) -> PairwiseProblem:

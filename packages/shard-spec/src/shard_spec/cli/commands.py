@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.cli.main import UsageError
-from shard_spec.cli.sources import load_model, read_text, skeleton
-from shard_spec.cost.presets import PRESETS, topology_preset
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.facts import ModelFacts, facts_of
-from shard_spec.plan.sharding_plan import ShardingPlan
-from shard_spec.plan.strangers import MAX_BYTES, json_values
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.page import human_bytes
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
+from shard_spec.estimate.activations import ActivationEstimate
+from shard_spec.estimate.memory import Memory
+from shard_spec.estimate.roles import data_axes_of
+from shard_spec.estimate.topology import PRESETS, topology_preset
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.optimal import OptimalPlanner, Workload
+from shard_spec.plan.metadata import ModelFacts, facts_of
+from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
+from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,16 +44,15 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.out:
         text = plan.to_yaml() if arguments.out.endswith((".yaml", ".yml")) else plan.to_json()
         _write(arguments.out, text)
-    problems = _problems(plan, facts, arguments)
-    return _report(plan, facts, arguments, problems, notes)
+    return _report(plan, model, arguments, _problems(plan, facts, arguments), notes)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """``shard-spec check``: every problem, or what the plan costs."""
     plan = load_plan(arguments.plan)
     with progress("building the model on meta"):
-        facts = facts_of(load_model(arguments.model))
-    return _report(plan, facts, arguments, _problems(plan, facts, arguments), [])
+        model = load_model(arguments.model)
+    return _report(plan, model, arguments, _problems(plan, facts_of(model), arguments), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -184,15 +189,11 @@ def _planned(
 
 
 def _optimal(arguments: argparse.Namespace, mesh: MeshSpec) -> Any:
-    from shard_spec import planners
-
     if not arguments.batch:
         raise UsageError("--planner optimal needs --batch, for example --batch 512x8192")
     sequences, length = _batch(arguments) or (1, 1)
-    workload = planners.Workload(batch=sequences, sequence=length)
-    return planners.OptimalPlanner(
-        topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload
-    )
+    workload = Workload(batch=sequences, sequence=length)
+    return OptimalPlanner(topology=_topology(arguments), memory_limit=_limit(arguments), mesh=mesh, workload=workload)
 
 
 def _batch(arguments: argparse.Namespace) -> tuple[int, int] | None:
@@ -233,11 +234,12 @@ def _problems(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespa
 
 def _report(
     plan: ShardingPlan,
-    facts: ModelFacts,
+    model: nn.Module | ModelFacts,
     arguments: argparse.Namespace,
     problems: tuple[Problem, ...],
     notes: list[Problem],
 ) -> int:
+    facts = facts_of(model)
     blocking = [problem for problem in problems if problem.code not in ("over-memory", "mesh-too-large")]
     document: dict[str, Any] = {
         "digest": plan.digest,
@@ -247,9 +249,16 @@ def _report(
     if not blocking:
         with progress("memory and communication"):
             memory, communication = _costs_of(plan, facts, arguments)
+        with progress("activations"):
+            activations, reason = _activations_of(plan, model, arguments)
+        notes = [*notes, Problem("activations-unknown", found=reason)] if reason else notes
+        if activations is not None and not problems:
+            problems = _activation_problems(memory, activations, arguments)
+        document["activations"] = None if activations is None else vars(activations)
+        document["problems"], document["notes"] = [vars(p) for p in problems], [vars(n) for n in notes]
         if arguments.html:
             with progress("drawing the page"):
-                _write_html(plan, facts, arguments)
+                _write_html(plan, facts, arguments, activations)
             print(f"wrote {arguments.html}", file=sys.stderr)
         document["memory"] = json.loads(memory.to_json())
         document["communication"] = None if communication is None else json.loads(communication.to_json())
@@ -260,6 +269,10 @@ def _report(
         print(f"{len(facts.tensors)} tensors, plan {plan.digest[:12]}")
         if not blocking:
             show(plan, facts, memory, communication)
+            if activations is not None:
+                print(f"\nactivations of a step:\n{activations}")
+        if not problems:
+            print("\nno problems")
         for title, found in (("notes", notes), ("problems", problems)):
             if found:
                 print(f"\n{title}:")
@@ -281,12 +294,59 @@ def _costs_of(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespa
     return memory, communication
 
 
-def _write_html(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> None:
+def _activations_of(
+    plan: ShardingPlan, model: nn.Module | ModelFacts, arguments: argparse.Namespace
+) -> tuple[ActivationEstimate | None, str]:
+    """Return the estimate for one rank's part of ``--batch``; or none, and the reason."""
+    batch = _batch(arguments)
+    if batch is None:
+        return None, ""
+    if isinstance(model, ModelFacts):
+        return None, "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
+    import torch  # not before: --help and plans of files do not need it
+
+    mesh = plan.resolve(model).mesh
+    axes = data_axes_of(mesh, arguments.data_axes.split(",") if arguments.data_axes else None) if mesh else ()
+    sequences = max(1, -(-batch[0] // prod(mesh.axis_size(axis) for axis in axes))) if mesh else batch[0]
+    tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    try:
+        cast = model.to(dtype) if dtype is not None else model
+        if "input_ids" in inspect.signature(model.forward).parameters:
+            return plan.activations(cast, input_ids=tokens), ""
+        return plan.activations(cast, tokens), ""
+    except Exception as error:  # a forward that takes something else; the rest of the report stands without it
+        reason = (str(error).splitlines() or [""])[0][:200]
+        return None, f"forward on token ids of shape {list(tokens.shape)} raised {type(error).__name__}: {reason}"
+
+
+def _activation_problems(
+    memory: Memory, activations: ActivationEstimate, arguments: argparse.Namespace
+) -> tuple[Problem, ...]:
+    limit = _limit(arguments)
+    size = activations.checkpointed_bytes if arguments.checkpointing else activations.local_bytes
+    if limit is None or memory.max_bytes + size <= limit:
+        return ()
+    found = (
+        f"rank {memory.worst_rank} needs {human_bytes(memory.max_bytes)} for parameters, gradients and optimizer state "
+        f"and about {human_bytes(size)} for activations, the limit is {human_bytes(limit)}"
+    )
+    fits = memory.max_bytes + activations.checkpointed_bytes <= limit
+    hint = "use more ranks or a smaller batch"
+    if not arguments.checkpointing and activations.num_blocks:
+        small = human_bytes(activations.checkpointed_bytes)
+        hint = f"with each block checkpointed about {small} remain, which {'fits' if fits else 'does not fit either'}"
+    return (Problem("over-memory", found=found, hint=hint),)
+
+
+def _write_html(
+    plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace, activations: ActivationEstimate | None = None
+) -> None:
     from shard_spec.report.html import html_report
 
     memory, communication = _costs_of(plan, facts, arguments)
     title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
-    page = html_report(plan, facts, memory, communication, title=title)
+    page = html_report(plan, facts, memory, communication, activations, title=title)
     _write(arguments.html, page)
 
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shard_spec.cli.sources import UsageError
+
 _MODELS = """models:
   MODULE:FACTORY                 an importable function (or class) that makes the model, called on the meta device
   config.json, a folder with one a Hugging Face config; needs transformers
@@ -17,10 +19,6 @@ _MODELS = """models:
 No GPU, no process group and no memory for weights is needed.
 
 exit status: 0 good, 1 problems found, 2 wrong usage"""
-
-
-class UsageError(Exception):
-    """What the user typed makes no sense; the message says what would."""
 
 
 _ARGUMENTS = {"unknown-optimizer", "unknown-dtype"}  # raised for what was typed, not found in a plan
@@ -34,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from shard_spec.problems import PlanError
+    from shard_spec._shared.problems import PlanError
 
     try:
         status: int = _command(arguments.command)(arguments)
@@ -147,5 +145,6 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a whole step, for example 512x8192")
+    parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")
     parser.add_argument("--data-axes", help="axes along which ranks see different samples, for example dp,cp")

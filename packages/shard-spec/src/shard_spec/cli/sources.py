@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from shard_spec.cli.main import UsageError
-from shard_spec.plan.facts import ITEM_BYTES, ModelFacts, TensorFacts
-from shard_spec.plan.strangers import MAX_BYTES, json_values
+from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+class UsageError(Exception):
+    """Wrong arguments; the message says what would be right."""
+
 
 _MAX_HEADER = 100_000_000  # the format's own limit
 _MAX_NUMEL = 1 << 58  # in any dtype, bytes that fit torch's 64 bits

@@ -14,16 +14,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from shard_spec.boxes import Box
-from shard_spec.layout import Layout
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.layout.boxes import Box
+from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import resolve
-from shard_spec.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.facts import ModelFacts
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
+    from shard_spec.plan.metadata import ModelFacts
 
 _READABLE: set[Any] = {
     torch.Tensor.size,
@@ -102,7 +102,7 @@ class CheckpointShard(torch.Tensor):
 
 
 def to_dcp(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module | ModelFacts,
     state_dict: Mapping[str, Any],
     rank: int,

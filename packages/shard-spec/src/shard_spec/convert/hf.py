@@ -12,20 +12,19 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.patterns import Pattern
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.parallelize import cut_dim, output_of, tensors_by_module
 from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
-from shard_spec.plan.patterns import Pattern
+from shard_spec.layout.intervals import REPLICATE, Term
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec.problems import PlanError, Problem, raise_problems
-from shard_spec.terms import REPLICATE, Term
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from shard_spec.plan.sharding_plan import ShardingPlan
 
 # Style -> what it does to a tensor of 1 dim and to one of 2 or more. "-2" is the dim of output features, "-1" of input.
 _STYLES: dict[str, tuple[Term, Term]] = {
@@ -67,10 +66,8 @@ def from_hf_tp_plan(
     *,
     prefix: str = "",
     forward: str = "refuse",
-) -> ShardingPlan:
+) -> PlanContent:
     """The plan of the parameters that a ``tp_plan`` cuts; see ``ShardingPlan.from_hf_tp_plan``."""
-    from shard_spec.plan.sharding_plan import ShardingPlan
-
     if forward not in ("refuse", "drop"):
         raise PlanError(Problem("bad-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
     facts = facts_of(module)
@@ -99,7 +96,7 @@ def from_hf_tp_plan(
             output[path] = str(Layout.replicated(mesh))
     used |= {key for key in styles if key in generic.values()}
     raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
-    return ShardingPlan(rules if _only_these(rules, exact, facts) else exact, output or None, mesh=mesh)
+    return PlanContent(rules if _only_these(rules, exact, facts) else exact, output or None, mesh=mesh)
 
 
 def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], facts: ModelFacts) -> bool:
@@ -113,7 +110,7 @@ def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], facts: Model
     return True
 
 
-def to_hf_tp_plan(plan: ShardingPlan, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
     """Generic module names to styles; see ``ShardingPlan.to_hf_tp_plan``."""
     found = resolve(plan, module)
     axis = the_axis(found, axis)
@@ -135,7 +132,7 @@ def to_hf_tp_plan(plan: ShardingPlan, module: nn.Module | ModelFacts, axis: str 
 
 
 def _module_style(
-    plan: ShardingPlan, path: str, tensors: list[TensorFacts], found: Resolution, axis: str, problems: list[Problem]
+    plan: PlanContent, path: str, tensors: list[TensorFacts], found: Resolution, axis: str, problems: list[Problem]
 ) -> str:
     """The style of the module's own parameters, ``""`` where they are whole."""
     layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
-from shard_spec.layout import Layout
-from shard_spec.plan.facts import ModelFacts, TensorFacts
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 _LINEAR, _EMBEDDING = "Linear", "Embedding"
 
 
 def to_parallelize_plan(
-    plan: ShardingPlan, module: nn.Module | ModelFacts, axis: str | None = None
+    plan: PlanContent, module: nn.Module | ModelFacts, axis: str | None = None
 ) -> dict[str, ParallelStyle]:
     """Module FQN to style; see ``ShardingPlan.to_parallelize_plan``."""
     found = resolve(plan, module)
@@ -63,7 +63,7 @@ def cut_dim(layout: Layout | None, tensor: TensorFacts, axis: str) -> int | None
     return None if dim is None else dim % len(tensor.shape)
 
 
-def output_of(plan: ShardingPlan, path: str, axis: str) -> str | None:
+def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
     """What ``output_plan`` says about the module: ``"whole"``, ``"last"`` (its last dim is cut), or None for nothing.
 
     Raises:
@@ -128,7 +128,7 @@ def _tied_problems(found: Resolution, axis: str) -> list[Problem]:
     return problems
 
 
-def _unused_outputs(plan: ShardingPlan, styles: dict[str, Any]) -> list[Problem]:
+def _unused_outputs(plan: PlanContent, styles: dict[str, Any]) -> list[Problem]:
     problems = []
     for path in plan.output_plan or {}:
         if path not in styles:

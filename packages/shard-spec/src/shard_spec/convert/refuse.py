@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shard_spec.layout import Layout
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import Resolution
-from shard_spec.problems import PlanError, Problem
 
 
 def not_expressible(name: str, found: str, hint: str, dim: int | None = None, axis: str | None = None) -> Problem:

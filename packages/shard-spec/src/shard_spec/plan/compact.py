@@ -1,24 +1,23 @@
-"""Compacting: a plan with one rule for all layers instead of one for each."""
+"""Rules with globs: one rule for all layers that lie alike instead of one for each."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from shard_spec.plan.patterns import Pattern
+from shard_spec._shared.patterns import Pattern
 from shard_spec.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.facts import ModelFacts
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.layout.mesh import MeshSpec
+    from shard_spec.plan.content import PlanContent
+    from shard_spec.plan.metadata import ModelFacts
 
 
-def compact(plan: ShardingPlan, module: nn.Module | ModelFacts) -> ShardingPlan:
-    """A plan that says the same about ``module`` with globs; see ``ShardingPlan.compact``."""
-    from shard_spec.plan.sharding_plan import ShardingPlan
-
+def compact_rules(plan: PlanContent, module: nn.Module | ModelFacts) -> tuple[dict[str, Any], MeshSpec | None]:
+    """Return rules with globs that mean the same for ``module``, and their mesh."""
     found = resolve(plan, module)
     names = [alias for tensor in found.facts.tensors for alias in tensor.aliases]
     groups: dict[str, list[str]] = {}
@@ -42,8 +41,4 @@ def compact(plan: ShardingPlan, module: nn.Module | ModelFacts) -> ShardingPlan:
     meshes = {layout.mesh for layout in rules.values()}
     mesh = plan.mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
     values = {key: str(layout) if layout.mesh == mesh else layout for key, layout in rules.items()}
-    made = ShardingPlan(
-        {**values, **found.sharders}, plan.output_plan, plan.return_local_tensor, mesh=mesh, strict=plan.strict
-    )
-    assert dict(resolve(made, found.facts)) == dict(found), "a compact plan says something else"
-    return made
+    return {**values, **found.sharders}, mesh

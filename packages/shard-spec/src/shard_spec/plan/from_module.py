@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.problems import PlanError, Problem, raise_problems
-from shard_spec.terms import Term
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.sharding_info import Section, ShardingInfo, sharding_info_of
+from shard_spec.layout.intervals import Term
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+_FORM = "(device_mesh, placements, global_shape, global_stride[, sections])"
 
 
-def plan_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> ShardingPlan:
-    """One exact rule for each parameter and buffer; see ``ShardingPlan.from_module``."""
-    from shard_spec.plan.sharding_plan import ShardingPlan
-
+def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[str, Layout]:
+    """Return the layout of each parameter and buffer by FQN; see ``ShardingPlan.from_module``."""
     problems: list[Problem] = []
     layouts: dict[str, Layout] = {}
     plain: list[str] = []
@@ -44,8 +43,7 @@ def plan_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> ShardingP
                 Problem("no-mesh", found="no tensor of the model says which ranks there are", hint="pass mesh=")
             )
         layouts.update({name: Layout.replicated(mesh) for name in plain})
-    in_order = {name: layouts[name] for name, _ in named}
-    return ShardingPlan.from_layouts(in_order)
+    return {name: layouts[name] for name, _ in named}
 
 
 def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
@@ -54,9 +52,14 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
     Raises:
         PlanError: When a placement cannot be said.
     """
-    info: Any = getattr(tensor, "_sharding_info", None)
-    if info is not None:
-        return _layout_of_info(info)
+    try:
+        info = sharding_info_of(tensor)
+        if info is not None:
+            return _layout_of_info(info)
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, PlanError):
+            raise
+        raise PlanError(Problem("bad-sharding-info", found=str(error)[:300], hint=_FORM)) from None
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     if tensor_module is None or not isinstance(tensor, tensor_module.DTensor):
         return None
@@ -65,44 +68,21 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
     return _with_order(Layout(mesh, shown.placements), shown.placements, tuple(shown.shape))
 
 
-def _layout_of_info(info: Any) -> Layout:
-    """The layout of a local shard from what it says of itself.
-
-    That is ``(device_mesh, placements, global_shape, global_stride)``, and for a fused weight the sections of the
-    sharded dim: a size each, or ``(size, unit, copies)`` with the number of rows that stay together and the number of
-    neighbouring ranks that hold each part.
+def _layout_of_info(info: ShardingInfo) -> Layout:
+    """Return the layout of a local shard from what it is a shard of.
 
     Raises:
-        PlanError: ``bad-sharding-info`` for another form, ``sections-not-expressible`` for what no layout says.
+        ValueError: Units that do not fill their section.
+        PlanError: ``sections-not-expressible`` for what no layout says.
     """
-    try:
-        device_mesh, placements, shape = info[0], list(info[1]), tuple(int(size) for size in info[2])
-        mesh = MeshSpec.from_device_mesh(device_mesh)
-        sections = [_section(each) for each in info[4]] if len(info) > 4 and info[4] is not None else []
-    except (TypeError, ValueError, IndexError, AttributeError) as error:
-        hint = "(device_mesh, placements, global_shape, global_stride[, sections])"
-        raise PlanError(Problem("bad-sharding-info", found=f"{info!r:.200} ({error})", hint=hint)) from None
-    layout = Layout(mesh, placements)
-    return _with_sections(layout, shape, sections) if sections else layout
+    layout = Layout(MeshSpec.from_device_mesh(info.mesh), list(info.placements))
+    for each in info.sections:
+        if each.size < 0 or each.unit < 1 or each.copies < 1 or each.size % each.unit:
+            raise ValueError(f"{each}: units have to fill it")
+    return _with_sections(layout, tuple(info.shape), list(info.sections)) if info.sections else layout
 
 
-class _Section(NamedTuple):
-    size: int
-    unit: int = 1
-    copies: int = 1
-
-
-def _section(said: Any) -> _Section:
-    if isinstance(said, tuple):
-        section = _Section(*(int(number) for number in said))
-    else:
-        section = _Section(int(said))
-    if section.size < 0 or section.unit < 1 or section.copies < 1 or section.size % section.unit:
-        raise ValueError(f"{section}: units have to fill it")
-    return section
-
-
-def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[_Section]) -> Layout:
+def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Section]) -> Layout:
     """Sections of the one dim that is cut: each is cut on its own, between units, each part held ``copies`` times."""
     cutting = [at for at, term in enumerate(layout.terms) if term.dim is not None]
     if len(cutting) != 1:
@@ -142,7 +122,7 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
     return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), terms), at
 
 
-def _term_of(dim: int, sections: list[_Section], count: int) -> Term:
+def _term_of(dim: int, sections: list[Section], count: int) -> Term:
     """The placement that cuts each section into ``count`` parts between units."""
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
     if len(sections) == 1:

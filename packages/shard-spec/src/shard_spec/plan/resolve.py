@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.facts import ModelFacts, TensorFacts, facts_of
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
 from shard_spec.plan.rules import Rule
 from shard_spec.plan.values import spec_layout
-from shard_spec.problems import PlanError, Problem, raise_problems
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Resolution(Mapping[str, Layout]):
         raise KeyError(name)
 
 
-def resolve(plan: ShardingPlan, module: nn.Module | ModelFacts) -> Resolution:
+def resolve(plan: PlanContent, module: nn.Module | ModelFacts) -> Resolution:
     """The layout of every tensor of ``module``.
 
     Raises:
@@ -92,7 +92,7 @@ def resolve(plan: ShardingPlan, module: nn.Module | ModelFacts) -> Resolution:
     return found
 
 
-def examine(plan: ShardingPlan, module: nn.Module | ModelFacts) -> Resolution:
+def examine(plan: PlanContent, module: nn.Module | ModelFacts) -> Resolution:
     """Resolve as far as possible, and note every problem on the way instead of stopping at the first."""
     facts = facts_of(module)
     problems = list(facts.problems)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.patterns import Pattern
+from shard_spec._shared.patterns import Pattern
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.values import PlanValue, is_sharder, is_spec, to_layout
-from shard_spec.problems import PlanError, Problem
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.plan.facts import ModelFacts
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.memory import memory_of
+from shard_spec.plan.metadata import ModelFacts
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.plan.content import PlanContent
 
 
 def validate(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: nn.Module | ModelFacts,
     *,
     world_size: int | None = None,
@@ -42,7 +43,7 @@ def _module_not_found(argument: str, path: object) -> Problem:
     return Problem("module-not-found", name, found=f"{argument} names no module of the model", hint=hint)
 
 
-def _output_problems(plan: ShardingPlan, facts: ModelFacts) -> list[Problem]:
+def _output_problems(plan: PlanContent, facts: ModelFacts) -> list[Problem]:
     problems = []
     for path, value in (plan.output_plan or {}).items():
         if facts.modules and path not in facts.modules:
@@ -61,7 +62,7 @@ def _output_problems(plan: ShardingPlan, facts: ModelFacts) -> list[Problem]:
     return problems
 
 
-def _local_problems(plan: ShardingPlan, facts: ModelFacts) -> list[Problem]:
+def _local_problems(plan: PlanContent, facts: ModelFacts) -> list[Problem]:
     names = plan.return_local_tensor or ()
     problems = []
     if facts.modules:
@@ -87,8 +88,6 @@ def _world_problems(found: Resolution, world_size: int) -> list[Problem]:
 
 
 def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> list[Problem]:
-    from shard_spec.plan.memory import memory_of
-
     memory = memory_of(found, optimizer=optimizer)
     rank, most = memory.worst_rank, memory.max_bytes
     if most <= memory_limit:

@@ -6,14 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.placements import BlockShard, InterleavedShard, UnevenShard
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
+from shard_spec.specs.base import ShardingSpec
+from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
-    from shard_spec.placements import PlacementLike
-    from shard_spec.specs.base import ShardingSpec
+    from shard_spec.layout.placements import PlacementLike
     from shard_spec.specs.sharder import Sharder
 
 LayoutLike: TypeAlias = "Layout | str | PlacementLike | Sequence[PlacementLike] | Mapping[str, PlacementLike]"
@@ -74,10 +75,6 @@ def spec_layout(value: Any, shape: tuple[int, ...]) -> Layout:
     Raises:
         PlanError: When the spec does not fit the shape, or when no layout can say what it says.
     """
-    from shard_spec.specs.base import ShardingSpec
-
     if not isinstance(value, ShardingSpec):
-        from shard_spec.specs.torch_specs import from_torch
-
         value = from_torch(value)
     return value.to_layout(shape)  # type: ignore[no-any-return]  # from_torch returns Any

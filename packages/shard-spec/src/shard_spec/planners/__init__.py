@@ -5,7 +5,6 @@ from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedShar
 from shard_spec.planners.certificate import Certificate
 from shard_spec.planners.fully_shard import FullyShardPlanner
 from shard_spec.planners.megatron import MegatronPlanner
-from shard_spec.planners.optimal import OptimalPlanner, Workload
 
 __all__ = [
     "ShardingPlanner",
@@ -17,6 +16,4 @@ __all__ = [
     "MegatronPlanner",
     "FullyShardPlanner",
     "BalancedPlanner",
-    "OptimalPlanner",
-    "Workload",
 ]

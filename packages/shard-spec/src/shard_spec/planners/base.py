@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
-from shard_spec.plan.sharding_plan import ShardingPlan, as_mesh
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.planners.rules import pattern_of, rules_of
-from shard_spec.problems import PlanError, Problem
+from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ class PlannedSharding(ShardingPlan):
         object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
         object.__setattr__(self, "certificate", decisions.certificate)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as of the plan
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ShardingPlan) and _content(self) == _content(other)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from shard_spec.layout import Layout
-from shard_spec.plan.patterns import Pattern
+from shard_spec._shared.patterns import Pattern
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merged, together
-from shard_spec.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

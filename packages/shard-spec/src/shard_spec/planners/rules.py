@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 
-from shard_spec.layout import Layout
+from shard_spec.layout.layout import Layout
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
 

@@ -8,15 +8,17 @@ from html import escape
 from math import prod
 from typing import TYPE_CHECKING
 
-from shard_spec.layout import Layout
-from shard_spec.plan.facts import ModelFacts, TensorFacts
+from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import ModelFacts, TensorFacts
 from shard_spec.plan.resolve import Resolution, examine
-from shard_spec.report.text import human_bytes, human_count, human_ranks
+from shard_spec.report.text import human_count, human_ranks
 
 if TYPE_CHECKING:
-    from shard_spec.plan.communication import Communication
-    from shard_spec.plan.memory import Memory
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.memory import Memory
+    from shard_spec.plan.content import PlanContent
 
 # One hue for each axis, chosen to differ for the colour-blind too; several axes on one tensor are drawn as stripes.
 _HUES = (210, 28, 145, 285, 55, 0)
@@ -30,86 +32,70 @@ _PART_COLOURS = {
 }
 _MAX_ROWS, _MAX_RANKS = 200, 64
 
-_STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1180px;padding:0 1rem;color:#1d2430;background:#fff}
-h1{font-size:1.5rem;margin:0 0 .2rem}h2{font-size:1.1rem;margin:2rem 0 .5rem;border-bottom:1px solid #d8dde6}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(10rem,1fr));gap:.7rem;list-style:none;
-margin:1rem 0 0;padding:0}
-.cards li{border:1px solid #d8dde6;border-radius:8px;padding:.5rem .8rem}
-.cards b{display:block;font-size:1.25rem;font-weight:650;font-variant-numeric:tabular-nums}
-.cards span{color:#5a6475;font-size:12px}
-table{border-collapse:collapse;font-size:13px}td,th{padding:2px 14px 2px 0;text-align:left;white-space:nowrap}
-th{color:#5a6475;font-weight:600}td.n{text-align:right;font-variant-numeric:tabular-nums}code{font-size:12px}
-.key span{display:inline-block;width:12px;height:12px;margin:0 5px 0 16px;vertical-align:-1px;border-radius:2px}
-.note{color:#5a6475}.bad{color:#a3212d}svg text{font:12px system-ui,sans-serif;fill:#1d2430}
-svg .mono{font:11px ui-monospace,monospace}svg .soft{fill:#5a6475}svg .in{fill:#fff;font-weight:600}
-svg .end{font-weight:650}.scroll{overflow-x:auto}
-@media(prefers-color-scheme:dark){body{background:#14181f;color:#dfe5ee}svg text{fill:#dfe5ee}
-th,.note,.cards span{color:#98a3b5}h2,.cards li{border-color:#333c4a}svg .soft{fill:#98a3b5}.bad{color:#ff8590}}
-"""
-
 
 def html_report(
-    plan: ShardingPlan,
+    plan: PlanContent,
     module: ModelFacts,
     memory: Memory,
     communication: Communication | None = None,
+    activations: ActivationEstimate | None = None,
     *,
     title: str = "plan",
 ) -> str:
-    """The page as text; it loads nothing from anywhere.
+    """Return the page as text; it loads nothing from anywhere.
 
     Args:
         plan: The plan.
         module: The model's facts.
         memory: ``plan.memory(...)``.
         communication: ``plan.communication(...)``, where there is one mesh.
+        activations: ``plan.activations(...)``, where there is a batch.
         title: Heading of the page.
     """
     found = examine(plan, module)
     parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="note">{escape(_summary(plan, found))}</p>',
-        _cards(found, memory, communication),
+        note(_summary(plan, found)),
+        _cards(found, memory, communication, activations),
         _problems(found),
         "<h2>Who holds what</h2>",
         _picture(found),
         "<h2>Memory on each rank</h2>",
-        _memory(memory),
+        _memory(memory, activations),
     ]
     if communication is not None:
         parts += ["<h2>Bytes that each rank sends in a step</h2>", _communication(communication)]
     parts += ["<h2>Tensors</h2>", _tensors(found)]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
-        f"<!doctype html>\n<html lang=en><head>{head}{view}</head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
+    return page(title, parts)
 
 
-def _summary(plan: ShardingPlan, found: Resolution) -> str:
+def _summary(plan: PlanContent, found: Resolution) -> str:
     numel = sum(tensor.numel for tensor in found.facts.parameters)
     return f"{len(found.facts.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
 
 
-def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> str:
+def _cards(
+    found: Resolution, memory: Memory, communication: Communication | None, activations: ActivationEstimate | None
+) -> str:
     """The numbers that people ask for first."""
     numel = sum(tensor.numel for tensor in found.facts.parameters)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
-    cards = [
+    entries = [
         (human_count(numel), "parameters"),
         (mesh, f"mesh of {len(found.ranks)} ranks"),
         (human_bytes(memory.max_bytes), f"on the fullest rank, with {memory.optimizer.name}"),
     ]
     if numel and not memory.uncounted:
-        cards.append((f"{_local_numel(found, memory) / numel:.1%}", "of the weights on that rank"))
+        entries.append((f"{_local_numel(found, memory) / numel:.1%}", "of the weights on that rank"))
+    if activations is not None:
+        entries.append((human_bytes(activations.local_bytes), "of activations on a rank (an estimate)"))
     if communication is not None:
         sent = sum(sum(kinds.values()) for kinds in communication.by_axis().values())
-        cards.append((human_bytes(sent), "sent by each rank in a step"))
+        entries.append((human_bytes(sent), "sent by each rank in a step"))
         if communication.seconds:
-            cards.append((f"{sum(communication.seconds.values()) * 1e3:,.0f} ms", "of collectives, one after another"))
-    items = "".join(f"<li><b>{escape(value)}</b><span>{escape(text)}</span></li>" for value, text in cards)
-    return f'<ul class="cards">{items}</ul>'
+            entries.append(
+                (f"{sum(communication.seconds.values()) * 1e3:,.0f} ms", "of collectives, one after another")
+            )
+    return cards(entries)
 
 
 def _local_numel(found: Resolution, memory: Memory) -> int:
@@ -166,17 +152,15 @@ def _picture(found: Resolution) -> str:
         layout = found.layouts.get(tensors[0].name)
         for at, rank in enumerate(ranks):
             cells.append(_cell(layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3)))
-    colours = [(f"hsl({hue} 55% 50%)", f"cut along {axis}") for axis, hue in hues.items()]
-    key = _key([*colours, ("#c9cfd8", "whole"), ("none;outline:1px solid #999", "nothing")])
-    note = "One column is one rank. The shade says which piece: ranks of one shade along an axis hold the same piece."
+    colours = [(f"hsl({hue} 55% 50%)", f"sharded along {axis}") for axis, hue in hues.items()]
+    key = legend([*colours, ("#c9cfd8", "replicated"), ("none", "nothing")])
+    remark = "One column is one rank. Ranks of one shade along an axis hold the same shard."
     if len(found.ranks) > len(ranks):
-        note += f" The first {len(ranks)} of {len(found.ranks)} ranks are shown."
+        remark += f" The first {len(ranks)} of {len(found.ranks)} ranks are shown."
     total = len(stems(found))
     if total > len(rows):
-        note += f" The first {len(rows)} of {total} kinds of tensors are shown."
-    size = f'width="{right + 310}" height="{top + len(rows) * height + 4}"'
-    drawn = f'<div class="scroll"><svg id="plan" role="img" {size}>{"".join(cells)}</svg></div>'
-    return f'<p class="key">{key}</p>{drawn}<p class="note">{note}</p>'
+        remark += f" The first {len(rows)} of {total} kinds of tensors are shown."
+    return key + svg("plan", right + 310, top + len(rows) * height + 4, cells) + note(remark)
 
 
 def _cell(
@@ -206,17 +190,19 @@ def _cell(
 # ---- bars -----------------------------------------------------------------------------------------------------------
 
 
-def _memory(memory: Memory) -> str:
+def _memory(memory: Memory, activations: ActivationEstimate | None) -> str:
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for at, rank in enumerate(memory.ranks):
         kinds = tuple((part, values[at]) for part, values in memory.parts.items() if any(values))
         groups.setdefault(kinds, []).append(rank)
     rows = [(_ranks_text(ranks), list(kinds)) for kinds, ranks in list(groups.items())[:32]]
-    drawn = _bars("memory", rows, _PART_COLOURS)
+    drawn = stacked_bars("memory", rows, _PART_COLOURS)
     text = "Exact for the tensors themselves; activations and collectives' buffers come on top."
+    if activations is not None:
+        text += f" Activations: {activations}."
     if len(groups) > len(rows):
         text += f" The first {len(rows)} of {len(groups)} different fillings are shown."
-    return f'{drawn}<p class="note">{text}</p>'
+    return drawn + note(text)
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -226,44 +212,11 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 def _communication(found: Communication) -> str:
     rows = [(axis, [(kind, round(size)) for kind, size in kinds.items()]) for axis, kinds in found.by_axis().items()]
-    drawn = _bars("communication", rows, _PART_COLOURS)
+    drawn = stacked_bars("communication", rows, _PART_COLOURS)
     if found.seconds is not None:
         times = ", ".join(f"{axis} {seconds * 1e3:.1f} ms" for axis, seconds in found.seconds.items())
         drawn += f"<p>Time of the collectives, one after another: {escape(times)}.</p>"
     return drawn + f'<p class="note">{"<br>".join(escape(line) for line in found.assumptions)}</p>'
-
-
-def _bars(identity: str, rows: list[tuple[str, list[tuple[str, int]]]], colours: dict[str, str]) -> str:
-    """Horizontal stacked bars, one a row, all on one scale."""
-    most = max((sum(size for _, size in parts) for _, parts in rows), default=0) or 1
-    left, wide, height = 150, 760, 30
-    drawn: list[str] = []
-    seen: dict[str, str] = {}
-    for row, (name, parts) in enumerate(rows):
-        x, y = float(left), row * height
-        drawn.append(f'<text x="0" y="{y + 16}">{escape(name)}</text>')
-        for part, size in parts:
-            if not size:
-                continue
-            width = wide * size / most
-            seen[part] = colours.get(part, "#888")
-            tip = f"<title>{escape(part)}: {human_bytes(size)}</title>"
-            drawn.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" fill="{seen[part]}">{tip}</rect>')
-            label = human_bytes(size)
-            if width > 8 * len(label) + 8:
-                drawn.append(f'<text class="in" x="{x + 6:.1f}" y="{y + 16}">{label}</text>')
-            x += width
-        total = sum(size for _, size in parts)
-        drawn.append(f'<text class="end" x="{x + 6:.1f}" y="{y + 16}">{human_bytes(total)}</text>')
-    key = _key([(colour, part) for part, colour in seen.items()])
-    size_text = f'width="{left + wide + 110}" height="{max(1, len(rows)) * height}"'
-    picture = f'<svg id="{identity}" role="img" {size_text}>{"".join(drawn)}</svg>'
-    return f'<p class="key">{key}</p><div class="scroll">{picture}</div>'
-
-
-def _key(entries: Sequence[tuple[str, str]]) -> str:
-    """What the colours mean."""
-    return "".join(f'<span style="background:{colour}"></span>{escape(text)}' for colour, text in entries)
 
 
 def _tensors(found: Resolution) -> str:
@@ -273,11 +226,10 @@ def _tensors(found: Resolution) -> str:
         local = "?" if layout is None else str(list(layout.local_shape(layout.mesh.ranks[0], shape)))
         rule = found.rule_of.get(tensors[0].name, "") or "–"
         shown = '<span class="note">its name</span>' if rule == stem else f"<code>{escape(rule)}</code>"
-        cells = [f"<code>{escape(stem)}</code>", f"<code>{escape(said)}</code>", escape(str(list(shape))), local]
-        numbers = f'<td class="n">{len(tensors)}</td>'
         rows.append(
-            f"<tr><td>{cells[0]}</td>{numbers}<td>{cells[1]}</td><td>{cells[2]}</td><td>{cells[3]}</td>"
-            f"<td>{shown}</td></tr>"
-        )
-    head = "<tr><th>tensor<th>count<th>layout<th>global shape<th>local shape<th>rule</tr>"
-    return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
+            [
+                f"<code>{escape(stem)}</code>", str(len(tensors)), f"<code>{escape(said)}</code>",
+                escape(str(list(shape))), local, shown,
+            ]
+        )  # fmt: skip
+    return table(["tensor", "count", "layout", "global shape", "local shape", "rule"], rows, numbers=[1])

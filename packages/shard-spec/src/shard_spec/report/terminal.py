@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.plan.explain import explain_model
 from shard_spec.plan.resolve import examine
+from shard_spec.report.explain import explain_model
 from shard_spec.report.text import Parts, Table, communication_parts, joined, memory_parts
 
 if TYPE_CHECKING:
-    from shard_spec.plan.communication import Communication
-    from shard_spec.plan.facts import ModelFacts
-    from shard_spec.plan.memory import Memory
-    from shard_spec.plan.sharding_plan import ShardingPlan
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.memory import Memory
+    from shard_spec.plan.content import PlanContent
+    from shard_spec.plan.metadata import ModelFacts
 
 
-def show(plan: ShardingPlan, facts: ModelFacts, memory: Memory, communication: Communication | None) -> None:
+def show(plan: PlanContent, facts: ModelFacts, memory: Memory, communication: Communication | None) -> None:
     """Print a plan, its memory and its communication, each under a title."""
     sections = [("plan", explain_model(plan, examine(plan, facts))), ("memory on each rank", memory_parts(memory))]
     if communication is not None:

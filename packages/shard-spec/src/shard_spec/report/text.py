@@ -6,19 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shard_spec._shared.page import human_bytes
+
 if TYPE_CHECKING:
-    from shard_spec.plan.communication import Communication
-    from shard_spec.plan.memory import Memory
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def human_bytes(size: float) -> str:
-    """``1536 -> "1.5 KiB"``."""
-    value, unit = float(size), 0
-    while abs(value) >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.memory import Memory
 
 
 def human_count(number: int) -> str:

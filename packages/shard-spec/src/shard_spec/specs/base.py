@@ -6,17 +6,22 @@ import abc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shard_spec.boxes import Box
-from shard_spec.problems import Problem, raise_problems
-from shard_spec.specs.geometry import cover_problems, overlap_problems
+import torch
+import torch.distributed as dist
+
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.apply.shard_tensor import shard_tensor
+from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import chunk
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.placements import PlacementLike, UnevenShard
+from shard_spec.specs.geometry import Interval, cover_problems, grid_of, overlap_problems
 from shard_spec.specs.shards import ShardMetadata, TensorShards
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
-
-    from shard_spec.layout import Layout
 
 
 class ShardingSpec(abc.ABC):
@@ -78,15 +83,16 @@ class ShardingSpec(abc.ABC):
         Raises:
             PlanError: ``not-a-grid`` or ``several-shards-per-rank`` when no mesh can say it.
         """
-        from shard_spec.specs.layouts import spec_to_layout
-
-        return spec_to_layout(self, shape)
+        return _grid_layout(self, shape)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
         """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
-        from shard_spec.acting.module import shard_tensor
 
-        return shard_tensor(tensor, self, src_rank=src_rank, process_group=process_group)
+        def place(shape: tuple[int, ...]) -> tuple[Layout, torch.device | None]:
+            own = [each.placement for each in self.shards_for(shape) if each.rank == dist.get_rank()]
+            return self.to_layout(shape), own[0].device() if own and own[0] is not None else None
+
+        return shard_tensor(tensor, place, src_rank, process_group)
 
 
 def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
@@ -100,4 +106,65 @@ def _no_rank(placement: object) -> Problem:
         "placements",
         found=f"{placement}",
         hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
+    )
+
+
+def _grid_layout(spec: ShardingSpec, shape: Sequence[int]) -> Layout:
+    """The layout of a tensor of ``shape`` under ``spec``: one mesh axis ``shard<dim>`` for each dim that is cut.
+
+    Ranks lie on the mesh in the order of their shards, so a chunk spec with permuted devices gives a permuted mesh.
+    Cuts as ``torch.chunk`` makes them become ``Shard``, others ``UnevenShard``.
+
+    Raises:
+        PlanError: ``several-shards-per-rank`` or ``not-a-grid`` when no mesh can say it.
+    """
+    shape = tuple(shape)
+    held = box_of_each_rank(spec, shape)
+    ranks = tuple(held)
+    found = grid_of(list(held.values()), shape)
+    if found is None:
+        raise PlanError(_not_a_grid(shape, len(ranks)))
+    cuts, order = found
+    cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
+    if not cut_dims:
+        return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])
+    axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
+    placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
+    return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
+
+
+def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
+    """Return the one box of each rank that the spec names, in the order in which it names them.
+
+    Raises:
+        PlanError: ``several-shards-per-rank``.
+    """
+    held = spec.boxes(shape)
+    crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
+    if crowded:
+        raise PlanError(_several_shards(crowded))
+    return {rank: box for rank, (box,) in held.items()}
+
+
+def _placement(dim: int, intervals: Sequence[Interval], length: int) -> PlacementLike:
+    sizes = tuple(size for _, size in intervals)
+    plain = tuple(chunk(length, len(sizes), at)[1] for at in range(len(sizes)))
+    return f"S({dim})" if sizes == plain else UnevenShard(dim, sizes)
+
+
+def _several_shards(ranks: Sequence[int]) -> Problem:
+    return Problem(
+        "several-shards-per-rank",
+        "placements",
+        found=f"ranks {', '.join(map(str, ranks))} hold more than one shard",
+        hint="name each rank once",
+    )
+
+
+def _not_a_grid(shape: tuple[int, ...], count: int) -> Problem:
+    return Problem(
+        "not-a-grid",
+        "shards",
+        found=f"{count} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns",
+        hint="cut each dim at the same places everywhere; free boxes are moved by shard-reshard, not by a mesh",
     )

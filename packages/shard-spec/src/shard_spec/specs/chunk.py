@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shard_spec.boxes import Box
-from shard_spec.problems import PlanError, Problem, raise_problems
-from shard_spec.specs.base import ShardingSpec
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import chunk
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.specs.base import ShardingSpec, box_of_each_rank
 from shard_spec.specs.devices import DeviceLike, RemoteDevice
 from shard_spec.specs.shards import ShardMetadata, TensorShards
-from shard_spec.terms import chunk
 
 
 @dataclass(frozen=True, init=False)
@@ -92,6 +94,12 @@ class ChunkShardingSpec(ShardingSpec):
         dim = self.normalized(len(shape)).dim
         mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]
         return tuple(box for box in (self._box(index, dim, shape) for index in mine) if box.numel)
+
+    def to_layout(self, shape: Sequence[int]) -> Layout:
+        """See ``ShardingSpec.to_layout``; permuted devices give a permuted mesh."""
+        shape = tuple(shape)
+        dim, ranks = self.normalized(len(shape)).dim, tuple(box_of_each_rank(self, shape))
+        return Layout(MeshSpec({f"shard{dim}": len(ranks)}, ranks), [f"S({dim})"])
 
     def _box(self, index: int, dim: int, shape: tuple[int, ...]) -> Box:
         start, length = chunk(shape[dim], len(self.placements), index)

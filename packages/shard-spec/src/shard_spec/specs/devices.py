@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 
 _RANK = re.compile(r"rank:(\d+)\Z")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shard_spec.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.geometry import cover_problems, overlap_problems
 from shard_spec.specs.shards import ShardMetadata, TensorShards

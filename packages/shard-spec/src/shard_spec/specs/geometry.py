@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise, product
 from math import prod
 
-from shard_spec.boxes import Box
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
+from shard_spec.layout.boxes import Box
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

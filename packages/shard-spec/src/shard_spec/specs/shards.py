@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shard_spec.boxes import Box
-from shard_spec.problems import Problem, raise_problems
+from shard_spec._shared.problems import Problem, raise_problems
+from shard_spec.layout.boxes import Box
 from shard_spec.specs.devices import DeviceLike, RemoteDevice
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_spec import _torch_compat
-from shard_spec.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs.base import ShardingSpec
 from shard_spec.specs.chunk import ChunkShardingSpec
 from shard_spec.specs.devices import RemoteDevice

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import find_attention, not_lent
 from shard_spec.planners.megatron.context import Context, Options
@@ -14,7 +15,6 @@ from shard_spec.planners.megatron.linear import join
 from shard_spec.planners.megatron.mlp import find_mlps
 from shard_spec.planners.megatron.others import find_experts, find_multihead_attention, find_vocabulary
 from shard_spec.planners.megatron.units import Cut, Found, Unit, UnitKind
-from shard_spec.problems import Problem
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

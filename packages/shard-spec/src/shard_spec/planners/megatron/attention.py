@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
 from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
@@ -14,7 +15,6 @@ from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 from shard_spec.planners.megatron.probe import Slices, probe
 from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
-from shard_spec.problems import Problem
 
 # How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").

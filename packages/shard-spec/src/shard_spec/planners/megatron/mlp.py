@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
 from shard_spec.planners.megatron.context import Context, from_library
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 from shard_spec.planners.megatron.probe import Slices, probe
 from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
-from shard_spec.problems import Problem
 
 # Modules that act on each channel alone, or not at all.
 _ELEMENTWISE = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts
 from shard_spec.planners.megatron.context import Context, from_library, leaf
@@ -11,7 +12,6 @@ from shard_spec.planners.megatron.heads import declared_vocab_sizes
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join
 from shard_spec.planners.megatron.mlp import uneven
 from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
-from shard_spec.problems import Problem
 
 # Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
 _TRANSPOSED = {"Llama4TextExperts": True}

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shard_spec.layout import Layout
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, together
 from shard_spec.planners.megatron.analysis import Analysis, analyse
 from shard_spec.planners.megatron.context import FusedOrder, Options
-from shard_spec.problems import PlanError, Problem
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

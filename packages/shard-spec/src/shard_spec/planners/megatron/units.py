@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shard_spec.problems import Problem
+from shard_spec._shared.problems import Problem
 
 
 class UnitKind(StrEnum):

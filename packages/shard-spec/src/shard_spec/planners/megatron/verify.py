@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shard_spec.layout import Layout
-from shard_spec.mesh import MeshSpec
+from shard_spec._shared.problems import Problem
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 from shard_spec.planners.megatron.units import Cut, Unit
-from shard_spec.problems import Problem
 
 
 def verify_units(

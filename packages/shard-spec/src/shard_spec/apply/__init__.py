@@ -1,0 +1,1 @@
+"""Acting: scatter, swap, hook. The only part of this package that communicates."""

@@ -1,0 +1,264 @@
+"""``plan.apply``: the parameters and buffers of a module become what the plan says; its forward is left alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shard_spec._shared.problems import Problem
+from shard_spec.apply.actions import ModuleActions, plan_together
+from shard_spec.apply.agreement import Outcome, agree, attempt
+from shard_spec.apply.apply_checks import (
+    argument_problems,
+    device_of_mesh,
+    group_of,
+    mesh_order_problems,
+    on_mesh,
+    source_text,
+    value_problems,
+)
+from shard_spec.apply.changes import Changes
+from shard_spec.apply.express import Expression, express
+from shard_spec.apply.gradients import LayGradient
+from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
+from shard_spec.apply.install import install_module, run_sharders
+from shard_spec.apply.local_parameter import LocalParameter, sharding_info
+from shard_spec.apply.sources import (
+    Initializer,
+    Source,
+    fingerprint,
+    materialize,
+    reset_parameters_of,
+    reset_problems,
+    scatter_to_all,
+    take_own,
+)
+from shard_spec.apply.tensors import TensorAction, replacing_problems, tensor_at
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.resolve import examine
+from shard_spec.plan.validate import validate
+from shard_spec.specs import as_sharder
+
+
+def apply_plan(
+    plan: PlanContent,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    source: Source = "scatter",
+    src_rank: int = 0,
+    group: dist.ProcessGroup | None = None,
+    init: Initializer | str | None = None,
+    seed: int = 0,
+) -> ShardHandle:
+    """Replace the parameters and buffers of ``module`` by their pieces, all or nothing; see ``ShardingPlan.apply``.
+
+    Every tensor becomes a DTensor on ``mesh``, also those that the plan does not mention (replicated), and gradients
+    are laid out like their parameters. A fused weight (``InterleavedShard`` along one axis, whole along the others)
+    becomes a plain local parameter that carries ``_sharding_info`` with its sections; its gradient is the caller's
+    business. Layouts that neither can say raise before anything moves.
+
+    Args:
+        plan: Its mesh, where it has one, has the axes of ``mesh``.
+        module: The module.
+        mesh: The ranks.
+        source: ``"scatter"``: rank ``src_rank`` has the values, the others' are not looked at (and may be on meta).
+            ``"local"``: every rank has all values; they are compared by checksum and nothing is sent.
+            ``"meta"``: tensors on the meta device are made by ``init``; others are taken as with ``"local"``.
+        src_rank: Rank in the group.
+        group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all
+            ranks.
+        init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a whole tensor in place, one at a
+            time; or ``"reset_parameters"``, the modules' own; or None: pieces are filled with NaN (0 where the dtype
+            has none), for loading a checkpoint.
+        seed: Of the random numbers ``init`` draws. They depend on it and the FQN only, so that every layout, and every
+            replica, gets the same values.
+
+    Returns:
+        A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
+
+    Raises:
+        PlanError: With every problem of every rank, before anything moved.
+    """
+    meeting = group_of(mesh, group)
+    settings = (meeting, source, src_rank, init, seed)
+    actions, outcome = plan_together(lambda: _plan(plan, module, mesh, *settings))
+    staged: list[torch.Tensor] | None = None
+    if actions is not None and not actions.problems and source != "scatter":
+        # Nothing is sent for these, but `init` is the caller's, and may fail on one rank.
+        staged, failed = attempt(lambda: _stage(module, actions, mesh, *settings))
+        outcome = Outcome(outcome.lines, failed)
+    agree(meeting, outcome, "apply")
+    assert actions is not None
+    changes = Changes()
+    try:
+        staged = _stage(module, actions, mesh, *settings) if staged is None else staged
+        replaced = run_sharders(module, actions, meeting, changes)
+        handle = _install(plan, module, actions, staged, replaced, meeting, changes)
+    except BaseException:
+        changes.roll_back()
+        raise
+    changes.forget()
+    return settled(handle)
+
+
+# ---- planning -------------------------------------------------------------------------------------------------------
+
+
+def _plan(
+    plan: PlanContent,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    source: Source,
+    src_rank: int,
+    init: Initializer | str | None,
+    seed: int,
+) -> ModuleActions:
+    """What is done to each tensor; changes and sends nothing."""
+    spec = MeshSpec.from_device_mesh(mesh)
+    problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
+    problems += mesh_order_problems(mesh)
+    if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
+        plan = plan.on_mesh(spec)
+    found = examine(plan, module)
+    problems += validate(plan, module)
+    if plan.output_plan or plan.return_local_tensor:
+        text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
+        problems.append(Problem("no-effect", "output_plan", found=text, hint="use shard_module, or leave them out"))
+    tensors: list[TensorAction] = []
+    fingerprints = []
+    me = dist.get_rank(group)
+    for facts in found.facts.tensors:
+        layout = found.layouts.get(facts.name)
+        if layout is None:
+            continue
+        tensor = tensor_at(module, facts.name)
+        problems += replacing_problems(tensor, facts.name)
+        problems += value_problems(tensor, facts.name, source, me == src_rank)
+        rebound = on_mesh(layout, spec, facts.name)
+        expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, facts.shape, facts.name)
+        if isinstance(rebound, Problem) or isinstance(expression, Problem):
+            problems += [each for each in (rebound, expression) if isinstance(each, Problem)]
+            continue
+        tensors.append(
+            TensorAction(facts.aliases, facts.kind, facts.shape, tensor.dtype, bool(tensor.requires_grad), rebound)
+        )
+        if source != "scatter":
+            fingerprints.append(f"{facts.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
+    if source == "meta" and init == "reset_parameters":
+        problems += reset_problems(module, tuple(a.names[0] for a in tensors if tensor_at(module, a.names[0]).is_meta))
+    return ModuleActions(
+        tensors=tuple(tensors),
+        sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
+        src_rank=src_rank,
+        source=source_text(source, src_rank, init, seed),
+        values=tuple(fingerprints),
+        device=device_of_mesh(mesh),
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+# ---- moving and installing ------------------------------------------------------------------------------------------
+
+
+def _stage(
+    module: nn.Module,
+    actions: ModuleActions,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    source: Source,
+    src_rank: int,
+    init: Initializer | str | None,
+    seed: int,
+) -> list[torch.Tensor]:
+    """This rank's pieces; only ``source="scatter"`` communicates."""
+    fill = reset_parameters_of(module, actions.device, seed) if isinstance(init, str) else init
+    return [_piece(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
+
+
+def _piece(
+    module: nn.Module,
+    action: TensorAction,
+    actions: ModuleActions,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    source: Source,
+    init: Initializer | None,
+    seed: int,
+) -> torch.Tensor:
+    """This rank's piece, as a DTensor or a local parameter."""
+    tensor, layout, device = tensor_at(module, action.names[0]), action.layout, actions.device
+    assert layout is not None
+    if source == "scatter":
+        full = tensor if dist.get_rank(group) == actions.src_rank else None
+        local = scatter_to_all(full, layout, action, device, group, actions.src_rank, mesh)
+    elif tensor.is_meta:
+        local = materialize(action, device, dist.get_rank(), init, seed)
+    else:
+        local = take_own(tensor, layout, device, dist.get_rank())
+    expression = _expressed(layout, action.shape, action.names[0])
+    assert isinstance(expression, Expression)  # planned
+    if expression.kind == "local":
+        return _local(local, action, mesh, expression)
+    placements = expression.placements
+    shape = torch.Size(action.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    if action.kind == "buffer":
+        return value
+    parameter = nn.Parameter(value, requires_grad=action.requires_grad)
+    if parameter.requires_grad:
+        parameter.register_hook(LayGradient(placements))
+    return parameter
+
+
+def _expressed(layout: Layout, shape: tuple[int, ...], name: str) -> Expression | Problem:
+    return express(layout, shape, name, local=True, strided=True)
+
+
+def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expression: Expression) -> torch.Tensor:
+    info = sharding_info(mesh, expression, action.shape)
+    if action.kind == "parameter":
+        parameter = LocalParameter(local, action.requires_grad)
+        parameter._sharding_info = info
+        return parameter
+    local._sharding_info = info  # type: ignore[attr-defined]  # the house's way to say what a local tensor is
+    return local
+
+
+def _install(
+    plan: PlanContent,
+    module: nn.Module,
+    actions: ModuleActions,
+    staged: list[torch.Tensor],
+    replaced: dict[str, nn.Module],
+    group: dist.ProcessGroup,
+    changes: Changes,
+) -> ShardHandle:
+    placed = []
+    checks: list[Callable[[], Problem | None]] = []
+    for action, value in zip(actions.tensors, staged, strict=True):
+        assert action.layout is not None
+        old = tensor_at(module, action.names[0])
+        if action.kind == "parameter":
+            value.__dict__.update(user_attributes(old))
+        places = []
+        for fqn in action.names:
+            path, _, name = fqn.rpartition(".")
+            owner = module.get_submodule(path)
+            changes.set_tensor(owner, name, value)
+            places.append((owner, name, fqn))
+        placed.append(Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape))
+    for path, new in replaced.items():
+        install_module(module, path, new, changes)
+        checks.append(no_way_back(path, actions.sharders[path]))
+    return ShardHandle(plan, actions, module, group, placed, [], checks)

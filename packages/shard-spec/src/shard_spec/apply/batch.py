@@ -1,0 +1,158 @@
+"""What every rank has to know of the others' inputs before a forward communicates.
+
+Each call of a sharded forward starts with one small all_gather of shapes, dtypes and grad modes. It costs one
+latency and makes the rest safe: uneven local batches are right, and inputs that do not fit together raise the same
+error on every rank instead of leaving some of them in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.apply.agreement import Outcome, agree
+from shard_spec.apply.session import Session
+
+_MAX_DIMS = 8
+_FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims
+_HEAD = 4  # what is wrong, grad mode, autocast, what the module is made of
+_BAD_INPUT, _BAD_MODULE = 1, 2
+
+
+@dataclass(frozen=True)
+class InputFacts:
+    """One tensor as one rank passes it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What all ranks pass to one call.
+
+    Attributes:
+        inputs: For each rank of the group its tensors, in the order of the arguments; None where one is left out.
+    """
+
+    inputs: tuple[tuple[InputFacts | None, ...], ...]
+
+    def rows(self, at: int = 0) -> tuple[int, ...]:
+        """Rows (dim 0) of tensor ``at`` on each rank."""
+        found = [rank[at] for rank in self.inputs]
+        return tuple(0 if facts is None or not facts.shape else facts.shape[0] for facts in found)
+
+    def any_requires_grad(self, at: int = 0) -> bool:
+        """Whether tensor ``at`` needs a gradient on some rank: then its backward runs on all of them."""
+        found = [rank[at] for rank in self.inputs]
+        return any(facts is not None and facts.requires_grad for facts in found)
+
+
+def exchange_facts(
+    tensors: Sequence[torch.Tensor | None], session: Session, name: str, problem: str = ""
+) -> BatchFacts:
+    """Tell all ranks what this rank passes; a collective.
+
+    Args:
+        tensors: The arguments; concatenated along dim 0 over the ranks they have to make sense.
+        session: The ranks, and what the root module was made of when its forward began.
+        name: FQN of the module, for errors.
+        problem: What this rank finds wrong with its own input; the call then raises on every rank.
+
+    Raises:
+        PlanError: ``bad-batch`` on every rank: some rank found a problem, dtypes or trailing dims differ, a tensor is
+            missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of the ranks
+            differ, ``not-sharded`` where somebody put a whole parameter in the place of a piece.
+    """
+    group, sight = session.group.group, session.sight
+    given = next(tensor for tensor in tensors if tensor is not None)
+    wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(sight is not None and sight.problems)
+    line = [wrong_here, int(torch.is_grad_enabled()), _autocast(given.device.type), 0 if sight is None else sight.word]
+    for tensor in tensors:
+        line += _encode(tensor)
+    table = _all_gather_line(line, group, given.device)
+    inputs = tuple(
+        tuple(_decode(row[_HEAD + at * _FIELDS : _HEAD + (at + 1) * _FIELDS]) for at in range(len(tensors)))
+        for row in table
+    )
+    if any(row[0] & _BAD_MODULE for row in table) or len({row[3] for row in table} - {0}) > 1:
+        # Every rank is here, so there is time to ask what differs.
+        agree(group, Outcome() if sight is None else sight.outcome, f"the forward of {name}")
+    session.agreed()
+    wrong = [rank for rank, row in enumerate(table) if row[0] & _BAD_INPUT]
+    if wrong:
+        # Every rank is here, so there is time to ask what is wrong.
+        texts: list[str] = [""] * len(table)
+        dist.all_gather_object(texts, problem, group=group)
+        shown = "; ".join(f"rank {rank} of the group passes {texts[rank]}" for rank in wrong)
+        raise PlanError(_bad(name, shown, "correct the input there"))
+    if len({row[1] for row in table}) > 1:
+        modes = [bool(row[1]) for row in table]
+        raise PlanError(_bad(name, f"grad mode by rank: {modes}", "use no_grad on every rank or on none"))
+    if len({row[2] for row in table}) > 1:
+        casts = [None if row[2] < 0 else str(_dtypes()[row[2]]).removeprefix("torch.") for row in table]
+        raise PlanError(_bad(name, f"autocast by rank: {casts}", "use autocast alike on every rank or on none"))
+    for at in range(len(tensors)):
+        kinds = {None if facts[at] is None else (facts[at].dtype, facts[at].shape[1:]) for facts in inputs}  # type: ignore[union-attr]  # None is handled first
+        if len(kinds) > 1:
+            shown = "; ".join(f"rank {rank} passes {_show(facts)}" for rank, facts in enumerate(inputs))
+            hint = "local batches are concatenated along dim 0: dtypes and the other dims have to be equal"
+            raise PlanError(_bad(name, shown, hint))
+    return BatchFacts(inputs)
+
+
+def _show(facts: tuple[InputFacts | None, ...]) -> str:
+    return ", ".join("nothing" if each is None else str(each) for each in facts)
+
+
+def _bad(name: str, found: str, hint: str) -> Problem:
+    return Problem("bad-batch", name, found=found, hint=hint)
+
+
+@cache
+def _dtypes() -> tuple[torch.dtype, ...]:
+    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return tuple(sorted(found, key=str))
+
+
+def _autocast(device_type: str) -> int:
+    """The dtype that autocast computes in, as a number; -1 without autocast."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return -1
+    return _dtypes().index(torch.get_autocast_dtype(device_type))
+
+
+def _encode(tensor: torch.Tensor | None) -> list[int]:
+    if tensor is None:
+        return [-1] + [0] * (_FIELDS - 1)
+    shape = list(tensor.shape[:_MAX_DIMS])
+    padding = [0] * (_MAX_DIMS - len(shape))
+    return [_dtypes().index(tensor.dtype), tensor.dim(), int(tensor.requires_grad), *shape, *padding]
+
+
+def _decode(fields: Sequence[int]) -> InputFacts | None:
+    if fields[0] < 0:
+        return None
+    return InputFacts(_dtypes()[fields[0]], tuple(fields[3 : 3 + fields[1]]), bool(fields[2]))
+
+
+def _all_gather_line(line: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Every rank's line. Over the group's CPU backend where it has one, so that no device has to be waited for."""
+    if device.type != "cpu" and "cpu:" in str(dist.get_backend_config(group)):
+        device = torch.device("cpu")
+    size = dist.get_world_size(group)
+    mine = torch.tensor(line, dtype=torch.int64, device=device)
+    table = torch.empty(size * len(line), dtype=torch.int64, device=device)
+    _torch_compat.all_gather_flat(table, mine, group)
+    rows: list[list[int]] = table.view(size, len(line)).tolist()
+    return rows

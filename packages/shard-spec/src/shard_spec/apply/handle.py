@@ -1,0 +1,201 @@
+"""ShardHandle: what was done to a module, and the way back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_spec._shared.problems import Problem, raise_problems
+from shard_spec._shared.stale_parameters import mark_current, mark_stale
+from shard_spec.apply.agreement import Outcome, agree, attempt
+from shard_spec.apply.changes import put_tensor
+from shard_spec.apply.reporting import write_report
+from shard_spec.apply.scatter import gather_pieces
+from shard_spec.layout.layout import Layout
+
+
+@dataclass
+class Placed:
+    """One tensor that was replaced.
+
+    Attributes:
+        places: ``(module, name, FQN)`` of every entry that holds it; several where it is tied.
+        value: What stands there now.
+        before: What stood there, while somebody else still holds it.
+        layout: Where its pieces lie.
+        shape: Global shape.
+    """
+
+    places: tuple[tuple[nn.Module, str, str], ...]
+    value: torch.Tensor
+    before: weakref.ref[torch.Tensor]
+    layout: Layout
+    shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The first FQN."""
+        return self.places[0][2]
+
+
+class ShardHandle:
+    """What ``shard_module``, ``shard_parameter`` and ``plan.apply`` return.
+
+    Attributes:
+        plan: The plan that was applied.
+        actions: What was done, tensor by tensor: ``explain()``, ``to_json()``, ``digest``.
+        module: The module.
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        actions: Any,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        placed: list[Placed],
+        removals: list[Callable[[], None]],
+        checks: list[Callable[[], Problem | None]],
+    ) -> None:
+        self.plan = plan
+        self.actions = actions
+        self.module = module
+        self._group = group
+        self._placed = placed
+        self._removals = removals
+        self._checks = checks
+        self._undone = False
+
+    def __repr__(self) -> str:
+        state = "undone" if self._undone else f"{len(self._placed)} tensors"
+        return f"ShardHandle({type(self.module).__name__}, {state})"
+
+    def undo(self) -> None:
+        """Make the module whole again, with the values (and gradients) it has now; a collective.
+
+        Parameters that somebody still holds, such as an optimizer made before, come back as the same objects; others
+        as new ones. Tensors that were overwritten with the source's values keep these.
+
+        Raises:
+            PlanError: On every rank, with nothing changed: ``undone-already``; ``changed-since`` when a tensor or a
+                forward was replaced after the call (undo later calls first); ``sharder-keeps-no-way-back``.
+        """
+        outcome, failed = attempt(self._undo_outcome)
+        agree(self._group, outcome or Outcome((), failed), "undo")
+        whole, found = attempt(lambda: [self._whole(placed) for placed in self._placed])
+        raise_problems(found)
+        assert whole is not None
+        for removal in reversed(self._removals):
+            removal()
+        for placed, value in zip(self._placed, whole, strict=True):
+            for module, name, _ in placed.places:
+                put_tensor(module, name, value)
+            mark_current(value)
+            if isinstance(placed.value, nn.Parameter):
+                why = "undo() gave the module a full parameter; an optimizer still holds the shard"
+                hint = "build the optimizer anew"
+                mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
+        self._undone = True
+        self._placed, self._removals, self._checks = [], [], []
+
+    def report(self, path: str | Path) -> Path:
+        """Write what was done to ``path``: JSON for a name that ends in ``.json``, else a self-contained HTML page."""
+        return write_report(self, Path(path))
+
+    def _undo_outcome(self) -> Outcome:
+        lines = tuple(f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed)
+        return Outcome(lines, tuple(self._undo_problems()))
+
+    def _undo_problems(self) -> list[Problem]:
+        if self._undone:
+            return [Problem("undone-already", found="this handle was undone before", hint="shard the module again")]
+        problems = [problem for check in self._checks if (problem := check()) is not None]
+        for placed in self._placed:
+            for module, name, fqn in placed.places:
+                now = module._parameters.get(name, module._buffers.get(name))
+                if now is not placed.value:
+                    found = "another tensor stands in the place of the sharded one"
+                    hint = "undo later calls first, or put the sharded tensor back"
+                    problems.append(Problem("changed-since", fqn, found=found, hint=hint))
+        return problems
+
+    def _whole(self, placed: Placed) -> torch.Tensor:
+        """The whole tensor as it goes back, with its gradient; a collective."""
+        value = self._gathered(placed.value, placed)
+        grad = placed.value.grad
+        held = placed.before()
+        if held is not None and not held.is_meta:
+            with torch.no_grad():
+                held.copy_(value)
+            restored = held.requires_grad_(placed.value.requires_grad)
+        elif isinstance(placed.value, nn.Parameter):
+            restored = nn.Parameter(value, requires_grad=placed.value.requires_grad)
+            restored.__dict__.update(user_attributes(placed.value))
+        else:
+            restored = value
+        if grad is not None:
+            restored.grad = self._gathered(grad, placed).to(restored.device)
+        return restored
+
+    def _gathered(self, tensor: torch.Tensor, placed: Placed) -> torch.Tensor:
+        """The whole of a tensor that lies like ``placed``; any dtype, which ``full_tensor`` does not take."""
+        if isinstance(tensor, DTensor):
+            assert isinstance(placed.value, DTensor)
+            with torch.no_grad():
+                tensor = tensor.redistribute(placements=placed.value.placements).to_local()
+        return gather_pieces(tensor, placed.layout, placed.shape, self._group)
+
+
+def _state(value: torch.Tensor) -> str:
+    """What the ranks have to have alike for gathering a tensor and its gradient."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.grad is None:
+        return f"{dtype}, no gradient"
+    return f"{dtype}, with a gradient of {str(value.grad.dtype).removeprefix('torch.')}"
+
+
+def settled(handle: ShardHandle) -> ShardHandle:
+    """The handle of a call that has succeeded: whoever still trains what was replaced is told."""
+    for placed in handle._placed:
+        whole = placed.before()
+        if isinstance(whole, nn.Parameter):
+            found = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
+            hint = "build the optimizer after the module is sharded; shard a module that holds all ties"
+            mark_stale(whole, Problem("parameter-replaced", placed.name, found=found, hint=hint))
+    return handle
+
+
+# What torch and this repository write on a parameter themselves.
+_OWN_ATTRIBUTES = {"_sharding_info", "_is_param", "_local_tensor", "_spec", "_stale_problem", "_stale_successor"}
+
+
+def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the user wrote on a parameter: it goes along to the tensor that takes its place."""
+    return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
+
+
+def no_way_back(path: str, sharder: object) -> Callable[[], Problem]:
+    """A check that always fails: what a Sharder did to a module only it knows."""
+    found = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
+    problem = Problem("sharder-keeps-no-way-back", path, found=found, hint="keep a copy of the module to go back to")
+    return lambda: problem
+
+
+def still_ours(module: nn.Module, attribute: str, value: object, path: str) -> Callable[[], Problem | None]:
+    """A check that an instance attribute still is the one that was set."""
+
+    def check() -> Problem | None:
+        if module.__dict__.get(attribute) is value:
+            return None
+        found, hint = f"its {attribute} was replaced after this call", "undo later calls first"
+        return Problem("changed-since", path, found=found, hint=hint)
+
+    return check

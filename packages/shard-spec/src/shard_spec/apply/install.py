@@ -1,0 +1,180 @@
+"""Installing: what was scattered takes its place in the module, with the hooks and forwards that it needs.
+
+Everything here is local, and logged, so that a call that fails can take it back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.apply.actions import ModuleActions
+from shard_spec.apply.agreement import Outcome, agree, attempt
+from shard_spec.apply.changes import Changes, Snapshot
+from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, still_ours, user_attributes
+from shard_spec.apply.meshes import MeshBook
+from shard_spec.apply.outputs import CloseFrame, LocalRows, OpenFrame, ReshardOutput
+from shard_spec.apply.readers import forward_for
+from shard_spec.apply.roster import Roster
+from shard_spec.apply.session import Session
+from shard_spec.apply.tensors import TensorAction, tensor_at
+
+
+def install(
+    module: nn.Module,
+    plan: Any,
+    actions: ModuleActions,
+    staged: dict[str, torch.Tensor],
+    replaced: dict[str, nn.Module],
+    session: Session,
+    meshes: MeshBook,
+    changes: Changes,
+) -> ShardHandle:
+    """Put everything in its place; local, and logged in ``changes``."""
+    placed: list[Placed] = []
+    removals: list[Callable[[], None]] = []
+    checks: list[Callable[[], Problem | None]] = []
+    for action in actions.tensors:
+        if action.layout is None:
+            _install_whole(module, action, staged[action.names[0]], changes)
+        else:
+            placed.append(_install_piece(module, action, staged[action.names[0]], changes))
+    for path, new in replaced.items():
+        install_module(module, path, new, changes)
+        checks.append(no_way_back(path, actions.sharders[path]))
+    for path, layout in actions.forwards.items():
+        owner = module.get_submodule(path)
+        kind = forward_for(owner)
+        assert kind is not None
+        before = owner.__dict__.get("forward")
+        forward = kind(owner, path, session, layout)
+        changes.set_attribute(owner, "forward", forward)
+        removals.append(_restorer(owner, "forward", before))
+        checks.append(still_ours(owner, "forward", forward, path))
+        _register(owner.register_forward_pre_hook(KeepSlowPath()), changes, removals)
+    _install_hooks(module, actions, session, meshes, changes, removals)
+    return ShardHandle(plan, actions, module, session.group.group, placed, removals, checks)
+
+
+def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor, changes: Changes) -> None:
+    old = tensor_at(module, action.names[0])
+    if not old.is_meta:
+        changes.overwrite(old, value.to(old.device))
+        return
+    new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
+    new.__dict__.update(user_attributes(old))
+    for fqn in action.names:
+        path, _, name = fqn.rpartition(".")
+        changes.set_tensor(module.get_submodule(path), name, new)
+
+
+def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor, changes: Changes) -> Placed:
+    old = tensor_at(module, action.names[0])
+    assert action.layout is not None
+    if action.kind == "parameter":
+        value = nn.Parameter(value, requires_grad=action.requires_grad)
+        value.__dict__.update(user_attributes(old))
+    places = []
+    for fqn in action.names:
+        path, _, name = fqn.rpartition(".")
+        owner = module.get_submodule(path)
+        changes.set_tensor(owner, name, value)
+        places.append((owner, name, fqn))
+    return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
+
+
+def install_module(module: nn.Module, path: str, new: nn.Module, changes: Changes) -> None:
+    """Put ``new`` where the module at ``path`` is, everywhere it is."""
+    old = module.get_submodule(path)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                changes.set_module(parent, name, new)
+
+
+def _install_hooks(
+    module: nn.Module,
+    actions: ModuleActions,
+    session: Session,
+    meshes: MeshBook,
+    changes: Changes,
+    removals: list[Callable[[], None]],
+) -> None:
+    for path, wanted in actions.outputs.items():
+        hook = ReshardOutput(path, wanted, session, meshes)
+        _register(module.get_submodule(path).register_forward_hook(hook), changes, removals)
+    for path in actions.locals:
+        rows = LocalRows(path, session, path in actions.outputs)
+        _register(module.get_submodule(path).register_forward_hook(rows), changes, removals)
+    names = actions.replicas or _siblings(module, actions)
+    roster = Roster(session.group, module, names, everything=actions.everything)
+    changes.note(roster.remove)
+    removals.append(roster.remove)
+    roster.look(module)
+    _register(module.register_forward_pre_hook(OpenFrame(session, roster), prepend=True), changes, removals)
+    _register(module.register_forward_hook(CloseFrame(session), always_call=True), changes, removals)
+
+
+def _siblings(module: nn.Module, actions: ModuleActions) -> tuple[str, ...]:
+    """The replicated parameters of the modules that got a sharded forward."""
+    names = []
+    for path in actions.forwards:
+        for name, value in module.get_submodule(path)._parameters.items():
+            if value is not None and not isinstance(value, DTensor):
+                names.append(f"{path}.{name}" if path else name)
+    return tuple(names)
+
+
+class KeepSlowPath:
+    """A forward pre-hook that does nothing: nn.TransformerEncoderLayer reads weights past modules without hooks."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Do nothing."""
+
+
+def _register(handle: Any, changes: Changes, removals: list[Callable[[], None]]) -> None:
+    changes.note(handle.remove)
+    removals.append(handle.remove)
+
+
+def _restorer(module: nn.Module, name: str, before: object) -> Callable[[], None]:
+    def restore() -> None:
+        if before is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = before
+
+    return restore
+
+
+def run_sharders(
+    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, changes: Changes
+) -> dict[str, nn.Module]:
+    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
+    if not actions.sharders:
+        return {}
+
+    def run() -> dict[str, nn.Module]:
+        made = {}
+        for path, sharder in actions.sharders.items():
+            old = module.get_submodule(path)
+            changes.note(Snapshot(old).restore)
+            new = sharder.shard(old)
+            if not isinstance(new, nn.Module):
+                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
+                raise PlanError(Problem("sharder-returned-no-module", path, found=found, hint="return an nn.Module"))
+            made[path] = new
+        return made
+
+    made, problems = attempt(run)
+    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
+    agree(group, Outcome(lines, problems), "a Sharder failed")
+    assert made is not None
+    return made

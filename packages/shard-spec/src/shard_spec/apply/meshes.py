@@ -1,0 +1,125 @@
+"""DeviceMeshes over the ranks of a group, in any order.
+
+A ``DeviceMesh`` made from permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
+order without an error. The meshes made here have groups in mesh order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.apply.session import GroupRef
+from shard_spec.layout.layout import Layout
+
+
+class MeshKey(NamedTuple):
+    """What tells one mesh from another: names and sizes of the axes, ranks row-major."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def axis_groups(self) -> list[list[list[int]]]:
+        """For each axis the groups of ranks along it, in mesh order."""
+        found = []
+        for axis, size in enumerate(self.shape):
+            stride = prod(self.shape[axis + 1 :])
+            starts = [at for at in range(len(self.ranks)) if at // stride % size == 0]
+            found.append([[self.ranks[start + step * stride] for step in range(size)] for start in starts])
+        return found
+
+
+class MeshBook:
+    """The meshes of one call: one for each shape, order of ranks and axis names, made once."""
+
+    def __init__(self, group: GroupRef, device_type: str) -> None:
+        self.group = group
+        self.device_type = device_type
+        self._meshes: dict[MeshKey, DeviceMesh] = {}
+
+    def prepare(self, layouts: Iterable[Layout]) -> None:
+        """Make the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
+
+        Raises:
+            PlanError: On every rank, before anything else: ``rank-order-needs-newer-torch``, ``cannot-make-groups``.
+        """
+        keys = list(dict.fromkeys([self._line_key(), *map(_key_of, layouts)]))
+        wanted = [members for key in keys if not self._is_line(key) for groups in key.axis_groups for members in groups]
+        if wanted:
+            self._check(wanted)
+        for key in keys:
+            self._meshes[key] = self._make(key)
+
+    def mesh_of(self, layout: Layout) -> DeviceMesh:
+        """The mesh that ``layout`` lies on.
+
+        Raises:
+            PlanError: ``mesh-not-prepared`` for an output whose spec says only at run time how it is cut.
+        """
+        key = _key_of(layout)
+        if key not in self._meshes:
+            found = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
+            hint = "cut outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
+            raise PlanError(Problem("mesh-not-prepared", found=found, hint=hint))
+        return self._meshes[key]
+
+    def line(self) -> DeviceMesh:
+        """The 1-D mesh in the order of the group."""
+        return self._meshes[self._line_key()]
+
+    def _line_key(self) -> MeshKey:
+        return MeshKey(("shard",), (self.group.size,), self.group.ranks)
+
+    def _is_line(self, key: MeshKey) -> bool:
+        return len(key.shape) == 1 and key.ranks == self.group.ranks
+
+    def _check(self, wanted: list[list[int]]) -> None:
+        unsorted = [members for members in wanted if members != sorted(members)]
+        if unsorted and not _torch_compat.can_order_groups():
+            found = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
+            hint = "name the ranks in ascending order, or use a torch whose new_group has sort_ranks"
+            raise PlanError(Problem("rank-order-needs-newer-torch", "placements", found=found, hint=hint))
+        if self.group.size == dist.get_world_size():
+            return
+        counts: list[int] = [0] * self.group.size
+        dist.all_gather_object(counts, _torch_compat.num_groups(), group=self.group.group)
+        if len(set(counts)) > 1:
+            # Torch names a group that only its members make after the number of groups they know.
+            found = f"new groups are needed, {wanted[0]} first, and the ranks know {counts} groups"
+            hint = "make the group in the order of the specs (new_group(ranks, sort_ranks=False)) and pass it"
+            raise PlanError(Problem("cannot-make-groups", "process_group", found=found, hint=hint))
+
+    def _make(self, key: MeshKey) -> DeviceMesh:
+        if self._is_line(key):
+            return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.names)
+        own = [self._own_group(groups) for groups in key.axis_groups]
+        if len(own) == 1:
+            return DeviceMesh.from_group(own[0], self.device_type, mesh_dim_names=key.names)
+        grid = torch.tensor(key.ranks, dtype=torch.int, device="cpu").view(key.shape)
+        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.names)
+
+    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """This rank's group of one axis; every rank that has to makes the others too, in one order."""
+        everybody, me = self.group.size == dist.get_world_size(), dist.get_rank()
+        made = [_torch_compat.new_ordered_group(each, everybody) for each in groups if everybody or me in each]
+        (own,) = [each for each in made if each is not None]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+
+def _key_of(layout: Layout) -> MeshKey:
+    """Axes that specs made up (``shard0``, ``shard1``) share their meshes whatever they cut."""
+    names = tuple("shard" if re.fullmatch(r"shard\d+", name) else name for name in layout.mesh.axis_names)
+    if len(set(names)) < len(names):
+        names = tuple(f"{name}{at}" for at, name in enumerate(names))
+    return MeshKey(names, layout.mesh.shape, tuple(layout.mesh.ranks))

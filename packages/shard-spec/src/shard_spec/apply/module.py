@@ -1,0 +1,192 @@
+"""``shard_module`` and ``shard_parameter``: agree, scatter, then change the module, all or nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shard_spec._shared.problems import Problem
+from shard_spec.apply.actions import ModuleActions, plan_module, plan_together
+from shard_spec.apply.agreement import Outcome, agree, attempt, group_or_default
+from shard_spec.apply.changes import Changes
+from shard_spec.apply.handle import ShardHandle, settled
+from shard_spec.apply.install import install, run_sharders
+from shard_spec.apply.meshes import MeshBook
+from shard_spec.apply.rank_checks import known_layout
+from shard_spec.apply.scatter import broadcast_, scatter
+from shard_spec.apply.session import GroupRef, Session
+from shard_spec.apply.shard_tensor import as_dtensor
+from shard_spec.apply.tensors import TensorAction, tensor_at
+from shard_spec.layout.layout import Layout
+from shard_spec.sharding_plan import ShardingPlan
+from shard_spec.specs import ShardingSpec, as_spec
+from shard_spec.specs.torch_specs import unknown_spec
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def shard_module(
+    module: nn.Module, plan: ShardingPlan | Any, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+) -> ShardHandle:
+    """Shard ``module`` in place as ``plan`` says, with the values that ``src_rank`` has.
+
+    Every rank of the group calls it. Before anything moves the ranks compare what they are about to do; a problem on
+    one rank raises the same error on all, and a call that fails leaves the module as it was.
+
+    Parameters and buffers that the plan names become DTensors; tied ones stay tied, frozen ones frozen. The others get
+    the source's values. From then on each rank passes its own local batch, and the module computes what the unsharded
+    one does on all of them concatenated (in the order of the ranks):
+
+    - an ``nn.Linear`` with a sharded weight returns a DTensor, the outputs of the whole batch: cut in its last dim
+      where the weight's rows are cut, partial sums where its columns are. The next sharded Linear takes it as it is.
+    - an ``nn.Embedding`` or ``nn.EmbeddingBag`` returns this rank's rows.
+    - ``output_plan`` lays the output of a module out otherwise; ``return_local_tensor`` gives this rank's rows back.
+    - in backward, the loss is the sum of the ranks' losses: gradients of parameters that are not sharded are summed
+      over the group as well, so that all parameters train as in the unsharded module.
+
+    Args:
+        module: The module. On ranks other than ``src_rank`` its tensors may be on the meta device.
+        plan: Ours or torch's ``ShardingPlan``. Ranks in specs are global ranks, every rank of the group named once,
+            in one order in the whole plan. A ``Sharder`` replaces the submodule it is given for.
+        src_rank: Rank in the group that has the values.
+        process_group: Default: the default group.
+
+    Returns:
+        A handle with ``plan``, ``actions``, ``undo()`` and ``report(path)``.
+
+    Raises:
+        PlanError: With every problem of every rank, before anything moved.
+    """
+    group = group_or_default(process_group)
+    return _act(lambda: (module, plan), src_rank, group, whole=True, what="shard_module")
+
+
+def shard_parameter(
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec | Layout | Any,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardHandle:
+    """Shard one parameter or buffer of ``module`` in place.
+
+    As ``shard_module`` with a plan of one entry, but nothing else in the module is looked at: what the other
+    parameters hold on each rank, and their gradients, stay as they are, except that gradients of the replicated
+    parameters of this very module are summed over the group.
+
+    Args:
+        module: The module that has the parameter itself.
+        param_name: Its name there, without dots.
+        sharding_spec: Ours, torch's, or a ``Layout``.
+        src_rank: Rank in the group that has the values.
+        process_group: Default: the default group.
+
+    Raises:
+        PlanError: Before anything moved, on every rank; ``tied-elsewhere`` when another module has the same parameter
+            (shard the module that holds both).
+    """
+    group = group_or_default(process_group)
+
+    def subject() -> tuple[nn.Module, ShardingPlan]:
+        return module, ShardingPlan({param_name: sharding_spec})
+
+    def check() -> list[Problem]:
+        return _parameter_problems(param_name, sharding_spec)
+
+    return _act(subject, src_rank, group, whole=False, what="shard_parameter", check=check)
+
+
+# ---- the recipe -----------------------------------------------------------------------------------------------
+
+
+def _act(
+    subject: Callable[[], tuple[nn.Module, Any]],
+    src_rank: int,
+    group: dist.ProcessGroup,
+    *,
+    whole: bool,
+    what: str,
+    check: Callable[[], list[Problem]] = list,
+) -> ShardHandle:
+    """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
+    actions, outcome = plan_together(lambda: plan_module(*subject(), group, src_rank, whole=whole))
+    extra, more = attempt(check)
+    agree(group, Outcome(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
+    assert actions is not None
+    module, plan = subject()
+    ref = GroupRef(group)
+    session, meshes = Session(ref), MeshBook(ref, actions.device.type)
+    changes = Changes()
+    meshes.prepare(_meshes_wanted(actions))
+    if whole and ref.size > 1:
+        _warn_of_batch_statistics(module)
+    try:
+        staged = _stage(module, actions, group, meshes)
+        replaced = run_sharders(module, actions, group, changes)
+        handle = install(module, plan, actions, staged, replaced, session, meshes, changes)
+    except BaseException:
+        changes.roll_back()
+        raise
+    changes.forget()
+    return settled(handle)
+
+
+def _stage(
+    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, meshes: MeshBook
+) -> dict[str, torch.Tensor]:
+    """Move the values: first FQN to this rank's piece as a DTensor, or to the whole tensor."""
+    staged: dict[str, torch.Tensor] = {}
+    for action in actions.tensors:
+        tensor = tensor_at(module, action.names[0])
+        if action.layout is None:
+            staged[action.names[0]] = _broadcast(tensor, action, actions, group)
+            continue
+        full = tensor.detach() if dist.get_rank(group) == actions.src_rank else None
+        local = scatter(full, action.layout, action.shape, action.dtype, actions.device, group, actions.src_rank)
+        staged[action.names[0]] = as_dtensor(local, action.layout, action.shape, action.names[0], meshes)
+    return staged
+
+
+def _broadcast(
+    tensor: torch.Tensor, action: TensorAction, actions: ModuleActions, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The source's values, in a tensor of its own except on the source."""
+    if dist.get_rank(group) == actions.src_rank:
+        value = tensor.detach().to(actions.device).contiguous()
+    else:
+        value = torch.empty(action.shape, dtype=action.dtype, device=actions.device)
+    return broadcast_(value, group, actions.src_rank)
+
+
+def _warn_of_batch_statistics(module: nn.Module) -> None:
+    names = [name for name, each in module.named_modules() if isinstance(each, _BATCH_NORMS)]
+    if names:
+        warnings.warn(
+            f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(names)}, where the "
+            "unsharded module uses the whole batch; use nn.SyncBatchNorm, or a norm over features",
+            stacklevel=4,
+        )
+
+
+def _meshes_wanted(actions: ModuleActions) -> list[Layout]:
+    """Layouts of everything that will lie on a mesh, as far as that is known before there is an output."""
+    layouts = [action.layout for action in actions.tensors if action.layout is not None]
+    for wanted in actions.outputs.values():
+        known = known_layout(wanted)
+        if known is not None:
+            layouts.append(known)
+    return layouts
+
+
+def _parameter_problems(name: object, spec: object) -> list[Problem]:
+    if not isinstance(name, str) or "." in name:
+        hint = "the name of a parameter of this very module; for deeper ones use shard_module"
+        return [Problem("not-a-parameter-name", "param_name", found=repr(name), hint=hint)]
+    if not isinstance(spec, Layout) and as_spec(spec) is None:
+        return [unknown_spec("sharding_spec", spec)]
+    return []

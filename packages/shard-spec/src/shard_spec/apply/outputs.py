@@ -1,0 +1,181 @@
+"""Hooks on outputs: ``output_plan`` lays them out, ``return_local_tensor`` gives this rank's rows back."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._torch_compat import eager_only
+from shard_spec.apply.agreement import agree
+from shard_spec.apply.batch import exchange_facts
+from shard_spec.apply.exchange import RowExchange, collect, spread
+from shard_spec.apply.express import express
+from shard_spec.apply.meshes import MeshBook
+from shard_spec.apply.roster import Roster
+from shard_spec.apply.session import Session
+from shard_spec.apply.wrapping import unwrap, whole, wrap
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.specs import ShardingSpec
+
+
+class OpenFrame:
+    """Forward pre-hook of the root."""
+
+    def __init__(self, session: Session, roster: Roster) -> None:
+        self.session = session
+        self.roster = roster
+
+    @eager_only
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Begin a frame; parameters that lack their gradient hook get it."""
+        self.session.open(self.roster, self.roster.look(module))
+
+
+class CloseFrame:
+    """Forward hook of the root, called also when its forward raises."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    @eager_only
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the frame; what no exchange has compared is compared now."""
+        self.session.close()
+        sight = self.session.sight
+        if sight is not None and sight.open and sys.exception() is None:
+            agree(self.session.group.group, sight.outcome, "the module changed after shard_module")
+            self.session.agreed()
+
+
+class ReshardOutput:
+    """Forward hook: the output of the concatenated batch, in the layout of ``output_plan``.
+
+    A plain output counts as this rank's rows of it.
+    """
+
+    def __init__(self, name: str, wanted: ShardingSpec | Layout, session: Session, meshes: MeshBook) -> None:
+        self.name = name
+        self.wanted = wanted
+        self.session = session
+        self.meshes = meshes
+
+    @eager_only
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> DTensor:
+        """Redistribute; a collective where the layout differs."""
+        value = _one_tensor(output, self.name, "output_plan")
+        if not isinstance(value, DTensor):
+            value = self._from_rows(value)
+        layout = self.wanted if isinstance(self.wanted, Layout) else self.wanted.to_layout(value.shape)
+        placements = _placements(layout, tuple(value.shape), self.name)
+        mesh = self.meshes.mesh_of(layout)
+        if mesh != value.device_mesh:
+            value = wrap(whole(value, parts=False), mesh, [Replicate()] * mesh.ndim, value.shape)
+        return value.redistribute(placements=placements)
+
+    def _from_rows(self, rows: torch.Tensor) -> DTensor:
+        """All ranks' rows, whole on every rank."""
+        problem = "" if rows.dim() else "a scalar, which has no rows"
+        group = self.session.group
+        facts = exchange_facts([rows], self.session, self.name, problem)
+        self.session.note(facts.rows())
+        if facts.any_requires_grad() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()  # its backward communicates: all ranks have to run it
+        flat = rows.unsqueeze(-1)
+        exchange = RowExchange(group.group, facts.rows(), ((0, 1),) * group.size, 1, _only_first(group.size))
+        mesh = self.meshes.line()
+        everything = spread(flat, exchange).squeeze(-1)
+        return wrap(everything, mesh, [Replicate()], everything.shape)
+
+
+class LocalRows:
+    """Forward hook: a plain tensor in place of a DTensor output.
+
+    This rank's rows, the ones it passed, with all columns. Where ``output_plan`` asked for a layout that does not cut
+    rows, it is this rank's part in that layout. A plain output is this rank's rows already.
+    """
+
+    def __init__(self, name: str, session: Session, laid_out: bool) -> None:
+        self.name = name
+        self.session = session
+        self.laid_out = laid_out
+
+    @eager_only
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        """Give the rows back; a collective where another rank has parts of them."""
+        value = _one_tensor(output, self.name, "return_local_tensor")
+        if not isinstance(value, DTensor):
+            return value
+        cut = {term.dim % value.dim() for term in _layout_of(value).terms if term.dim is not None}
+        if self.laid_out and cut and 0 not in cut:
+            return unwrap(value)
+        group = self.session.group
+        if not value.dim():
+            hint = "name a module whose output has one row for each row of the batch"
+            raise PlanError(Problem("unknown-split", self.name, found="a scalar output", hint=hint))
+        rows = self.session.rows(value.shape[0], self.name)
+        if self._lies_in_rows(value, rows):
+            return unwrap(value)
+        columns = _columns(value, group.ranks)
+        if columns is not None:
+            intervals, primary = columns
+            exchange = RowExchange(group.group, rows, intervals, value.shape[-1], primary)
+            return collect(unwrap(value), exchange)
+        start = sum(rows[: group.rank])
+        return whole(value, parts=True).narrow(0, start, rows[group.rank])
+
+    def _lies_in_rows(self, value: DTensor, rows: tuple[int, ...]) -> bool:
+        """Whether every rank has exactly the rows it passed; all ranks come to the same answer."""
+        layout = _layout_of(value)
+        if layout.partial or any(term.dim is not None and term.dim % value.dim() for term in layout.terms):
+            return False
+        starts = [sum(rows[:at]) for at in range(len(rows))]
+        intervals = [layout.pieces(rank, tuple(value.shape))[0] for rank in self.session.group.ranks]
+        wanted = [((start, size),) for start, size in zip(starts, rows, strict=True)]
+        return all(
+            have == want or (have[0][1] == want[0][1] == 0) for have, want in zip(intervals, wanted, strict=True)
+        )
+
+
+def _one_tensor(output: Any, name: str, what: str) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
+    hint = f"name a module that returns one tensor in {what}"
+    raise PlanError(Problem("output-not-a-tensor", name, found=f"an output of type {type(output).__name__}", hint=hint))
+
+
+def _layout_of(value: DTensor) -> Layout:
+    return Layout(MeshSpec.from_device_mesh(value.device_mesh), value.placements)
+
+
+def _placements(layout: Layout, shape: tuple[int, ...], name: str) -> list[Placement]:
+    found = express(layout, shape, name)
+    if isinstance(found, Problem):
+        raise PlanError(found)
+    return list(found.placements)
+
+
+def _columns(value: DTensor, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[bool, ...]] | None:
+    """Which columns each rank has and which ranks count, where only the last dim is cut; else None.
+
+    Partial sums over ``sum`` count as they are: every rank has a part.
+    """
+    last = value.dim() - 1
+    layout = _layout_of(value)
+    cut = {term.dim % value.dim() for term in layout.terms if term.dim is not None}
+    if last == 0 or not cut <= {last} or set(layout.partial.values()) - {"sum"} or layout.order:
+        return None
+    intervals = [layout.pieces(rank, tuple(value.shape))[last] for rank in ranks]
+    if any(len(pieces) > 1 for pieces in intervals):
+        return None
+    return tuple(pieces[0] for pieces in intervals), tuple(layout.is_primary(rank) for rank in ranks)
+
+
+def _only_first(size: int) -> tuple[bool, ...]:
+    return (True,) + (False,) * (size - 1)

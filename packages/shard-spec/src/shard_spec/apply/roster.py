@@ -1,0 +1,206 @@
+"""Roster: who stands in a sharded module. Looked through at each forward of the root, so that nothing new goes unseen.
+
+What came after the call was not agreed on: its values may differ between the ranks, and nobody sums its gradients. It
+is taken in once the ranks have found that they all have the same: ``exchange_facts`` compares ``Sight.word``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_spec import _torch_compat
+from shard_spec._shared.problems import Problem
+from shard_spec.apply.agreement import Outcome
+from shard_spec.apply.replicas import SumGradient, summed_over, sums_over
+from shard_spec.apply.session import GroupRef
+from shard_spec.apply.sources import fingerprint
+from shard_spec.apply.tensors import is_sharded
+
+
+@dataclass
+class Member:
+    """One module, as it was when the ranks last agreed.
+
+    Attributes:
+        module: The module itself.
+        kinds: For each of its own parameters: ``"piece"``, ``"whole"`` (its gradient is summed) or ``"other"``.
+        buffers: Names of its own buffers.
+    """
+
+    module: nn.Module
+    kinds: dict[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one look found.
+
+    Attributes:
+        word: A number that is equal on ranks whose modules are alike.
+        lines: The same as text.
+        newcomers: What the ranks have not agreed on yet: the module, the name, and ``"whole"`` or ``"buffer"``.
+        problems: What cannot be right on any rank.
+    """
+
+    word: int
+    lines: tuple[str, ...]
+    newcomers: tuple[tuple[nn.Module, str, str], ...]
+    problems: tuple[Problem, ...]
+
+    @property
+    def open(self) -> bool:
+        """Whether the ranks have something to agree on."""
+        return bool(self.newcomers or self.problems)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the ranks compare where the words differ."""
+        return Outcome(self.lines, self.problems)
+
+
+class Roster:
+    """The members of one sharded module, and the gradient hooks on those that are whole.
+
+    Copies of a module and parameters that start to need a gradient later get their hooks at the next look. So do
+    parameters that were swapped with others, as ``module.to()`` does under
+    ``torch.__future__.set_swap_module_params_on_conversion``: their hooks are listed still and run no more.
+    """
+
+    def __init__(self, group: GroupRef, root: nn.Module, names: tuple[str, ...], *, everything: bool) -> None:
+        """Take in ``root`` as it is.
+
+        Args:
+            group: The ranks.
+            root: The module.
+            names: FQNs of the parameters that are whole.
+            everything: Whether the call decided about all of ``root``; else only about its pieces and ``names``.
+        """
+        self.group = group
+        self.everything = everything
+        replicas = dict(root.named_parameters(remove_duplicate=False))
+        summed = {id(replicas[name]) for name in names}
+        self._members = [
+            Member(each, {name: _kind(p, summed) for name, p in _own(each)}, tuple(each._buffers))
+            for _, each in _walk(root)
+        ]
+        self._by_id: dict[int, Member] = {}
+        self._seen: dict[tuple[int, str], int] = {}
+        self._handles: list[Any] = []
+        self._hooked: dict[int, int] = {}  # by the parameter's id, the address of what was hooked
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_by_id": {}, "_seen": {}, "_handles": [], "_hooked": {}}
+
+    def look(self, root: nn.Module) -> Sight:
+        """Look through ``root``; members that need their gradient hook get it. Sends nothing."""
+        first = not self._by_id  # a new roster, or a copy
+        if first:
+            self._by_id = {id(member.module): member for member in self._members}
+        lines: list[str] = []
+        newcomers: list[tuple[nn.Module, str, str]] = []
+        problems: list[Problem] = []
+        for path, module in _walk(root):
+            member = self._by_id.get(id(module))
+            for name, parameter in _own(module):
+                kind = member.kinds.get(name, "") if member else ""
+                fqn, plain = path + name, not is_sharded(parameter)
+                line = f"{fqn}: {str(parameter.dtype).removeprefix('torch.')}, {_state(parameter, plain)}"
+                if kind == "piece" and plain:
+                    hint = "undo() first, or put the sharded parameter back"
+                    problems.append(Problem("not-sharded", fqn, found="it was sharded, and is whole now", hint=hint))
+                elif plain and self._is_new(module, name, kind, parameter, first):
+                    newcomers.append((module, name, "whole"))
+                    line += f", new, with values {fingerprint(parameter)}"
+                elif plain and kind == "whole":
+                    self._hook(parameter)
+                if self.everything or kind in ("piece", "whole"):
+                    lines.append(line)
+            if self.everything and tuple(module._buffers) != (member.buffers if member else ()):
+                known = member.buffers if member else ()
+                for name, buffer in module._buffers.items():
+                    saved = name not in module._non_persistent_buffers_set  # others are what a forward keeps for itself
+                    if buffer is not None and name not in known and saved and not is_sharded(buffer):
+                        newcomers.append((module, name, "buffer"))
+                        lines.append(f"{path}{name}: new, with values {fingerprint(buffer)}")
+        word = 1 << 32 | zlib.crc32("\n".join(lines).encode())
+        return Sight(word, tuple(lines), tuple(newcomers), tuple(problems))
+
+    def take_in(self, sight: Sight) -> None:
+        """All ranks have the same: newcomers are members, and their gradients are summed from now on."""
+        for module, name, kind in sight.newcomers:
+            member = self._by_id.get(id(module))
+            if member is None:
+                member = self._by_id[id(module)] = Member(module)
+                self._members.append(member)
+            if kind == "buffer":
+                member.buffers = tuple(module._buffers)
+                continue
+            parameter = module._parameters[name]
+            assert parameter is not None
+            member.kinds[name] = kind
+            self._seen[id(module), name] = id(parameter)
+            self._hook(parameter)
+
+    def remove(self) -> None:
+        """Take the hooks away again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _is_new(self, module: nn.Module, name: str, kind: str, parameter: nn.Parameter, first: bool) -> bool:
+        """Whether the ranks never compared this parameter."""
+        if not kind:
+            return self.everything and not _managed_elsewhere(parameter, self.group)
+        if kind != "whole":
+            return False
+        if first:
+            self._seen[id(module), name] = id(parameter)
+        return self.everything and self._seen.get((id(module), name)) != id(parameter)
+
+    def _hook(self, parameter: nn.Parameter) -> None:
+        if not parameter.requires_grad:
+            return
+        if not sums_over(parameter, self.group.group):
+            hook = SumGradient(self.group)
+            self._handles.append(parameter.register_hook(hook))
+        elif self._hooked.get(id(parameter)) != parameter._cdata:
+            _torch_compat.revive_hooks(parameter)
+        self._hooked[id(parameter)] = parameter._cdata
+
+
+def _managed_elsewhere(parameter: nn.Parameter, group: GroupRef) -> bool:
+    """Whether another call of ``shard_module``, over other ranks, sums the gradient of this parameter."""
+    return any(each.group is not group.group for each in summed_over(parameter))
+
+
+def _kind(parameter: nn.Parameter, summed: set[int]) -> str:
+    if isinstance(parameter, DTensor):
+        return "piece"
+    return "whole" if id(parameter) in summed else "other"
+
+
+def _state(parameter: nn.Parameter, plain: bool) -> str:
+    return ("whole" if plain else "a piece") + ("" if parameter.requires_grad else ", frozen")
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, each) for name, each in module._parameters.items() if each is not None)
+
+
+def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with the beginning of its tensors' FQNs, in the order of the module."""
+    stack, seen = [("", root)], {id(root)}
+    while stack:
+        path, module = stack.pop()
+        yield path, module
+        for name, child in reversed(module._modules.items()):
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append((f"{path}{name}.", child))

@@ -1,0 +1,112 @@
+"""Getting this rank's piece of a tensor: from one rank, from its own copy, or out of nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from shard_spec import _torch_compat
+from shard_spec.apply.exchange import as_bytes
+from shard_spec.layout.layout import Layout
+
+
+def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The piece of ``full`` that lies on global rank ``rank``; a view where it is one box."""
+    piece = full.detach()
+    for dim, intervals in enumerate(layout.pieces(rank, tuple(full.shape))):
+        parts = [piece.narrow(dim, start, size) for start, size in intervals]
+        piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return piece
+
+
+def scatter(
+    full: torch.Tensor | None,
+    layout: Layout,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    src: int,
+    *,
+    primaries: bool = False,
+) -> torch.Tensor:
+    """This rank's piece of the tensor that rank ``src`` of the group has; one collective, exact bytes.
+
+    Args:
+        full: The tensor on ``src``; not looked at on other ranks.
+        layout: Where the pieces lie; its ranks are those of the group.
+        shape: Global shape.
+        dtype: Any dtype; it travels as bytes.
+        device: Where the piece is to lie, and where the collective runs.
+        group: The ranks.
+        src: Rank in the group.
+        primaries: Whether only one rank of each set of replicas gets its piece; the others' is left empty.
+    """
+    ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+    local = torch.empty(layout.local_shape(ranks[me], shape), dtype=dtype, device=device)
+    if layout.is_replicated and not primaries:
+        if me == src:
+            assert full is not None
+            local.copy_(full.detach())
+        return broadcast_(local, group, src)
+    item = local.element_size()
+    receives_any = [not primaries or layout.is_primary(rank) for rank in ranks]
+    numels = [
+        _numel(layout.local_shape(rank, shape)) if any_ else 0 for rank, any_ in zip(ranks, receives_any, strict=True)
+    ]
+    packed = torch.empty(0, dtype=torch.uint8, device=device)
+    sends = [0] * len(ranks)
+    if me == src:
+        assert full is not None
+        receivers = [rank for rank, any_ in zip(ranks, receives_any, strict=True) if any_]
+        pieces = [take(full, layout, rank).reshape(-1) for rank in receivers]
+        packed = as_bytes(torch.cat(pieces).to(device))
+        sends = [numel * item for numel in numels]
+    receives = [numels[me] * item if rank == src else 0 for rank in range(len(ranks))]
+    if sum(numels):
+        received = as_bytes(local)[: sum(receives)]
+        dist.all_to_all_single(received, packed, receives, sends, group=group)
+    return local
+
+
+def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torch.Tensor:
+    """Fill a contiguous tensor with what rank ``src`` of the group has in it."""
+    if tensor.numel():
+        dist.broadcast(as_bytes(tensor), group=group, group_src=src)
+    return tensor
+
+
+def gather_pieces(
+    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The whole tensor on every rank, from the pieces of a layout without partial sums; one collective."""
+    ranks = dist.get_process_group_ranks(group)
+    numels = [_numel(layout.local_shape(rank, shape)) for rank in ranks]
+    most = max(numels)
+    mine = local.new_empty(most)
+    mine[: local.numel()] = local.detach().reshape(-1)
+    every = local.new_empty(most * len(ranks))
+    if most:
+        _torch_compat.all_gather_flat(as_bytes(every), as_bytes(mine), group)
+    whole = local.new_empty(shape)
+    for rank, numel, padded in zip(ranks, numels, torch.split(every, most or 1), strict=False):
+        piece = padded[:numel].view(layout.local_shape(rank, shape))
+        _put(whole, piece, layout.pieces(rank, shape), 0)
+    return whole
+
+
+def _put(whole: torch.Tensor, piece: torch.Tensor, pieces: Sequence[Sequence[tuple[int, int]]], dim: int) -> None:
+    """Copy ``piece`` into its intervals of ``whole``, dim by dim."""
+    if dim == whole.dim():
+        whole.copy_(piece)
+        return
+    position = 0
+    for start, size in pieces[dim]:
+        _put(whole.narrow(dim, start, size), piece.narrow(dim, position, size), pieces, dim + 1)
+        position += size
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,105 @@
+"""Session: what the sharded modules of one ``shard_module`` call know together while the model runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    from shard_spec.apply.roster import Roster, Sight
+
+
+class GroupRef:
+    """A process group that survives ``copy.deepcopy`` and, within one job, pickling: it travels by its name."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in group order."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"name": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.group = _torch_compat.group_of_name(state["name"])
+
+
+class Session:
+    """How many rows each rank passed, so that this rank's rows can be found again in a sharded output.
+
+    A DTensor knows its total number of rows, not who passed how many. The root module opens a frame for each of its
+    forwards; what is noted inside is kept until the next one opens, for recomputation in backward. A submodule that is
+    called on its own (no frame) keeps the last split of a total only.
+    """
+
+    def __init__(self, group: GroupRef) -> None:
+        self.group = group
+        self._splits: dict[int, list[tuple[int, ...]]] = {}
+        self._depth = 0
+        self.sight: Sight | None = None
+        self._roster: Roster | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"group": self.group, "_splits": {}, "_depth": 0, "sight": None, "_roster": None}
+
+    def open(self, roster: Roster, sight: Sight) -> None:
+        """Begin a forward of the root module, of which ``sight`` was found."""
+        if self._depth == 0:
+            self._splits = {}
+            self.sight, self._roster = sight, roster
+        self._depth += 1
+
+    def agreed(self) -> None:
+        """All ranks found the same: see ``Sight``."""
+        if self.sight is not None and self.sight.open:
+            assert self._roster is not None
+            self._roster.take_in(self.sight)
+            self.sight = replace(self.sight, newcomers=())
+
+    def close(self) -> None:
+        """End a forward of the root module."""
+        self._depth = max(0, self._depth - 1)
+
+    def note(self, rows: tuple[int, ...]) -> None:
+        """Remember that the ranks passed ``rows``; every rank notes the same."""
+        splits = self._splits.setdefault(sum(rows), [])
+        if not self._depth:
+            splits.clear()
+        if rows not in splits:
+            splits.append(rows)
+
+    def rows(self, total: int, name: str) -> tuple[int, ...]:
+        """Who passed how many of ``total`` rows to the sharded modules before ``name``.
+
+        Raises:
+            PlanError: On every rank: ``unknown-split`` when no sharded module saw a batch of so many rows,
+                ``two-splits`` when several did and the ranks' shares differ.
+        """
+        splits = self._splits.get(total, [])
+        if len(splits) == 1:
+            return splits[0]
+        if splits:
+            hint = "pass local batches that split alike to all sharded modules, or of different total size"
+            found = f"{total} rows came as {list(splits[0])} and, in the same forward, as {list(splits[1])}"
+            raise PlanError(Problem("two-splits", name, found=found, hint=hint))
+        found = f"an output of {total} rows; the sharded modules saw batches of {sorted(self._splits)} rows"
+        hint = "return_local_tensor needs an output with one row for each row of the concatenated batch"
+        raise PlanError(Problem("unknown-split", name, found=found, hint=hint))

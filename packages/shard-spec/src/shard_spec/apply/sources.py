@@ -1,0 +1,164 @@
+"""Where ``plan.apply`` takes a tensor's values from: one rank, every rank's own copy, or an initializer."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shard_spec._shared.problems import Problem
+from shard_spec.apply.exchange import as_bytes
+from shard_spec.apply.scatter import broadcast_, scatter, take
+from shard_spec.apply.tensors import TensorAction
+from shard_spec.layout.layout import Layout
+
+Source: TypeAlias = Literal["scatter", "local", "meta"]
+Initializer: TypeAlias = Callable[[str, torch.Tensor], object]
+SOURCES = ("scatter", "local", "meta")
+
+
+def scatter_to_all(
+    full: torch.Tensor | None,
+    layout: Layout,
+    action: TensorAction,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    src: int,
+    mesh: DeviceMesh,
+) -> torch.Tensor:
+    """This rank's piece: from ``src`` to one of each set of replicas, then from there along the axes that replicate.
+
+    ``src`` sends every element once, however many replicas there are.
+    """
+    local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
+    for axis, term in enumerate(layout.terms):
+        if term.kind == "R" and mesh.size(axis) > 1:
+            broadcast_(local, mesh.get_group(axis), 0)
+    return local
+
+
+def take_own(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
+    """This rank's piece of its own full tensor, in memory of its own, so that the full one can be freed."""
+    return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's bytes, formed on its device; equal on ranks that hold the same values."""
+    flat = as_bytes(tensor.contiguous())
+    total = weighted = 0
+    step = 1 << 24
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=part.device) % 65521 + 1
+        total += int(part.sum())
+        weighted += int((part * places).sum())
+    return f"{total:x}-{weighted:x}"
+
+
+# ---- meta -----------------------------------------------------------------------------------------------------------
+
+
+def materialize(
+    action: TensorAction,
+    device: torch.device,
+    rank: int,
+    init: Initializer | None,
+    seed: int,
+) -> torch.Tensor:
+    """This rank's piece of a tensor that so far has a shape only.
+
+    Args:
+        action: The tensor.
+        device: Where the piece goes.
+        rank: Global rank.
+        init: Fills a whole tensor, ``init(fqn, tensor)``; None: floating pieces become NaN, others 0.
+        seed: The generators start from it and the FQN for each tensor: the values depend neither on the layout nor
+            on the rank.
+    """
+    assert action.layout is not None
+    if init is None:
+        local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
+        return poison_(local)
+    whole = poison_(torch.empty(action.shape, dtype=action.dtype, device=device))
+    with seeded(seed, action.names[0], device), torch.no_grad():
+        init(action.names[0], whole)
+    return take_own(whole, action.layout, device, rank)
+
+
+def poison_(tensor: torch.Tensor) -> torch.Tensor:
+    """Values that cannot be mistaken for weights, where the dtype has such."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.zero_()
+
+
+@contextmanager
+def seeded(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Random numbers that depend on ``seed`` and ``name`` alone; the generators are put back afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda"):
+        torch.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 63))
+        yield
+
+
+def reset_parameters_of(module: nn.Module, device: torch.device, seed: int) -> Initializer:
+    """An initializer that asks the module that has the tensor: its ``reset_parameters()``.
+
+    The module's tensors are made whole on ``device``, one module at a time, in a copy.
+    """
+    made: dict[str, dict[str, torch.Tensor]] = {}
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        if path not in made:
+            made.clear()
+            with seeded(seed, path, device):
+                made[path] = _reset(module.get_submodule(path), device)
+        tensor.copy_(made[path][attribute])
+
+    return init
+
+
+def _reset(owner: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    whole = copy.copy(owner)
+    tensors: dict[str, torch.Tensor] = {}
+    for table_name in ("_parameters", "_buffers"):
+        table = dict(owner.__dict__[table_name])
+        for name, value in table.items():
+            if value is not None:
+                full = torch.empty(value.shape, dtype=value.dtype, device=device)
+                is_parameter = table_name == "_parameters"
+                table[name] = nn.Parameter(full, requires_grad=value.requires_grad) if is_parameter else full
+                tensors[name] = table[name]
+        whole.__dict__[table_name] = table
+    reset_method(whole)()
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def reset_method(owner: nn.Module) -> Callable[[], object]:
+    """The method with which a module of torch's kind fills its own tensors.
+
+    Raises:
+        AttributeError: When it has none.
+    """
+    found: Any = getattr(owner, "reset_parameters", None) or owner._reset_parameters
+    method: Callable[[], object] = found
+    return method
+
+
+def reset_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
+    """The tensors whose module has no ``reset_parameters``."""
+    problems = []
+    for name in names:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if not any(callable(getattr(owner, each, None)) for each in ("reset_parameters", "_reset_parameters")):
+            found = f"{type(owner).__qualname__} has no reset_parameters()"
+            hint = "pass init= a function of name and tensor, or load a checkpoint after init=None"
+            problems.append(Problem("no-reset-parameters", name, found=found, hint=hint))
+    return problems

@@ -1,0 +1,120 @@
+"""TensorAction: what is done to one parameter or buffer, and what may stand in the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shard_spec._shared.problems import Problem
+from shard_spec.apply.replicas import foreign_hooks
+from shard_spec.layout.layout import Layout, in_mesh_order
+from shard_spec.plan.resolve import Resolution
+
+
+@dataclass(frozen=True)
+class TensorAction:
+    """One tensor of the module.
+
+    Attributes:
+        names: Its FQNs; several where it is tied.
+        kind: ``"parameter"`` or ``"buffer"``.
+        shape: Global shape.
+        dtype: Its dtype.
+        requires_grad: Whether it gets a gradient.
+        layout: Where its pieces go; None: it stays whole and gets the source's values.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    layout: Layout | None
+
+    @property
+    def line(self) -> str:
+        """What is done, as text."""
+        where = "whole"
+        if self.layout is not None:
+            mesh = self.layout.mesh
+            axes = f" as {' x '.join(map(str, mesh.shape))}" if mesh.ndim > 1 else ""
+            where = f"{self.layout} on ranks {list(mesh.ranks)}{axes}"
+        grad = "" if self.requires_grad else ", frozen"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind} {' = '.join(self.names)}: {dtype} {list(self.shape)}{grad} -> {where}"
+
+
+def tensor_at(module: nn.Module, fqn: str) -> Any:
+    """The registered parameter or buffer called ``fqn``."""
+    path, _, name = fqn.rpartition(".")
+    owner = module.get_submodule(path)
+    return owner._parameters[name] if name in owner._parameters else owner._buffers[name]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a piece of a larger one already."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
+
+
+def read_tensors(
+    module: nn.Module, found: Resolution, rank: int, src_rank: int, whole: bool
+) -> tuple[tuple[TensorAction, ...], list[Problem]]:
+    """What is done to each tensor that the plan decides about, in the order of the module, and the problems with it."""
+    actions: list[TensorAction] = []
+    problems: list[Problem] = []
+    for facts in found.facts.tensors:
+        if facts.name not in found.layouts:
+            continue
+        tensor = tensor_at(module, facts.name)
+        planned = bool(found.rule_of[facts.name])
+        layout = found.layouts[facts.name]
+        if not planned and (not whole or is_sharded(tensor)):
+            continue
+        if planned:
+            problems += replacing_problems(tensor, facts.name)
+        if rank == src_rank and tensor.is_meta:
+            hint = "give the source rank real values; only the other ranks may have meta tensors"
+            problems.append(Problem("meta-on-source", facts.name, found="a meta tensor on src_rank", hint=hint))
+        if not planned or layout.is_replicated:
+            problems += _sparse_problems(module, facts.aliases)
+        actions.append(
+            TensorAction(
+                names=facts.aliases,
+                kind=facts.kind,
+                shape=facts.shape,
+                dtype=tensor.dtype,
+                requires_grad=bool(tensor.requires_grad),
+                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, facts.shape),
+            )
+        )
+    return tuple(actions), problems
+
+
+def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
+    """What would be lost or mistaken if a DTensor took the place of ``tensor``."""
+    if is_sharded(tensor):
+        found, hint = "it is sharded already", "undo that first, or leave it out of the plan"
+        return [Problem("already-sharded", name, found=found, hint=hint)]
+    problems = []
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        found = f"a {type(tensor).__qualname__} of layout {tensor.layout}"
+        problems.append(Problem("tensor-subclass", name, found=found, hint="only plain dense tensors are sharded"))
+    if tensor.grad is not None:
+        found, hint = "it has a gradient, which would be lost", "call zero_grad(set_to_none=True) first"
+        problems.append(Problem("has-gradient", name, found=found, hint=hint))
+    if foreign_hooks(tensor):
+        found, hint = "it has gradient hooks, which would be lost", "register them after sharding"
+        problems.append(Problem("has-hooks", name, found=found, hint=hint))
+    return problems
+
+
+def _sparse_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
+    owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+    if not any(getattr(owner, "sparse", False) is True for owner in owners):
+        return []
+    hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"
+    return [Problem("sparse-gradient", names[0], found="a module with sparse gradients", hint=hint)]

@@ -1,7 +1,0 @@
-"""``python -m shard_spec.cli``."""
-
-import sys
-
-from shard_spec.cli.main import main
-
-sys.exit(main())

@@ -1,0 +1,238 @@
+"""Activations: an estimate of what autograd keeps between forward and backward, on the rank that keeps most.
+
+The forward runs once on the meta device: shapes only, but for integers that follow from the inputs (positions, masks,
+lengths), whose values are computed as well, since models branch on them. What autograd saves is counted once for each
+memory that holds it, parameters and buffers left out. Which of it a model axis shards is followed from weight to
+weight: the output of a weight with sharded output features is sharded, that of one with sharded input features is full
+again, and everything computed from something sharded is sharded. It is an estimate because a real run may fuse,
+recompute or allocate otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shard_spec._shared.page import human_bytes
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._torch_compat import memory_of, on_every_operator
+from shard_spec.estimate.roles import data_axes_of, role
+from shard_spec.plan.resolve import Resolution, resolve
+
+if TYPE_CHECKING:
+    from shard_spec.plan.content import PlanContent
+
+
+_MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
+
+
+@dataclass(frozen=True)
+class ActivationEstimate:
+    """Bytes that autograd keeps between forward and backward. An estimate, see the module.
+
+    Attributes:
+        local_bytes: Bytes on one rank, where every axis cuts evenly.
+        whole_bytes: Bytes if nothing were cut: one process on the same local batch.
+        num_tensors: Number of memories that were counted.
+        checkpointed_bytes: Bytes on one rank if each block is recomputed in backward: the inputs of all blocks, what
+            the largest block keeps, and what lies outside of them. A block is a child of a `ModuleList`.
+        num_blocks: Number of such blocks.
+    """
+
+    local_bytes: int
+    whole_bytes: int
+    num_tensors: int
+    checkpointed_bytes: int = 0
+    num_blocks: int = 0
+
+    def __str__(self) -> str:
+        text = f"about {human_bytes(self.local_bytes)} of activations on a rank (an estimate)"
+        if self.num_blocks:
+            text += f"; about {human_bytes(self.checkpointed_bytes)} with each of {self.num_blocks} blocks checkpointed"
+        return text
+
+
+def estimate_activations(
+    plan: PlanContent,
+    module: nn.Module,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    data_axes: Iterable[str] | None = None,
+) -> ActivationEstimate:
+    """The estimate for one forward; see ``ShardingPlan.activations``."""
+    found = resolve(plan, module)
+    if found.mesh is None:
+        raise PlanError(Problem("several-meshes", found="no single mesh", hint="put all layouts on one mesh"))
+    model_axes = set(found.mesh.axis_names) - set(data_axes_of(found.mesh, data_axes))
+    state, effects = _meta_state(module, found, model_axes)
+    flow = _Flow(effects)
+    blocks = _Blocks(module)
+    kept: dict[int, tuple[int, nn.Module | None]] = {}  # memory -> local bytes, block that keeps it
+    whole = 0
+
+    def local_bytes(tensor: torch.Tensor) -> int:
+        size = tensor.untyped_storage().nbytes()
+        for axis in flow.cut.get(memory_of(tensor), frozenset()):
+            size = -(-size // mesh.axis_size(axis))
+        return size
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal whole
+        memory = memory_of(tensor)
+        if memory not in flow.effects and memory not in kept:
+            flow.alive.append(tensor)
+            kept[memory] = local_bytes(tensor), blocks.current
+            whole += tensor.untyped_storage().nbytes()
+        return tensor
+
+    mesh = found.mesh
+    arguments, named = flow.inputs((tuple(inputs), dict(kwargs or {})))
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), on_every_operator(flow.run), blocks:
+        output = torch.func.functional_call(module, state, arguments, named)
+    del output
+    local = sum(size for size, _ in kept.values())
+    # Checkpointed, the inputs of all blocks are kept, and beside them what the block keeps that is recomputed just now.
+    by_block: dict[nn.Module | None, int] = {}
+    for memory, (size, block) in kept.items():
+        if memory not in blocks.inputs:
+            by_block[block] = by_block.get(block, 0) + size
+    outside = by_block.pop(None, 0) + sum(map(local_bytes, blocks.inputs.values()))
+    checkpointed = outside + max(by_block.values(), default=0)
+    return ActivationEstimate(local, whole, len(kept), min(local, checkpointed), blocks.count)
+
+
+class _Blocks:
+    """Repeated blocks of a model while it runs: which one runs now, and what entered each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
+        inner = {id(below) for each in lists for child in each for below in child.modules() if below is not child}
+        self.blocks = [child for each in lists if id(each) not in inner for child in each]
+        self.count = len(self.blocks)
+        self.current: nn.Module | None = None
+        self.inputs: dict[int, torch.Tensor] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        for block in self.blocks:
+            self._handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self._handles.append(block.register_forward_hook(self._leave, always_call=True))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self.current = block
+        for tensor in _tensors((args, kwargs)):
+            if tensor.is_floating_point():
+                self.inputs[memory_of(tensor)] = tensor
+
+    def _leave(self, *_: object) -> None:
+        self.current = None
+
+
+class _Flow:
+    """Follows, memory by memory, along which axes each result is cut."""
+
+    def __init__(self, effects: dict[int, tuple[frozenset[str], frozenset[str]]]) -> None:
+        self.effects = effects  # memory of a parameter -> (axes it makes cut, axes it makes whole)
+        self.cut: dict[int, frozenset[str]] = {}
+        self.alive: list[torch.Tensor] = []  # a memory's address means something only while the memory lives
+        self.values: dict[int, torch.Tensor] = {}  # id of an integer tensor on meta -> its values
+
+    def inputs(self, value: Any) -> Any:
+        """Return inputs on meta; integers keep their values, those that are on meta already count as zeros."""
+        if isinstance(value, torch.Tensor):
+            meta = value.detach().to("meta")
+            self.alive.append(meta)
+            if not value.is_floating_point() and not value.is_complex() and value.numel() <= _MAX_VALUES:
+                self.values[id(meta)] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
+            return meta
+        return _mapped(value, self.inputs)
+
+    def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operator and note what it made."""
+        if operator is torch.ops.aten._local_scalar_dense.default and id(args[0]) in self.values:
+            return self.values[id(args[0])].item()
+        result = operator(*args, **kwargs)
+        self._follow_values(operator, args, kwargs, result)
+        axes: frozenset[str] = frozenset()
+        gone: frozenset[str] = frozenset()
+        for tensor in _tensors((args, kwargs)):
+            memory = memory_of(tensor)
+            made, whole = self.effects.get(memory, (self.cut.get(memory, frozenset()), frozenset()))
+            axes, gone = axes | made, gone | whole
+        for tensor in _tensors(result):
+            memory = memory_of(tensor)
+            self.alive.append(tensor)
+            if memory not in self.effects:
+                self.cut[memory] = axes - gone
+        return result
+
+    def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Compute small integer results for real where all that they are computed from is known."""
+        made = list(_tensors(result))
+        exact = all(not t.is_floating_point() and not t.is_complex() and t.numel() <= _MAX_VALUES for t in made)
+        if not made or not exact or torch.Tag.nondeterministic_seeded in operator.tags:
+            return
+        if any(id(tensor) not in self.values for tensor in _tensors((args, kwargs))):
+            return
+        real = operator(*self._real(args), **self._real(kwargs))
+        self.alive += made
+        self.values.update(zip(map(id, made), _tensors(real), strict=True))
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.values[id(value)]
+        return torch.device("cpu") if isinstance(value, torch.device) else _mapped(value, self._real)
+
+
+def _meta_state(
+    module: nn.Module, found: Resolution, model_axes: set[str]
+) -> tuple[dict[str, torch.Tensor], dict[int, tuple[frozenset[str], frozenset[str]]]]:
+    """Parameters and buffers on meta, and what each one's cuts do to what is computed with it."""
+    state: dict[str, torch.Tensor] = {}
+    effects = {}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, tensor in tensors.items():
+        facts = found.tensor(name)
+        meta = torch.empty(facts.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        state[name] = meta
+        made, whole = set(), set()
+        layout = found.layouts.get(facts.name)
+        for axis in model_axes if layout is not None else ():
+            assert layout is not None
+            kind = role(facts, layout, axis)
+            if kind == "row":
+                whole.add(axis)
+            elif kind != "whole":
+                made.add(axis)
+        effects[memory_of(meta)] = (frozenset(made), frozenset(whole))
+    return state, effects
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a list, tuple or dict with ``function`` of each item; other values as they are."""
+    if isinstance(value, Mapping):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(function, value)) if type(value) in (list, tuple) else value
+    return value

@@ -1,0 +1,287 @@
+"""Communication: what one training step under a plan moves, axis by axis.
+
+Parameters and gradients are counted to the byte. Activations follow from the roles of the weights (see
+:mod:`shard_spec.estimate.roles`) and are what tensor-parallel training moves with one collective at each boundary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.cost import AlphaBetaCostModel
+from shard_spec.estimate.memory import local_numels
+from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.report.text import communication_parts, joined
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.estimate.cost import CostModel
+    from shard_spec.estimate.topology import Topology
+    from shard_spec.plan.content import PlanContent
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Collectives of one kind that one tensor causes in a step.
+
+    Attributes:
+        axis: Mesh axis whose groups communicate.
+        op: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        what: ``"parameters"``, ``"gradients"`` or ``"activations"``.
+        name: FQN of the tensor that causes it.
+        full_bytes: Size of the whole buffer as one group sees it: after a gather, before a scatter, in a reduction.
+        count: How often in a step.
+        group_size: Ranks in a group.
+    """
+
+    axis: str
+    op: str
+    what: str
+    name: str
+    full_bytes: int
+    count: int
+    group_size: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each rank sends in the step, with the fewest a ring needs."""
+        passes = 2 if self.op == "all_reduce" else 1
+        return self.count * passes * self.full_bytes * (self.group_size - 1) / self.group_size
+
+
+@dataclass(frozen=True, eq=False)
+class Communication:
+    """What one step moves.
+
+    Attributes:
+        mesh: The mesh of the axes.
+        transfers: One entry for each tensor, axis and kind of collective; those of one rank are meant (the fullest).
+        seconds: Axis to the time of its collectives one after another, where a topology was given.
+        assumptions: What was taken for granted about activations.
+    """
+
+    mesh: MeshSpec
+    transfers: tuple[Transfer, ...]
+    seconds: dict[str, float] | None
+    assumptions: tuple[str, ...]
+
+    def by_axis(self) -> dict[str, dict[str, float]]:
+        """Axis to bytes that each rank sends in a step, by what is sent."""
+        found: dict[str, dict[str, float]] = {axis: {} for axis in self.mesh.axis_names}
+        for transfer in self.transfers:
+            kinds = found[transfer.axis]
+            kinds[transfer.what] = kinds.get(transfer.what, 0.0) + transfer.sent_bytes
+        return found
+
+    def count(self, axis: str | None = None, op: str | None = None) -> int:
+        """Number of collectives in a step, perhaps of one axis or one kind."""
+        return sum(t.count for t in self.transfers if axis in (None, t.axis) and op in (None, t.op))
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that each rank sends in a step, over all axes."""
+        return sum(transfer.sent_bytes for transfer in self.transfers)
+
+    def to_json(self) -> str:
+        """The numbers as JSON."""
+        document: dict[str, Any] = {
+            "format": "shard-spec/communication",
+            "version": 1,
+            "by_axis": self.by_axis(),
+            "seconds": self.seconds,
+            "assumptions": list(self.assumptions),
+            "transfers": [[t.axis, t.op, t.what, t.name, t.full_bytes, t.count] for t in self.transfers],
+        }
+        return json.dumps(document, sort_keys=True, indent=1)
+
+    def __str__(self) -> str:
+        return joined(communication_parts(self))
+
+
+def communication(
+    plan: PlanContent,
+    module: nn.Module | ModelFacts,
+    batch: int | Sequence[int] | None = None,
+    topology: Topology | None = None,
+    *,
+    data_axes: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cost_model: CostModel | None = None,
+) -> Communication:
+    """What a step moves; see ``ShardingPlan.communication``."""
+    return communication_of(
+        resolve(plan, module), batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
+    )
+
+
+def communication_of(
+    found: Resolution,
+    batch: int | Sequence[int] | None = None,
+    topology: Topology | None = None,
+    *,
+    data_axes: Iterable[str] | None = None,
+    dtype: str | None = None,
+    cost_model: CostModel | None = None,
+) -> Communication:
+    """What a step of a resolved plan moves."""
+    mesh = _one_mesh(found)
+    data = data_axes_of(mesh, data_axes)
+    step = _Step(mesh, data, _tokens(batch), dtype)
+    transfers: list[Transfer] = []
+    for tensor in found.facts.parameters:
+        layout = found.layouts.get(tensor.name)
+        if layout is not None:
+            for axis, size in mesh.axes.items():
+                if size > 1:
+                    transfers += step.along_data(tensor, layout, axis) if axis in data else ()
+    if step.tokens is not None:
+        transfers += _activations(found, step)
+    seconds = None if topology is None else _seconds(mesh, transfers, topology, cost_model)
+    return Communication(mesh, tuple(transfers), seconds, _assumptions(step))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all transfers of a step have in common."""
+
+    mesh: MeshSpec
+    data_axes: tuple[str, ...]
+    tokens: int | None
+    dtype: str | None
+
+    def item_bytes(self, tensor: TensorFacts) -> int:
+        return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
+
+    @property
+    def local_tokens(self) -> int:
+        parts = 1
+        for axis in self.data_axes:
+            parts *= self.mesh.axis_size(axis)
+        return -(-(self.tokens or 0) // parts)
+
+    def along_data(self, tensor: TensorFacts, layout: Layout, axis: str) -> list[Transfer]:
+        """Gather before each use and scatter the gradient where cut; reduce the gradient where whole."""
+        local = _largest_local_bytes(layout, tensor, self.item_bytes(tensor))
+        size = self.mesh.axis_size(axis)
+        trains = tensor.requires_grad and tensor.is_floating
+        if role(tensor, layout, axis) == "whole":
+            return [Transfer(axis, "all_reduce", "gradients", tensor.name, local, 1, size)] if trains else []
+        # Other data axes that cut the tensor are gathered first, from the last axis to the first.
+        inner = 1
+        for other in self.data_axes:
+            if self.mesh.axis_index(other) >= self.mesh.axis_index(axis) and role(tensor, layout, other) != "whole":
+                inner *= self.mesh.axis_size(other)
+        full = local * inner
+        uses = 2 if trains else 1
+        moved = [Transfer(axis, "all_gather", "parameters", tensor.name, full, uses, size)]
+        if trains:
+            moved.append(Transfer(axis, "reduce_scatter", "gradients", tensor.name, full, 1, size))
+        return moved
+
+
+def _activations(found: Resolution, step: _Step) -> list[Transfer]:
+    """What crosses the model axes: after row cuts forward, before column cuts backward, at the ends of the model."""
+    transfers: list[Transfer] = []
+    weights = [
+        (tensor, found.layouts[tensor.name])
+        for tensor in found.facts.parameters
+        if tensor.name in found.layouts and weight_dims(tensor) is not None
+    ]
+    for axis, size in step.mesh.axes.items():
+        if size == 1 or axis in step.data_axes:
+            continue
+        roles = {tensor.name: role(tensor, layout, axis) for tensor, layout in weights}
+        row_parents = {_parent(t.name) for t, _ in weights if roles[t.name] == "row" and not is_embedding(t)}
+        entered: set[tuple[str, int]] = set()
+        for tensor, _ in weights:
+            kind = roles[tensor.name]
+            dims = weight_dims(tensor)
+            assert dims is not None
+            out_bytes = step.local_tokens * tensor.shape[dims[0]] * step.item_bytes(tensor)
+            in_bytes = step.local_tokens * tensor.shape[dims[1]] * step.item_bytes(tensor)
+            if kind == "row":
+                transfers.append(Transfer(axis, "all_reduce", "activations", tensor.name, out_bytes, 1, size))
+            elif kind == "column" and is_embedding(tensor):
+                transfers.append(Transfer(axis, "all_gather", "activations", tensor.name, out_bytes, 1, size))
+            elif kind == "column":
+                entry = (_parent(tensor.name), tensor.shape[dims[1]])
+                if (
+                    entry not in entered
+                ):  # siblings (q, k, v; gate, up) share one input and one reduction of its gradient
+                    entered.add(entry)
+                    transfers.append(Transfer(axis, "all_reduce", "activations", tensor.name, in_bytes, 1, size))
+                if _parent(tensor.name) not in row_parents:  # nothing downstream takes the cut output
+                    transfers.append(Transfer(axis, "all_gather", "activations", tensor.name, out_bytes, 1, size))
+    return transfers
+
+
+def _parent(name: str) -> str:
+    """FQN of the module around the one that has this weight: siblings of one block have the same."""
+    return ".".join(name.split(".")[:-2])
+
+
+def _largest_local_bytes(layout: Layout, tensor: TensorFacts, item_bytes: int) -> int:
+    """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
+    if all(term.kind in "RSP" for term in layout.terms):
+        numel = 1
+        for size in layout.local_shape(layout.mesh.ranks[0], tensor.shape):
+            numel *= size
+        return numel * item_bytes
+    return max(local_numels(layout, tensor.shape)) * item_bytes
+
+
+def _one_mesh(found: Resolution) -> MeshSpec:
+    meshes = list(dict.fromkeys(layout.mesh for layout in found.layouts.values()))
+    if len(meshes) != 1:
+        raise PlanError(
+            Problem(
+                "several-meshes",
+                found=f"{len(meshes)} meshes in one plan",
+                hint="communication is counted by axis: put all layouts on one mesh",
+            )
+        )
+    return meshes[0]
+
+
+def _tokens(batch: int | Sequence[int] | None) -> int | None:
+    if batch is None or isinstance(batch, int):
+        return batch
+    tokens = 1
+    for size in batch:
+        tokens *= int(size)
+    return tokens
+
+
+def _seconds(
+    mesh: MeshSpec, transfers: list[Transfer], topology: Topology, cost_model: CostModel | None
+) -> dict[str, float]:
+    model: Any = cost_model or AlphaBetaCostModel()
+    ranks = None if mesh.rank_list is None else mesh.rank_list
+    seconds = {}
+    for axis in mesh.axis_names:
+        link = topology.link(mesh.axes, axis, ranks)
+        seconds[axis] = sum(t.count * getattr(model, t.op)(t.full_bytes, link) for t in transfers if t.axis == axis)
+    return seconds
+
+
+def _assumptions(step: _Step) -> tuple[str, ...]:
+    model = [axis for axis in step.mesh.axis_names if axis not in step.data_axes]
+    lines = [
+        f"data axes (ranks see different samples): {', '.join(step.data_axes) or 'none'}",
+        f"model axes (ranks see the same samples): {', '.join(model) or 'none'}",
+        "weights cut along a data axis are gathered for the forward and again for the backward",
+    ]
+    if step.tokens is None:
+        lines.append("no batch given: activations are not counted")
+    else:
+        lines.append(f"{step.tokens} tokens a step, {step.local_tokens} on each rank; one collective at each boundary")
+    return tuple(lines)

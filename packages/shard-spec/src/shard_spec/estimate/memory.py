@@ -1,0 +1,201 @@
+"""Memory: bytes on each rank for parameters, buffers, gradients and optimizer state, to the byte."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.optimizers import OptimizerLike, OptimizerState, optimizer_state
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.report.text import joined, memory_parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.content import PlanContent
+
+PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Bytes per rank. The static part is exact: what the tensors themselves occupy, without the allocator's rounding.
+
+    Attributes:
+        ranks: The ranks, ascending.
+        parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` and ``"master"`` (copies) to the bytes
+            on each rank of ``ranks``.
+        optimizer: What was counted as optimizer state.
+        uncounted: Modules whose parameters a Sharder shards: nobody knows how, they are not in the sums.
+    """
+
+    ranks: tuple[int, ...]
+    parts: dict[str, tuple[int, ...]]
+    optimizer: OptimizerState
+    uncounted: tuple[str, ...] = ()
+    _resolution: Resolution | None = field(default=None, repr=False)
+    _settings: Any = field(default=None, repr=False)
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Bytes on each rank of ``ranks``, all parts together."""
+        return tuple(map(sum, zip(*self.parts.values(), strict=True)))
+
+    def total(self, rank: int) -> int:
+        """Bytes on ``rank``."""
+        return self.totals[self._at(rank)]
+
+    def on(self, rank: int) -> dict[str, int]:
+        """Bytes on ``rank`` by part."""
+        at = self._at(rank)
+        return {part: values[at] for part, values in self.parts.items()}
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes on the fullest rank."""
+        return max(self.totals, default=0)
+
+    @property
+    def worst_rank(self) -> int:
+        """The fullest rank, the lowest of several."""
+        totals = self.totals
+        return self.ranks[totals.index(max(totals))] if totals else 0
+
+    def largest(self, rank: int, count: int = 10) -> list[tuple[str, int]]:
+        """The ``count`` tensors that take most bytes on ``rank``, everything that is kept for them included."""
+        assert self._resolution is not None
+        found = []
+        for tensor in self._resolution.facts.tensors:
+            layout = self._resolution.layouts.get(tensor.name)
+            if layout is not None and layout.mesh.coordinate(rank) is not None:
+                numel = _numel(layout.local_shape(rank, tensor.shape))
+                found.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
+        return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
+
+    def to_json(self) -> str:
+        """The numbers as JSON."""
+        document: dict[str, Any] = {
+            "format": "shard-spec/memory",
+            "version": 1,
+            "ranks": list(self.ranks),
+            "parts": {part: list(values) for part, values in self.parts.items()},
+            "total": list(self.totals),
+            "optimizer": self.optimizer.name,
+            "uncounted": list(self.uncounted),
+        }
+        return json.dumps(document, sort_keys=True, indent=1)
+
+    def __str__(self) -> str:
+        return joined(memory_parts(self))
+
+    def _at(self, rank: int) -> int:
+        if rank not in self.ranks:
+            raise PlanError(Problem("rank-not-on-mesh", found=f"rank {rank}", hint="ask for a rank in memory.ranks"))
+        return self.ranks.index(rank)
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """What is kept for a parameter, beside itself."""
+
+    state: OptimizerState
+    gradients: str | bool
+    dtype: str | None
+
+    def item_bytes(self, tensor: TensorFacts) -> int:
+        """Bytes of one stored element: ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
+        return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
+
+    def bytes_of(self, tensor: TensorFacts, numel: int) -> dict[str, int]:
+        """Bytes by part for ``numel`` local elements of ``tensor``."""
+        own = numel * self.item_bytes(tensor)
+        if tensor.kind == "buffer":
+            return {"buffers": own}
+        found = {"parameters": own}
+        if tensor.requires_grad and tensor.is_floating and self.gradients is not False:
+            gradient = self.item_bytes(tensor) if self.gradients is True else ITEM_BYTES[str(self.gradients)]
+            found["gradients"] = numel * gradient
+            state = self.state
+            slot = ITEM_BYTES[state.dtype or state.master] if state.dtype or state.master else self.item_bytes(tensor)  # type: ignore[index]  # one of the two is text
+            found["optimizer"] = numel * slot * state.slots + state.scalar_bytes
+            if state.master is not None:
+                found["master"] = numel * ITEM_BYTES[state.master]
+        return found
+
+
+def memory(
+    plan: PlanContent,
+    module: nn.Module | ModelFacts,
+    optimizer: OptimizerLike = "adamw",
+    *,
+    grads: bool | str = True,
+    dtype: str | None = None,
+) -> Memory:
+    """Bytes per rank of ``module`` under ``plan``; see ``ShardingPlan.memory``."""
+    return memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
+
+
+def memory_of(
+    resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
+) -> Memory:
+    """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
+    for name in (grads, dtype):
+        if isinstance(name, str) and name not in ITEM_BYTES:
+            raise PlanError(
+                Problem("unknown-dtype", "dtype", found=repr(name), hint=f"one of {', '.join(sorted(ITEM_BYTES))}")
+            )
+    settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
+    ranks = resolution.ranks
+    position = {rank: at for at, rank in enumerate(ranks)}
+    sums = {part: [0] * len(ranks) for part in PARTS}
+    for (layout, sample), count in _groups(resolution).items():
+        by_numel: dict[int, dict[str, int]] = {}
+        for rank, numel in zip(layout.mesh.ranks, local_numels(layout, sample.shape), strict=True):
+            if numel not in by_numel:
+                by_numel[numel] = settings.bytes_of(sample, numel)
+            for part, size in by_numel[numel].items():
+                sums[part][position[rank]] += size * count
+    parts = {part: tuple(values) for part, values in sums.items()}
+    uncounted = tuple(resolution.sharders)
+    return Memory(ranks, parts, settings.state, uncounted, resolution, settings)
+
+
+def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorFacts]]:
+    """How many tensors there are of each layout, shape, dtype and kind."""
+    groups: Counter[tuple[Layout, TensorFacts]] = Counter()
+    for tensor in resolution.facts.tensors:
+        layout = resolution.layouts.get(tensor.name)
+        if layout is not None:
+            like = TensorFacts("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
+            groups[layout, like] += 1
+    return groups
+
+
+def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
+    """Number of local elements on each rank of the layout's mesh, in mesh order.
+
+    A rank's number depends only on where it lies on the axes that cut, so ranks that differ elsewhere share one answer.
+    """
+    cutting = [term.dim is not None for term in layout.terms]
+    known: dict[tuple[int, ...], int] = {}
+    found = []
+    for rank in layout.mesh.ranks:
+        coordinate = layout.mesh.coordinate(rank)
+        assert coordinate is not None
+        place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
+        if place not in known:
+            known[place] = _numel(layout.local_shape(rank, shape))
+        found.append(known[place])
+    return found
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

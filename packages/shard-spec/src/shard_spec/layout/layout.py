@@ -1,0 +1,478 @@
+"""Layout: which box of a global tensor lies on which rank of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.layout.boxes import Box, grid
+from shard_spec.layout.intervals import REPLICATE, Piece, Term, compose, fits, merge, pieces, sizes
+from shard_spec.layout.mesh import MeshSpec, unknown_axis
+from shard_spec.layout.placements import PlacementLike, from_term
+from shard_spec.layout.text import format_layout, parse_layout, to_term
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+    from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
+
+# One axis that cuts one dim: (position of the axis on the mesh, size of the axis, term).
+Cut = tuple[int, int, Term]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Layout:
+    """How one tensor lies on the ranks of a mesh: one placement for each axis.
+
+    Args:
+        mesh: The axes and ranks.
+        placements: One placement for each axis in order; or a mapping from axis name to placement, where axes that
+            are not named replicate; or the text of a layout, ``"dp:S(0), tp:R"``. Placements are torch's
+            ``Replicate()``, ``Shard(dim)``, ``Partial(op)``, this package's ``UnevenShard``, ``BlockShard``,
+            ``InterleavedShard``, or the text of one.
+        order: Where several axes cut one dim, the axis names in the order in which they cut. Axes that are not
+            named follow in mesh order. Default: mesh order, as in a DTensor.
+
+    Raises:
+        PlanError: With everything that is wrong without knowing the tensor's shape.
+    """
+
+    mesh: MeshSpec
+    terms: tuple[Term, ...]
+    order: tuple[str, ...]
+
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        placements: Sequence[PlacementLike] | Mapping[str, PlacementLike] | str,
+        order: Sequence[str] | None = None,
+    ) -> None:
+        by_axis, text_order = _terms_by_axis(mesh, placements)
+        order = text_order if order is None else tuple(order)
+        terms = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)
+        raise_problems(_axis_problems(mesh, by_axis, terms, order))
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "terms", terms)
+        object.__setattr__(self, "order", _plain_order(mesh, terms, order))
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh!r}, {str(self)!r})"
+
+    def __str__(self) -> str:
+        return format_layout(self.mesh.axis_names, self.terms, self.order)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.mesh, self.terms, self.order)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.terms, self.order))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def parse(cls, text: str, mesh: MeshSpec) -> Layout:
+        """Read the text form; ``Layout.parse(str(layout), layout.mesh) == layout``."""
+        return cls(mesh, text)
+
+    @classmethod
+    def replicated(cls, mesh: MeshSpec) -> Layout:
+        """The layout that has the whole tensor on every rank."""
+        return cls(mesh, {})
+
+    # ---- what it says -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def placements(self) -> tuple[Placement | UnevenShard | BlockShard | InterleavedShard, ...]:
+        """One placement object for each axis; imports ``torch.distributed.tensor`` for torch's own."""
+        return tuple(from_term(term) for term in self.terms)
+
+    @property
+    def partial(self) -> dict[str, str]:
+        """Axes along which the ranks hold parts of one value that still have to be reduced, and with which op."""
+        named = zip(self.mesh.axis_names, self.terms, strict=True)
+        return {axis: str(term.arg) for axis, term in named if term.kind == "P"}
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """Axes along which every rank holds the same."""
+        return tuple(axis for axis, term in zip(self.mesh.axis_names, self.terms, strict=True) if term.kind == "R")
+
+    @property
+    def sharded_axes(self) -> dict[str, int]:
+        """Axes that cut the tensor, and the dim that each cuts (as written, perhaps negative)."""
+        named = zip(self.mesh.axis_names, self.terms, strict=True)
+        return {axis: term.dim for axis, term in named if term.dim is not None}
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds the whole tensor."""
+        return all(term.kind == "R" for term in self.terms)
+
+    @property
+    def num_shards(self) -> int:
+        """Number of places into which the tensor is cut, empty ones included."""
+        count = 1
+        for term, size in zip(self.terms, self.mesh.shape, strict=True):
+            count *= size if term.dim is not None else 1
+        return count
+
+    # ---- what lies where --------------------------------------------------------------------------------------
+
+    def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
+        """Why a tensor of ``shape`` (called ``name``) cannot lie like this; empty when it can."""
+        shape = tuple(shape)
+        found: list[Problem] = list(_dim_problems(self, shape, name))
+        if not found:
+            found.extend(_fit_problems(self, shape, name))
+        return tuple(found)
+
+    def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the local tensor on ``rank`` of a global tensor of ``shape``.
+
+        Raises:
+            PlanError: When the layout does not fit the shape, or ``rank`` is not on the mesh.
+        """
+        coordinate = self._coordinate(rank)
+        shape = tuple(shape)
+        local = list(shape)
+        for dim, cuts in _recipe(self, shape):
+            local[dim] = sum(size for _, size in _dim_pieces(cuts, shape[dim], coordinate))
+        return tuple(local)
+
+    def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """Where the local tensor of ``rank`` begins in the global one; an empty dim begins at its end, as in DTensor.
+
+        Raises:
+            PlanError: As :meth:`local_shape`, and ``several-boxes`` where the local tensor is not one box.
+        """
+        coordinate = self._coordinate(rank)
+        shape = tuple(shape)
+        offsets = [0] * len(shape)
+        for dim, cuts in _recipe(self, shape):
+            found = _dim_pieces(cuts, shape[dim], coordinate)
+            if len(found) > 1:
+                raise PlanError(
+                    Problem(
+                        "several-boxes",
+                        dim=dim,
+                        found=f"rank {rank} holds {len(found)} separate pieces",
+                        hint="ask boxes(rank, shape)",
+                    )
+                )
+            offsets[dim] = found[0][0] if found else shape[dim]
+        return tuple(offsets)
+
+    def pieces(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
+        """For each dim, the ``(offset, size)`` intervals that ``rank`` holds, in the order of its local tensor."""
+        coordinate = self._coordinate(rank)
+        return self._pieces(coordinate, tuple(shape))
+
+    def boxes(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
+        """The boxes of the global tensor that ``rank`` holds, in the order in which its local tensor holds them.
+
+        One box in most layouts. Block-cyclic and interleaved ones give several; the local tensor is then the boxes
+        concatenated along the sharded dim (a row-major grid of boxes where several dims are cut so). A rank that
+        holds nothing, or is not on the mesh, has none. Never looks at other ranks: O(ndim) for one box.
+        """
+        coordinate = self.mesh.coordinate(rank)
+        shape = tuple(shape)
+        if coordinate is None:
+            raise_problems(self.problems(shape))
+            return ()
+        return grid(self._pieces(coordinate, shape))
+
+    def owners(self, index: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that hold the element at ``index`` of a global tensor of ``shape``, in mesh order."""
+        shape = tuple(shape)
+        if len(index) != len(shape) or any(not 0 <= at < size for at, size in zip(index, shape, strict=True)):
+            found = f"index {tuple(index)} of a tensor of shape {shape}"
+            raise PlanError(Problem("index-out-of-range", found=found, hint="one index for each dim, inside the shape"))
+        coordinates: list[list[int]] = [[]]
+        fixed = _owner_coordinate(self, tuple(index), shape)
+        for at, size in enumerate(self.mesh.shape):
+            choices = (fixed[at],) if at in fixed else range(size)
+            coordinates = [[*head, choice] for head in coordinates for choice in choices]
+        return tuple(self.mesh.rank_at(coordinate) for coordinate in coordinates)
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose local tensor has to equal that of ``rank``, itself included, in mesh order."""
+        return self._along(rank, "R")
+
+    def contributors(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose local tensors are reduced into the value that ``rank`` holds a part of, itself included."""
+        return self._along(rank, "P")
+
+    def is_primary(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of its replicas: the one that writes, counts or sends for all of them."""
+        coordinate = self._coordinate(rank)
+        return all(at == 0 for at, term in zip(coordinate, self.terms, strict=True) if term.kind == "R")
+
+    # ---- comparing --------------------------------------------------------------------------------------------
+
+    def canonical(self, shape: Sequence[int]) -> Layout:
+        """The plainest layout that puts the same bytes on the same ranks for a tensor of ``shape``."""
+        return canonical(self, tuple(shape))
+
+    def equivalent_to(self, other: Layout, shape: Sequence[int]) -> bool:
+        """Whether both put the same bytes on the same ranks (and the same reductions), whatever their syntax."""
+        return equivalent(self, other, tuple(shape))
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _coordinate(self, rank: int) -> tuple[int, ...]:
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            raise PlanError(
+                Problem(
+                    "rank-not-on-mesh",
+                    found=f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})",
+                    hint="ask for a rank in mesh.ranks",
+                )
+            )
+        return coordinate
+
+    def _pieces(self, coordinate: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]:
+        found: list[tuple[Piece, ...]] = [((0, size),) for size in shape]
+        for dim, cuts in _recipe(self, shape):
+            found[dim] = tuple(_dim_pieces(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
+        return tuple(found)
+
+    def _along(self, rank: int, kind: str) -> tuple[int, ...]:
+        ranks: list[list[int]] = [[]]
+        for at, term, size in zip(self._coordinate(rank), self.terms, self.mesh.shape, strict=True):
+            choices: Sequence[int] = range(size) if term.kind == kind else (at,)
+            ranks = [[*head, choice] for head in ranks for choice in choices]
+        return tuple(self.mesh.rank_at(coordinate) for coordinate in ranks)
+
+
+def _terms_by_axis(
+    mesh: MeshSpec, placements: Sequence[PlacementLike] | Mapping[str, PlacementLike] | str
+) -> tuple[dict[str, Term], tuple[str, ...]]:
+    if isinstance(placements, str):
+        return parse_layout(placements, mesh.axis_names)
+    if isinstance(placements, Mapping):
+        return _each_term(placements.items()), ()
+    listed = list(placements)
+    if len(listed) != mesh.ndim:
+        found = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
+        raise PlanError(Problem("placement-count", found=found, hint="give one for each axis, or a mapping"))
+    return _each_term(zip(mesh.axis_names, listed, strict=True)), ()
+
+
+def _each_term(pairs: object) -> dict[str, Term]:
+    terms: dict[str, Term] = {}
+    problems: list[Problem] = []
+    for axis, placement in pairs:  # type: ignore[attr-defined]  # items() or zip(), made two lines above
+        try:
+            terms[axis] = to_term(placement)
+        except PlanError as error:
+            problems.extend(Problem(p.code, p.name, p.dim, str(axis), p.found, p.hint) for p in error.problems)
+    raise_problems(problems)
+    return terms
+
+
+def _axis_problems(
+    mesh: MeshSpec, by_axis: Mapping[str, Term], terms: tuple[Term, ...], order: tuple[str, ...]
+) -> list[Problem]:
+    problems = [unknown_axis(axis, mesh) for axis in by_axis if axis not in mesh.axis_names]
+    for axis, size, term in zip(mesh.axis_names, mesh.shape, terms, strict=True):
+        if term.kind == "U":
+            assert isinstance(term.arg, tuple)
+            if len(term.arg) != size:
+                found = f"{len(term.arg)} sizes for {size} ranks"
+                problems.append(
+                    Problem("size-count-mismatch", dim=term.dim, axis=axis, found=found, hint="one size for each rank")
+                )
+    for axis in order:
+        if axis not in mesh.axis_names:
+            problems.append(unknown_axis(axis, mesh, "order"))
+        elif terms[mesh.axis_names.index(axis)].dim is None:
+            found = f"order names {axis}, which cuts no dim"
+            problems.append(Problem("order-has-no-effect", "order", axis=axis, found=found, hint="leave it out"))
+    if len(set(order)) != len(order):
+        problems.append(Problem("axis-twice", "order", found=">".join(order), hint="name each axis once"))
+    return problems
+
+
+def _plain_order(mesh: MeshSpec, terms: tuple[Term, ...], order: tuple[str, ...]) -> tuple[str, ...]:
+    """The order with every cutting axis in it, or () when it is the mesh's own."""
+    if not order:
+        return ()
+    own = tuple(axis for axis, term in zip(mesh.axis_names, terms, strict=True) if term.dim is not None)
+    full = order + tuple(axis for axis in own if axis not in order)
+    return () if full == own else full
+
+
+@lru_cache(maxsize=4096)
+def _recipe(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, tuple[Cut, ...]], ...]:
+    """For each dim that is cut: the cuts, first to last. Checked, so that what follows need not look again."""
+    raise_problems(layout.problems(shape))
+    return cuts_by_dim(layout, len(shape))
+
+
+def cuts_by_dim(layout: Layout, ndim: int) -> tuple[tuple[int, tuple[Cut, ...]], ...]:
+    """For each dim that some axis cuts, the cuts in the order in which they are made."""
+    names = layout.mesh.axis_names
+    positions = [names.index(axis) for axis in layout.order]
+    positions += [at for at in range(len(names)) if at not in positions]
+    by_dim: dict[int, list[Cut]] = {}
+    for at in positions:
+        term = layout.terms[at]
+        if term.dim is not None:
+            by_dim.setdefault(term.dim % ndim, []).append((at, layout.mesh.shape[at], term))
+    return tuple((dim, tuple(cuts)) for dim, cuts in sorted(by_dim.items()))
+
+
+def _dim_pieces(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ...]) -> list[Piece]:
+    at, count, term = cuts[0]
+    found = pieces(term, length, count, coordinate[at])
+    for at, count, term in cuts[1:]:
+        if not found:
+            return []
+        length = sum(size for _, size in found)
+        found = compose(found, pieces(term, length, count, coordinate[at]))
+    return merge(found) if len(found) > 1 else found
+
+
+def _dim_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Problem]:
+    problems = []
+    for axis, term in zip(layout.mesh.axis_names, layout.terms, strict=True):
+        if term.dim is not None and not -len(shape) <= term.dim < len(shape):
+            found = f"a tensor of shape {shape} has {len(shape)} dims"
+            hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
+            problems.append(Problem("dim-out-of-range", name, term.dim, axis, found, hint))
+    return problems
+
+
+def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Problem]:
+    problems = []
+    for dim, cuts in cuts_by_dim(layout, len(shape)):
+        lengths = {shape[dim]}
+        for at, count, term in cuts:
+            wrong = next((why for why in (fits(term, length) for length in sorted(lengths)) if why), "")
+            if wrong:
+                axis = layout.mesh.axis_names[at]
+                code = "uneven-sizes-mismatch" if term.kind == "U" else "sections-mismatch"
+                problems.append(Problem(code, name, dim, axis, wrong, f"shape is {shape}; correct the sizes"))
+                break
+            lengths = set().union(*(sizes(term, length, count) for length in lengths))
+    return problems
+
+
+def _owner_coordinate(layout: Layout, index: tuple[int, ...], shape: tuple[int, ...]) -> dict[int, int]:
+    """For each cutting axis (by position), the place along it whose ranks hold ``index``."""
+    fixed: dict[int, int] = {}
+    for dim, cuts in _recipe(layout, shape):
+        length, position = shape[dim], index[dim]
+        for at, count, term in cuts:
+            place, position, length = _locate(term, length, count, position)
+            fixed[at] = place
+    return fixed
+
+
+def _locate(term: Term, length: int, count: int, position: int) -> tuple[int, int, int]:
+    """Which rank along the axis holds ``position`` of a stretch, where in its local stretch, and how long that is."""
+    candidates: Sequence[int] = range(count)
+    if term.kind == "S":
+        candidates = (position // -(-length // count),)
+    for place in candidates:
+        before = 0
+        found = pieces(term, length, count, place)
+        for start, size in found:
+            if start <= position < start + size:
+                return place, before + position - start, sum(size for _, size in found)
+            before += size
+    raise AssertionError(f"{term} leaves out position {position} of {length}")
+
+
+# ---- canonical form, and equality by bytes --------------------------------------------------------------------------
+
+
+def canonical(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """The plainest layout that puts the same bytes on the same ranks for ``shape``.
+
+    Negative dims are counted from the front, axes of one rank replicate, a special placement that cuts exactly where
+    ``torch.chunk`` would becomes a plain shard, and an order that changes nothing is dropped.
+    """
+    raise_problems(layout.problems(shape))
+    terms = [_plain_dim(term, len(shape)) for term in layout.terms]
+    terms = [REPLICATE if size == 1 else term for size, term in zip(layout.mesh.shape, terms, strict=True)]
+    for dim, cuts in cuts_by_dim(layout, len(shape)):
+        real = [cut for cut in cuts if cut[1] > 1]
+        if real:
+            at, count, term = real[0]  # later cuts see stretches of several lengths: left as they are written
+            if term.kind != "S" and _cuts_like_shard(term, shape[dim], count):
+                terms[at] = Term("S", dim)
+    # The order matters only among axes that still cut, and only where they cut the same dim.
+    names = layout.mesh.axis_names
+    cutting = [axis for axis in (layout.order or names) if terms[names.index(axis)].dim is not None]
+    grouped = sorted(cutting, key=lambda axis: terms[names.index(axis)].dim or 0)  # stable within a dim
+    plain = sorted(grouped, key=lambda axis: (terms[names.index(axis)].dim or 0, names.index(axis)))
+    return Layout(layout.mesh, tuple(terms), None if grouped == plain else tuple(grouped))
+
+
+def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:
+    """The same bytes on the same ranks, on a mesh whose axes stand in the order in which they cut.
+
+    A layout without an order of its own stays as it is; so does the mesh where the order changes nothing for ``shape``.
+    """
+    if not layout.order:
+        return layout
+    if shape is not None and not canonical(layout, shape).order:
+        return Layout(layout.mesh, layout.terms)
+    mesh = layout.mesh
+    cutting = iter(layout.order)
+    names = [
+        next(cutting) if term.dim is not None else axis
+        for axis, term in zip(mesh.axis_names, layout.terms, strict=True)
+    ]
+    at = [mesh.axis_names.index(name) for name in names]
+    turned = [[0] * mesh.ndim]
+    for axis in at:
+        turned = [[*c[:axis], place, *c[axis + 1 :]] for c in turned for place in range(mesh.shape[axis])]
+    ranks = [mesh.rank_at(coordinate) for coordinate in turned]
+    axes = {name: mesh.axis_size(name) for name in names}
+    return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.terms[axis] for axis in at])
+
+
+def _plain_dim(term: Term, ndim: int) -> Term:
+    return term if term.dim is None else term._replace(dim=term.dim % ndim)
+
+
+def _cuts_like_shard(term: Term, length: int, count: int) -> bool:
+    plain = Term("S", 0)
+    return all(pieces(term, length, count, at) == pieces(plain, length, count, at) for at in range(count))
+
+
+def equivalent(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether both layouts put the same bytes on the same ranks, and leave the same reductions to do."""
+    plain_one, plain_other = canonical(one, shape), canonical(other, shape)
+    if plain_one == plain_other:
+        return True
+    ranks = set(one.mesh.ranks)
+    if ranks != set(other.mesh.ranks):
+        return False
+    return all(
+        one.boxes(rank, shape) == other.boxes(rank, shape) and _reductions(one, rank) == _reductions(other, rank)
+        for rank in sorted(ranks)
+    )
+
+
+def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:
+    """The reductions that ``rank`` takes part in: op and ranks, axis by axis; axes of one op count as one."""
+    if not layout.partial:
+        return []
+    if len(set(layout.partial.values())) == 1:
+        group = frozenset(layout.contributors(rank))
+        return [(next(iter(layout.partial.values())), group)] if len(group) > 1 else []
+    found = []
+    for axis, op in layout.partial.items():
+        group = next(frozenset(group) for group in layout.mesh.axis_groups(axis) if rank in group)
+        if len(group) > 1:
+            found.append((op, group))
+    return found

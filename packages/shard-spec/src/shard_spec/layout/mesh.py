@@ -1,0 +1,288 @@
+"""MeshSpec: named axes of ranks, without a process group."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from shard_spec import _torch_compat
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MAX_RANKS = 1 << 24
+
+_AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*\Z")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class MeshSpec:
+    """Named axes of ranks: what a ``DeviceMesh`` says, as a value that needs no process group.
+
+    Ranks lie on the axes row-major: the last axis varies fastest.
+
+    Args:
+        axes: Size of each axis by name, outermost first, for example ``{"dp": 128, "tp": 8}``.
+        ranks: Which ranks of the (union) group lie on the mesh, row-major, each once, in any order.
+            None means ``0 .. world_size - 1``.
+        ranks_per_host: How many consecutive ranks share a host, for cost models and reports. None: not known.
+
+    Raises:
+        PlanError: With every wrong axis name, size and rank at once.
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    rank_list: tuple[int, ...] | None
+    ranks_per_host: int | None
+
+    def __init__(
+        self, axes: Mapping[str, int], ranks: Sequence[int] | None = None, ranks_per_host: int | None = None
+    ) -> None:
+        raise_problems(_axes_problems(axes))
+        names, shape = tuple(axes), tuple(int(size) for size in axes.values())
+        rank_list = None if ranks is None else tuple(int(rank) for rank in ranks)
+        raise_problems(_rank_problems(prod(shape), rank_list, ranks_per_host))
+        if rank_list == tuple(range(prod(shape))):
+            rank_list = None  # one spelling for one mesh, so that equal meshes compare equal
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "rank_list", rank_list)
+        object.__setattr__(self, "ranks_per_host", ranks_per_host)
+
+    def __repr__(self) -> str:
+        ranks = "" if self.rank_list is None else f", ranks={self.rank_list!r}"
+        hosts = "" if self.ranks_per_host is None else f", ranks_per_host={self.ranks_per_host!r}"
+        return f"MeshSpec({self.axes!r}{ranks}{hosts})"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.shape, strict=True))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.axes, self.rank_list, self.ranks_per_host)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """A fresh mapping from axis name to size, outermost first."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks on the mesh."""
+        return prod(self.shape)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks on the mesh, row-major."""
+        return range(self.world_size) if self.rank_list is None else self.rank_list
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.rank_list or ())}
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        return tuple(prod(self.shape[at + 1 :]) for at in range(self.ndim))
+
+    def axis_index(self, name: str) -> int:
+        """Position of the axis called ``name``.
+
+        Raises:
+            PlanError: ``unknown-axis`` when the mesh has no such axis.
+        """
+        try:
+            return self.axis_names.index(name)
+        except ValueError:
+            raise PlanError(unknown_axis(name, self)) from None
+
+    def axis_size(self, name: str) -> int:
+        """Number of ranks along the axis called ``name``."""
+        return self.shape[self.axis_index(name)]
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where ``rank`` lies on each axis, or None when it is not on the mesh."""
+        if self.rank_list is None:
+            position: int | None = rank if 0 <= rank < self.world_size else None
+        else:
+            position = self._position.get(rank)
+        if position is None:
+            return None
+        return tuple((position // stride) % size for stride, size in zip(self._strides, self.shape, strict=True))
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The rank at ``coordinate``, one number for each axis."""
+        inside = len(coordinate) == self.ndim and all(
+            0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
+        )
+        if not inside:
+            raise PlanError(
+                Problem(
+                    "coordinate-out-of-range",
+                    found=f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}",
+                    hint="give one number for each axis, from 0 to the axis size - 1",
+                )
+            )
+        position = sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))
+        return self.ranks[position]
+
+    def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that differ only along ``axis``, in the order of their first members on the mesh."""
+        at = self.axis_index(axis)
+        size, stride = self.shape[at], self._strides[at]
+        ranks = self.ranks
+        return tuple(
+            tuple(ranks[start + inner + step * stride] for step in range(size))
+            for start in range(0, self.world_size, size * stride)
+            for inner in range(stride)
+        )
+
+    def host_of(self, rank: int) -> int | None:
+        """Number of the host that ``rank`` runs on, or None where ``ranks_per_host`` was not given."""
+        return None if self.ranks_per_host is None else rank // self.ranks_per_host
+
+    @classmethod
+    def parse(cls, text: str, ranks_per_host: int | None = None) -> MeshSpec:
+        """Read ``"dp=128, tp=8"``, or ``"128x8"`` for axes called ``axis0``, ``axis1``, ...
+
+        ``str(mesh)`` writes the first form; it does not hold ``ranks`` and ``ranks_per_host``.
+        """
+        if re.fullmatch(r"\s*\d+(\s*x\s*\d+)*\s*", text):
+            return cls({f"axis{at}": int(size) for at, size in enumerate(text.split("x"))}, None, ranks_per_host)
+        axes: dict[str, int] = {}
+        for item in text.split(","):
+            match = re.fullmatch(r"\s*([A-Za-z_][A-Za-z0-9_.\-]*)\s*[=:]\s*(\d+)\s*", item)
+            if match is None or match[1] in axes:
+                raise PlanError(
+                    Problem("bad-mesh-text", found=repr(text), hint="write each axis once, as in 'dp=128, tp=8'")
+                )
+            axes[match[1]] = int(match[2])
+        return cls(axes, None, ranks_per_host)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh, ranks_per_host: int | None = None) -> MeshSpec:
+        """The value of a torch ``DeviceMesh``; nameless axes are called ``axis0``, ``axis1``, ..."""
+        names = device_mesh.mesh_dim_names or tuple(f"axis{at}" for at in range(device_mesh.ndim))
+        shape = tuple(device_mesh.mesh.shape)
+        return cls(dict(zip(names, shape, strict=True)), device_mesh.mesh.flatten().tolist(), ranks_per_host)
+
+    def to_device_mesh(self, device_type: str) -> DeviceMesh:
+        """A torch ``DeviceMesh`` with these axes and ranks; every rank of the default group has to call it.
+
+        Torch makes the process groups of a mesh in ascending order, whatever the order of its ranks, and then gathers
+        the shards in that order, without an error. Where the ranks along an axis do not ascend, the groups are made
+        in mesh order here.
+
+        Raises:
+            PlanError: ``no-process-group`` when torch.distributed is not initialized, ``mesh-too-large`` when
+                a rank of the mesh is not in the default group, ``rank-order-needs-newer-torch`` when this torch
+                cannot make a group in the order that the mesh needs.
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if not (dist.is_available() and dist.is_initialized()):
+            raise PlanError(
+                Problem(
+                    "no-process-group",
+                    found="torch.distributed is not initialized",
+                    hint="call torch.distributed.init_process_group first; planning needs no process group",
+                )
+            )
+        world = dist.get_world_size()
+        if max(self.ranks) >= world:
+            raise PlanError(
+                Problem(
+                    "mesh-too-large",
+                    found=f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks",
+                    hint="start more processes or use a smaller mesh",
+                )
+            )
+        ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
+        groups = [self.axis_groups(axis) for axis in self.axis_names]
+        unsorted = [members for along in groups for members in along if list(members) != sorted(members)]
+        if not unsorted:
+            return DeviceMesh(device_type, ranks, mesh_dim_names=self.axis_names)
+        if not _torch_compat.can_order_groups():
+            found = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
+            hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
+            raise PlanError(Problem("rank-order-needs-newer-torch", "ranks", found=found, hint=hint))
+        made = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
+        own = [group for group in made if group is not None]
+        if dist.get_rank() not in self.ranks:
+            return _torch_compat.mesh_without_groups(device_type, ranks, self.axis_names)  # type: ignore[no-any-return]  # a DeviceMesh; the constructor's argument is private
+        if self.ndim == 1:
+            return DeviceMesh.from_group(own[0], device_type, mesh_dim_names=self.axis_names)
+        return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=self.axis_names)
+
+
+def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
+    """The problem of an axis name that ``mesh`` does not have."""
+    return Problem(
+        "unknown-axis",
+        name=fqn,
+        axis=str(name),
+        found=f"the mesh has the axes {', '.join(mesh.axis_names)}",
+        hint="use one of them, or add the axis to the mesh",
+    )
+
+
+def _axes_problems(axes: object) -> list[Problem]:
+    if not isinstance(axes, Mapping) or not axes:
+        return [Problem("bad-mesh-axes", "axes", found=repr(axes), hint="give a mapping such as {'dp': 2, 'tp': 4}")]
+    problems = []
+    name: object
+    size: object
+    for name, size in axes.items():
+        if not isinstance(name, str) or not _AXIS_NAME.match(name):
+            problems.append(
+                Problem("bad-axis-name", "axes", found=repr(name), hint="a name of letters, digits, '_', '-' or '.'")
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            problems.append(
+                Problem("bad-axis-size", "axes", axis=str(name), found=repr(size), hint="sizes are whole numbers >= 1")
+            )
+    if not problems and prod(axes.values()) > MAX_RANKS:
+        hint = f"at most {MAX_RANKS} ranks"
+        problems.append(Problem("mesh-too-large", "axes", found=f"{prod(axes.values())} ranks", hint=hint))
+    return problems
+
+
+def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: int | None) -> list[Problem]:
+    problems = []
+    if ranks is not None:
+        if len(ranks) != world:
+            problems.append(
+                Problem("rank-count-mismatch", "ranks", found=f"{len(ranks)} ranks for {world} places on the axes")
+            )
+        if len(set(ranks)) != len(ranks):
+            twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+            problems.append(Problem("duplicate-rank", "ranks", found=f"ranks {twice} stand there more than once"))
+        if any(rank < 0 for rank in ranks):
+            problems.append(Problem("negative-rank", "ranks", found=f"{min(ranks)}", hint="ranks are at least 0"))
+    if ranks_per_host is not None and ranks_per_host < 1:
+        problems.append(Problem("bad-ranks-per-host", "ranks_per_host", found=repr(ranks_per_host), hint=">= 1"))
+    return problems
+
+
+def as_mesh(mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None) -> MeshSpec | None:
+    """The ``MeshSpec`` of whatever a ``mesh=`` argument takes."""
+    if mesh is None or isinstance(mesh, MeshSpec):
+        return mesh
+    if isinstance(mesh, str):
+        return MeshSpec.parse(mesh)
+    if isinstance(mesh, Mapping):
+        return MeshSpec(mesh)
+    if hasattr(mesh, "mesh_dim_names"):
+        return MeshSpec.from_device_mesh(mesh)
+    raise TypeError(f"mesh is a MeshSpec, a mapping from axis to size, text or a DeviceMesh, not {mesh!r}")

@@ -1,0 +1,182 @@
+"""The short text form of placements and layouts: ``"dp:S(0), tp:R"``.
+
+==========================  ==========================================================
+``R``                       replicate
+``S(0)``                    shard dim 0
+``P(sum)``, ``P``           partial, to be summed
+``U(0, [3, 2, 3])``         uneven shard of dim 0
+``B(0, 128)``               blocks of 128 of dim 0; ``B(0, 128, cyclic)`` deals them out
+``I(0, [4096, 1024])``      interleaved sections of these sizes; ``I(0, 2)`` two equal sections
+``...; order=tp>dp``        where several axes cut one dim: tp first, then dp
+==========================  ==========================================================
+
+The long names (``Shard(0)``, ``Replicate()``, ``Partial(sum)``, ...) are read too. One placement for each axis may be
+written without axis names: ``"S(0), R"``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, Term
+from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard, term_of
+
+_MAX_TEXT = 1_000_000
+_LONG_NAMES = {
+    "Replicate": "R",
+    "Partial": "P",
+    "Shard": "S",
+    "UnevenShard": "U",
+    "BlockShard": "B",
+    "InterleavedShard": "I",
+}
+_PLACEMENT = re.compile(r"([A-Za-z]+)\s*(?:\((.*)\))?", re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*:\s*(.+)", re.DOTALL)
+_HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,[3,5]), B(0,128), I(0,[4,2,2])"
+
+
+def format_term(term: Term) -> str:
+    """The text of one placement."""
+    kind, dim, arg = term
+    if kind == "R":
+        return "R"
+    if kind == "P":
+        return f"P({arg})"
+    if kind == "S":
+        return f"S({dim})"
+    if kind == "B":
+        assert isinstance(arg, tuple)
+        block, cyclic = arg
+        return f"B({dim},{block},cyclic)" if cyclic else f"B({dim},{block})"
+    numbers = str(arg) if isinstance(arg, int) else "[" + ",".join(map(str, arg)) + "]"  # type: ignore[call-overload]  # ints, by construction
+    return f"{kind}({dim},{numbers})"
+
+
+def format_layout(axis_names: Sequence[str], terms: Sequence[Term], order: Sequence[str]) -> str:
+    """The text of a layout; :func:`parse_layout` reads it back."""
+    text = ", ".join(f"{name}:{format_term(term)}" for name, term in zip(axis_names, terms, strict=True))
+    return text + (f"; order={'>'.join(order)}" if order else "")
+
+
+def to_term(placement: object) -> Term:
+    """Return the term of a placement, or of its text.
+
+    Raises:
+        PlanError: ``bad-placement-text``, ``unknown-placement`` or ``unknown-reduce-op``.
+    """
+    return parse_placement(placement) if isinstance(placement, str) else term_of(placement)
+
+
+def parse_placement(text: str) -> Term:
+    """Read one placement.
+
+    Raises:
+        PlanError: ``bad-placement-text``.
+    """
+    match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
+    kind = _LONG_NAMES.get(match[1], match[1]) if match else ""
+    arguments = _split(match[2] or "") if match else []
+    try:
+        if kind == "R" and not arguments:
+            return REPLICATE
+        if kind == "P" and len(arguments) <= 1:
+            op = arguments[0].strip("'\"") if arguments else "sum"
+            if op in REDUCE_OPS:
+                return Term("P", None, op)
+        elif kind == "S" and len(arguments) == 1:
+            return Term("S", _integer(arguments[0]))
+        elif kind == "U" and len(arguments) == 2:
+            return term_of(UnevenShard(_integer(arguments[0]), _integers(arguments[1])))
+        elif kind == "B" and len(arguments) in (2, 3):
+            if len(arguments) == 2 or arguments[2] == "cyclic":
+                return term_of(BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3))
+        elif kind == "I" and len(arguments) == 2:
+            listed = arguments[1].startswith(("[", "("))
+            return term_of(
+                InterleavedShard(_integer(arguments[0]), _integers(arguments[1]) if listed else _integer(arguments[1]))
+            )
+    except ValueError as error:
+        if isinstance(error, PlanError):
+            raise
+    raise PlanError(Problem("bad-placement-text", found=repr(text[:200]), hint=_HINT))
+
+
+def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term], tuple[str, ...]]:
+    """Read a layout: the term of each axis that is named, and the order of axes.
+
+    Raises:
+        PlanError: With every part that cannot be read.
+    """
+    if len(text) > _MAX_TEXT:
+        raise PlanError(Problem("bad-layout-text", found=f"a text of {len(text)} characters", hint=_HINT))
+    body, _, tail = text.partition(";")
+    problems: list[Problem] = []
+    order = _order(tail.strip(), text, problems)
+    items = [item for item in _split(body) if item]
+    named = [_NAMED.fullmatch(item) for item in items]
+    terms: dict[str, Term] = {}
+    if items and not any(named):
+        if len(items) != len(axis_names):
+            found = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
+            problems.append(Problem("placement-count", found=found, hint="one for each axis, or name the axes"))
+        pairs = list(zip(axis_names, items, strict=False))
+    else:
+        pairs = []
+        for item, match in zip(items, named, strict=True):
+            if match is None:
+                problems.append(Problem("bad-layout-text", found=f"{item!r} in {text!r}", hint=_HINT))
+            else:
+                pairs.append((match[1], match[2]))
+    for axis, item in pairs:
+        if axis in terms:
+            problems.append(Problem("axis-twice", axis=axis, found=repr(text), hint="name each axis once"))
+            continue
+        try:
+            terms[axis] = parse_placement(item)
+        except PlanError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise PlanError(problems)
+    return terms, order
+
+
+def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:
+    if not tail:
+        return ()
+    key, equals, names = tail.partition("=")
+    if key.strip() != "order" or not equals or not names.strip():
+        problems.append(Problem("bad-layout-text", found=repr(text), hint="after ';' stands order=tp>dp"))
+        return ()
+    return tuple(name.strip() for name in names.split(">"))
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that stand outside of parentheses and brackets."""
+    items, depth, start = [], 0, 0
+    for at, letter in enumerate(text):
+        if letter in "([":
+            depth += 1
+        elif letter in ")]":
+            depth -= 1
+        elif letter == "," and depth == 0:
+            items.append(text[start:at].strip())
+            start = at + 1
+    items.append(text[start:].strip())
+    return items if any(items) else []
+
+
+def _integer(text: str) -> int:
+    name, equals, value = text.partition("=")
+    text = value if equals and name.strip() in ("dim", "block", "sections") else text
+    if not re.fullmatch(r"\s*-?\d{1,18}\s*", text):
+        raise ValueError(text)
+    return int(text)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    text = text.strip()
+    if text[:1] not in ("[", "(") or text[-1:] not in ("]", ")"):
+        raise ValueError(text)
+    return tuple(_integer(item) for item in text[1:-1].split(",") if item.strip())

@@ -1,0 +1,35 @@
+"""Plans of least modelled time: one strategy for each operation and tensor, chosen together and exactly.
+
+`planner` is the public class; `model` prices the `operations` that a `workload` passes. The solvers know nothing of
+tensors: `problem` is a sum of costs of nodes and pairs, `elimination` minimises it exactly, `memory_cap` adds one
+inequality and proves how far from the optimum it stopped, `highs` asks a mixed-integer solver for a second opinion.
+"""
+
+from shard_spec.optimal.elimination import solve_exact
+from shard_spec.optimal.highs import HighsAnswer, solve_highs
+from shard_spec.optimal.memory_cap import CappedSolution, InfeasibleError, least_memory, solve_capped
+from shard_spec.optimal.model import StepModel
+from shard_spec.optimal.operations import Operation, Structure, structure_of
+from shard_spec.optimal.planner import OptimalPlanner, Price
+from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem, Solution
+from shard_spec.optimal.workload import Workload
+
+__all__ = [
+    "OptimalPlanner",
+    "Workload",
+    "Price",
+    "StepModel",
+    "Operation",
+    "Structure",
+    "structure_of",
+    "PairwiseProblem",
+    "PairwiseBuilder",
+    "Solution",
+    "solve_exact",
+    "solve_capped",
+    "CappedSolution",
+    "InfeasibleError",
+    "least_memory",
+    "solve_highs",
+    "HighsAnswer",
+]

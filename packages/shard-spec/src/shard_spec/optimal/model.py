@@ -1,0 +1,243 @@
+"""The pairwise model of one training step: operations with their ways along each axis, and what they cost together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shard_spec.estimate.cost import CostModel
+from shard_spec.estimate.topology import Link, Topology
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.optimal.operations import Operation
+from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
+from shard_spec.optimal.states import Way, cuts, moving
+from shard_spec.optimal.workload import Workload
+
+Ways = tuple[Way, ...]  # one per axis
+
+
+@dataclass(frozen=True, eq=False)
+class StepModel:
+    """Operations, machine and workload; `problem` is what the solver gets.
+
+    Costs are seconds of one training step, forward and backward; memory is bytes on a rank (every rank holds the same,
+    up to uneven rows). Not in the model: norms and other small operations, the buffers that gathered weights occupy
+    for a moment, and the allocator's rounding.
+    """
+
+    operations: tuple[Operation, ...]
+    mesh: MeshSpec
+    topology: Topology
+    cost_model: CostModel
+    workload: Workload
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """The link of each axis."""
+        ranks = self.mesh.rank_list
+        return tuple(self.topology.link(self.mesh.axes, axis, ranks) for axis in self.mesh.axis_names)
+
+    @cached_property
+    def choices(self) -> tuple[tuple[Ways, ...], ...]:
+        """For each operation, the combinations of ways that its sizes allow."""
+        return tuple(tuple(self._allowed(operation)) for operation in self.operations)
+
+    @cached_property
+    def problem(self) -> PairwiseProblem:
+        """Nodes are operations, edges what one reads from another."""
+        builder = PairwiseBuilder()
+        nodes: dict[object, tuple[list[float], list[int]]] = {}
+        edges: dict[object, Tensor] = {}
+        key: object
+        for operation, choices in zip(self.operations, self.choices, strict=True):
+            key = _alike(operation), choices
+            if key not in nodes:
+                nodes[key] = (
+                    [self._seconds(operation, ways) for ways in choices],
+                    [self._bytes(operation, ways) for ways in choices],
+                )
+            builder.add_node(operation.name, *nodes[key])
+        for index, operation in enumerate(self.operations):
+            for source in {operation.source, operation.residual} - {-1}:
+                width = self.operations[source].width_out
+                again = self.workload.recompute and not operation.kept  # recomputed blocks move their inputs again
+                key = self.choices[source], self.choices[index], width, again
+                if key not in edges:
+                    edges[key] = self._moving_table(self.choices[source], self.choices[index], width, 2 if again else 1)
+                builder.add_edge(source, index, edges[key])
+            if operation.tied_to >= 0:
+                builder.add_edge(operation.tied_to, index, self._tied_table(operation.tied_to, index))
+        return builder.build()
+
+    # ---- what is allowed ----
+
+    def _allowed(self, operation: Operation) -> list[Ways]:
+        """Combinations whose batch, sequence and channels divide."""
+        found = []
+        for ways in itertools.product(operation.ways, repeat=self.mesh.ndim):
+            pieces = dict.fromkeys("bsh", 1)
+            for way, size in zip(ways, self.mesh.shape, strict=True):
+                state = "h" if way.weight in ("column", "row") or way.reads == "h" else way.reads
+                if state in pieces:
+                    pieces[state] *= size
+            if self.workload.batch % pieces["b"] or self.workload.sequence % pieces["s"]:
+                continue
+            if pieces["h"] > 1 and pieces["h"] not in operation.degrees:
+                continue
+            found.append(ways)
+        divided = [ways for ways in found if operation.parameters and not _redundant(ways, self.mesh.shape)]
+        return divided or found
+
+    # ---- seconds ----
+
+    def _seconds(self, operation: Operation, ways: Ways) -> float:
+        """Matmuls forward and backward, weights gathered and gradients summed."""
+        return self._compute_seconds(operation, ways) + self._weight_seconds(operation, ways)
+
+    def _compute_seconds(self, operation: Operation, ways: Ways) -> float:
+        workload = self.workload
+        forward = 2.0 * workload.tokens * operation.matmul_elements
+        if operation.scores:
+            seen = workload.sequence / 2 if workload.causal else workload.sequence
+            forward += 4.0 * workload.tokens * seen * operation.width_out
+        passes = 4 if workload.recompute and not operation.kept else 3  # backward is twice forward
+        shares = math.prod(size for way, size in zip(ways, self.mesh.shape, strict=True) if way.divides_work)
+        return self.cost_model.compute(forward * passes / shares, self.topology)
+
+    def _weight_seconds(self, operation: Operation, ways: Ways) -> float:
+        if not operation.matmul_elements and not operation.parameters:
+            return 0.0
+        seconds = 0.0
+        elements = operation.num_elements or operation.matmul_elements
+        for at, (way, link) in enumerate(zip(ways, self.links, strict=True)):
+            others = [pair for k, pair in enumerate(zip(ways, self.mesh.shape, strict=True)) if k != at]
+            cut = math.prod(size for other, size in others if other.weight in ("column", "row"))
+            num_bytes = elements * self.workload.weight_bytes / cut
+            if way.weight == "fsdp":
+                # Over several axes the first (slowest) gathers first, what the later ones still leave cut.
+                later = zip(ways[at + 1 :], self.mesh.shape[at + 1 :], strict=True)
+                num_bytes /= math.prod(size for other, size in later if other.weight == "fsdp")
+                seconds += 2 * self.cost_model.all_gather(num_bytes, link)
+                seconds += self.cost_model.reduce_scatter(num_bytes, link)
+            elif way.sums_weight_gradient:
+                stored = math.prod(size for other, size in others if other.weight == "fsdp")
+                seconds += self.cost_model.all_reduce(num_bytes / stored, link)
+        return seconds * (1 - self.workload.overlap)
+
+    def _moving_table(self, sources: Sequence[Ways], readers: Sequence[Ways], width: int, passes: int) -> Tensor:
+        """``[source ways, reader ways]``: the activation forward, its gradient backward."""
+        num_bytes = float(self.workload.tokens * width * self.workload.activation_bytes)
+        cache: dict[object, float] = {}
+
+        def seconds(before: tuple[str, ...], after: tuple[str, ...]) -> float:
+            if (before, after) not in cache:
+                cache[before, after] = moving(before, after, num_bytes, self.links, self.cost_model)
+            return cache[before, after]
+
+        table = [
+            [
+                passes * seconds(tuple(way.writes for way in source), tuple(way.reads for way in reader))
+                + seconds(tuple(way.gradient_in for way in reader), tuple(way.gradient_out for way in source))
+                for reader in readers
+            ]
+            for source in sources
+        ]
+        return torch.tensor(table, dtype=torch.float64)
+
+    def _tied_table(self, first: int, second: int) -> Tensor:
+        """0 where both keep the shared weight in the same place, infinity elsewhere."""
+        table = [
+            [0.0 if _kept_by(one) == _kept_by(other) else math.inf for other in self.choices[second]]
+            for one in self.choices[first]
+        ]
+        return torch.tensor(table, dtype=torch.float64)
+
+    # ---- bytes ----
+
+    def _bytes(self, operation: Operation, ways: Ways) -> int:
+        """Weights with gradients and optimizer state, and the output if it is kept for backward."""
+        stored = math.prod(size for way, size in zip(ways, self.mesh.shape, strict=True) if way.weight != "-")
+        total = -(-operation.num_elements * self.workload.state_bytes // stored)
+        if operation.width_out and (operation.kept or not self.workload.recompute):
+            value_bytes = operation.output_bytes or self.workload.activation_bytes
+            written = tuple("r" if way.writes == "p" else way.writes for way in ways)
+            total += -(-self.workload.tokens * operation.width_out * value_bytes // cuts(written, self.mesh.shape))
+        return total
+
+    # ---- hand-written plans ----
+
+    def assignment(self, recipe: Mapping[str, str]) -> tuple[int, ...]:
+        """What experts write by hand, in this model.
+
+        Args:
+            recipe: axis to ``"data"`` (batch cut, weights whole), ``"fsdp"`` (batch cut, weights cut), ``"megatron"``
+                (columns
+                and rows, stream whole) or ``"megatron+sequence"`` (stream cut along the sequence between blocks).
+
+        Raises:
+            ValueError: an axis has no recipe, or a size does not divide.
+        """
+        unknown = set(recipe.values()) - set(RECIPES)
+        if set(recipe) != set(self.mesh.axis_names) or unknown:
+            raise ValueError(f"recipe {dict(recipe)}: one of {sorted(RECIPES)} for each of {self.mesh.axis_names}.")
+        chosen = []
+        for operation, choices in zip(self.operations, self.choices, strict=True):
+            names = [_first_of(RECIPES[recipe[axis]], operation) for axis in self.mesh.axis_names]
+            matching = [at for at, ways in enumerate(choices) if [way.name for way in ways] == names]
+            if not matching:
+                raise ValueError(f"{operation.name} cannot be {' x '.join(names)}: its sizes do not divide.")
+            chosen.append(matching[0])
+        return tuple(chosen)
+
+    def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
+        """Each operation and its ways, in words."""
+        return tuple(
+            (
+                operation.name,
+                ", ".join(f"{axis}={way.name}" for axis, way in zip(self.mesh.axis_names, choices[at], strict=True)),
+            )
+            for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True)
+        )
+
+
+# Names of ways in the order of preference; the first that the operation has.
+RECIPES: dict[str, tuple[str, ...]] = {
+    "data": ("batch", "whole"),
+    "fsdp": ("batch+fsdp", "fsdp", "batch"),
+    "megatron": ("column", "row", "vocabulary", "heads", "whole"),
+    "megatron+sequence": ("column", "row", "vocabulary", "heads", "sequence", "whole"),
+}
+
+
+def _first_of(names: Sequence[str], operation: Operation) -> str:
+    have = {way.name for way in operation.ways}
+    return next(name for name in names if name in have)
+
+
+def _redundant(ways: Ways, sizes: Sequence[int]) -> bool:
+    """Whether ranks do the same work with the same weight; only where nothing divides."""
+    return any(way.name == "whole" and size > 1 for way, size in zip(ways, sizes, strict=True))
+
+
+def _kept_by(ways: Ways) -> tuple[bool, ...]:
+    """Along which axes a table or head cuts its weight (always by rows of the vocabulary)."""
+    return tuple(way.weight != "-" for way in ways)
+
+
+def _alike(operation: Operation) -> tuple[object, ...]:
+    """What decides about an operation's own cost."""
+    return (
+        operation.num_elements,
+        operation.matmul_elements,
+        operation.width_out,
+        operation.scores,
+        operation.kept,
+        operation.output_bytes,
+        bool(operation.parameters),
+    )

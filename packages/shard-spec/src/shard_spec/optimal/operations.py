@@ -1,0 +1,265 @@
+"""The operations of a model, read from its structure: a residual stream with blocks beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.optimal import states
+from shard_spec.optimal.states import Way
+from shard_spec.planners.base import together
+from shard_spec.planners.megatron.analysis import Analysis, analyse
+from shard_spec.planners.megatron.context import Options
+from shard_spec.planners.megatron.heads import read_attribute
+from shard_spec.planners.megatron.units import Cut, Unit, UnitKind
+
+_ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node of the model.
+
+    Attributes:
+        name: what reports call it.
+        ways: what it can do along one axis.
+        cuts: its parameters, with the placement they get if it is cut like a column or row (bias cuts too).
+        parameters: FQN and number of elements of what it keeps; empty if it has none or shares them.
+        matmul_elements: weight elements that each token is multiplied with.
+        width_in: channels it reads.
+        width_out: channels it writes.
+        degrees: into how many pieces its channels may be cut.
+        scores: whether it computes attention scores: operations per token then grow with the sequence.
+        kept: whether its output is kept for backward even when blocks recompute.
+        output_bytes: bytes of one output value, if not the workload's (logits are float32).
+        source: index of the operation it reads; -1 for none.
+        residual: index of the stream operation whose value is added; -1 for none.
+        tied_to: index of the operation whose weight it shares; -1 for none.
+    """
+
+    name: str
+    ways: tuple[Way, ...]
+    cuts: tuple[Cut, ...] = ()
+    parameters: tuple[tuple[str, int], ...] = ()
+    matmul_elements: int = 0
+    width_in: int = 0
+    width_out: int = 0
+    degrees: frozenset[int] = frozenset()
+    scores: bool = False
+    kept: bool = False
+    output_bytes: int | None = None
+    source: int = -1
+    residual: int = -1
+    tied_to: int = -1
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of all its parameters."""
+        return sum(count for _, count in self.parameters)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What is known of a model: its operations, and what the recognisers remarked or did not understand."""
+
+    operations: tuple[Operation, ...]
+    notes: tuple[Problem, ...] = ()
+    unrecognised: Mapping[str, Problem] = field(default_factory=dict)
+
+
+def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
+    """The operations of `module` in the order of its modules, each after the one it reads.
+
+    Blocks are what `MegatronPlanner` recognises, one after the other along the residual stream. Matmul weights that
+    belong to none stand apart: they can be stored whole or by rows, and nothing is said of the activations around
+    them.
+
+    Args:
+        module: the model; the meta device is enough.
+        degrees: into how many pieces channels might be cut (products of axis sizes); a block is cut only as it may be.
+
+    Raises:
+        PlanError: no block is recognised.
+    """
+    analyses = {degree: analyse(module, Options(tp_size=degree)) for degree in sorted(set(degrees)) if degree > 1}
+    base = analyses[min(analyses)] if analyses else analyse(module, Options(tp_size=1))
+    allowed: dict[str, set[int]] = {}
+    for degree, analysis in analyses.items():
+        for unit in analysis.units:
+            if unit.num_pieces % degree == 0 or unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD):
+                allowed.setdefault(unit.name, set()).add(degree)
+    builder = _Builder(module, {name: frozenset(found) for name, found in allowed.items()})
+    return Structure(builder.build(base), together((*base.left_whole.values(), *base.notes)), base.unrecognised)
+
+
+class _Builder:
+    def __init__(self, module: nn.Module, degrees: dict[str, frozenset[int]]) -> None:
+        self.module, self.degrees = module, degrees
+        self.parameters = dict(module.named_parameters(remove_duplicate=False))
+        self.first_name: dict[int, str] = {}
+        for name, parameter in self.parameters.items():
+            self.first_name.setdefault(id(parameter), name)
+        self.order = {name: at for at, name in enumerate(self.parameters)}
+        self.operations: list[Operation] = []
+        self.owner: dict[str, int] = {}  # first FQN of a parameter to the operation that keeps it
+
+    def build(self, analysis: Analysis) -> tuple[Operation, ...]:
+        units = sorted(analysis.units, key=lambda unit: min(self.order[cut.name] for cut in unit.cuts))
+        blocks = [unit for unit in units if unit.kind not in (UnitKind.EMBEDDING, UnitKind.HEAD)]
+        if not blocks:
+            found = "no attention or feed-forward block was recognised"
+            hint = "OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand"
+            raise PlanError(Problem("nothing-to-optimise", found=found, hint=hint))
+        width = self._stream_width(blocks[0])
+        stream = self._embeddings([unit for unit in units if unit.kind is UnitKind.EMBEDDING], width)
+        for unit in blocks:
+            stream = self._block(unit, stream)
+        for unit in units:
+            if unit.kind is UnitKind.HEAD:
+                self._head(unit, stream)
+        for name in (*analysis.unrecognised, *(set(analysis.left_whole) & set(analysis.matmul_bytes))):
+            self._apart(name)
+        return tuple(self.operations)
+
+    def _add(self, operation: Operation) -> int:
+        """Adds an operation; parameters that another one keeps already are shared with it."""
+        index = len(self.operations)
+        kept, tied_to = [], -1
+        for name, count in operation.parameters:
+            first = self.first_name[id(self.parameters[name])]
+            if first in self.owner:
+                tied_to = self.owner[first]
+            else:
+                self.owner[first] = index
+                kept.append((first, count))
+        self.operations.append(replace(operation, parameters=tuple(kept), tied_to=tied_to))
+        return index
+
+    def _embeddings(self, units: Sequence[Unit], width: int) -> int:
+        stream = -1
+        for unit in units:
+            if self.first_name[id(self.parameters[unit.rows[0].name])] in self.owner:
+                continue  # the same table under another name
+            table = self._add(
+                Operation(
+                    unit.name,
+                    states.TABLE,
+                    cuts=unit.rows,
+                    parameters=self._elements(unit.rows),
+                    width_out=width,
+                    degrees=self.degrees.get(unit.name, frozenset()),
+                )
+            )
+            stream = self._stream(f"{unit.name} -> stream", table, -1, width)
+        return stream if stream >= 0 else self._stream("input -> stream", -1, -1, width)
+
+    def _stream(self, name: str, source: int, residual: int, width: int) -> int:
+        return self._add(
+            Operation(name, states.STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
+        )
+
+    def _block(self, unit: Unit, stream: int) -> int:
+        width = self._stream_width(unit)
+        share = self._active_share(unit)
+        column_weights = self._elements(cut for cut in unit.columns if self.parameters[cut.name].dim() > 1)
+        row_weights = self._elements(unit.rows)
+        whole = [(name, self.parameters[name].numel()) for name in unit.replicated if self.parameters[name].dim() > 1]
+        matmul = int((sum(count for _, count in (*column_weights, *whole))) * share)
+        hidden_out = matmul // max(width, 1)
+        hidden_in = int(sum(count for _, count in row_weights) * share) // max(width, 1)
+        degrees = self.degrees.get(unit.name, frozenset())
+        column = self._add(
+            Operation(
+                f"{unit.name} in",
+                states.COLUMN,
+                cuts=(*unit.columns, *unit.inner),
+                parameters=self._elements((*unit.columns, *unit.inner)),
+                matmul_elements=matmul,
+                width_in=width,
+                width_out=hidden_out,
+                degrees=degrees,
+                source=stream,
+            )
+        )
+        inside = column
+        if unit.kind is UnitKind.ATTENTION:
+            inside = self._add(
+                Operation(
+                    f"{unit.name} scores",
+                    states.ATTENTION,
+                    width_in=hidden_out,
+                    width_out=hidden_in,
+                    degrees=degrees,
+                    scores=True,
+                    source=column,
+                )
+            )
+        row = self._add(
+            Operation(
+                f"{unit.name} out",
+                states.ROW,
+                cuts=unit.rows,
+                parameters=self._elements(unit.rows),
+                matmul_elements=int(sum(count for _, count in row_weights) * share),
+                width_in=hidden_in,
+                width_out=width,
+                degrees=degrees,
+                source=inside,
+            )
+        )
+        return self._stream(f"{unit.name} -> stream", row, stream, width)
+
+    def _head(self, unit: Unit, stream: int) -> None:
+        elements = self._elements(unit.columns)
+        matmul = max(count for _, count in elements)
+        width = self.operations[stream].width_out
+        self._add(
+            Operation(
+                unit.name,
+                states.COLUMN,
+                cuts=unit.columns,
+                parameters=elements,
+                matmul_elements=matmul,
+                width_in=width,
+                width_out=matmul // width,
+                degrees=self.degrees.get(unit.name, frozenset()),
+                kept=True,
+                output_bytes=4,
+                source=stream,
+            )
+        )
+
+    def _apart(self, name: str) -> None:
+        count = self.parameters[name].numel()
+        self._add(Operation(name, states.APART, parameters=((name, count),), matmul_elements=count))
+
+    def _elements(self, cuts: Iterable[Cut]) -> tuple[tuple[str, int], ...]:
+        return tuple((cut.name, self.parameters[cut.name].numel()) for cut in cuts)
+
+    def _stream_width(self, unit: Unit) -> int:
+        """Channels of the residual stream: what a row writes."""
+        (row,) = unit.rows
+        shape = self.parameters[row.name].shape
+        dim = int(row.placement[2:-1])
+        experts = shape[0] if len(shape) == 3 else 1
+        return math.prod(shape) // shape[dim] // experts
+
+    def _active_share(self, unit: Unit) -> float:
+        """Share of the unit's weights that a token meets: 1, or active experts of all."""
+        if unit.kind is not UnitKind.EXPERTS:
+            return 1.0
+        num_experts = self.parameters[unit.rows[0].name].shape[0]
+        name: str | None = unit.name
+        while name is not None:
+            place = self.module.get_submodule(name)
+            for owner in (place, getattr(place, "config", None)):
+                for attribute in _ACTIVE_EXPERTS:
+                    value = read_attribute(owner, attribute)
+                    if isinstance(value, int) and 0 < value <= num_experts:
+                        return value / num_experts
+            name = name.rpartition(".")[0] if name else None
+        return 1.0

@@ -1,0 +1,237 @@
+"""OptimalPlanner: the plan with the least modelled time for a training step, within the memory of a rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel
+from shard_spec.estimate.topology import PRESETS, Topology
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.optimal.elimination import solve_exact
+from shard_spec.optimal.memory_cap import InfeasibleError, least_memory, solve_capped
+from shard_spec.optimal.model import StepModel, Ways
+from shard_spec.optimal.operations import Operation, Structure, structure_of
+from shard_spec.optimal.workload import Workload
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
+from shard_spec.planners.certificate import Certificate
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one plan costs in the model."""
+
+    seconds: float
+    memory_bytes: int
+    choices: tuple[tuple[str, str], ...]
+
+
+class OptimalPlanner(LayoutPlanner):
+    """Chooses, for every operation and mesh axis, between cutting the batch, the sequence, columns or rows, with
+    weights whole or cut by rows (FSDP), so that compute, collectives and resharding take the least time together.
+
+    The choice is exact: a pairwise model is solved by variable elimination, and with a memory limit bounded by
+    Lagrangian relaxation. The plan's `certificate` has objective, bound, gap and every choice.
+
+    Args:
+        cost_model: times of collectives and matmuls; `AlphaBetaCostModel()` by default.
+        topology: the machine; an H100 SXM cluster by default.
+        memory_limit: bytes a rank has for weights, gradients, optimizer state and kept activations; all of the
+            topology's `hbm_bytes` by default. Leave room for what the model leaves out (see `StepModel`).
+        mesh: the axes; any of them may become data, sequence or tensor parallel.
+        workload: what a step works on.
+        gap: with a limit that matters, stop when proven to be within this share of the best.
+        max_solves: and stop after so many exact solves in any case; the certificate says what was proven.
+
+    Raises:
+        PlanError: the model has no block that is recognised, or nothing fits the memory: then by how many bytes, on
+            which rank, and what would fit.
+    """
+
+    def __init__(
+        self,
+        cost_model: CostModel | None = None,
+        topology: Topology | None = None,
+        memory_limit: int | None = None,
+        *,
+        mesh: MeshLike | DeviceMesh,
+        workload: Workload,
+        gap: float = 0.01,
+        max_solves: int = 64,
+    ) -> None:
+        super().__init__(mesh)
+        self.cost_model: CostModel = AlphaBetaCostModel() if cost_model is None else cost_model
+        self.topology = PRESETS["h100-sxm"] if topology is None else topology
+        self.memory_limit = self.topology.hbm_bytes if memory_limit is None else memory_limit
+        self.workload, self.gap, self.max_solves = workload, gap, max_solves
+
+    def model(self, module: nn.Module) -> StepModel:
+        """The pairwise model of one training step of `module`."""
+        return self._model(self._structure(module))
+
+    def price(self, module: nn.Module, recipe: Mapping[str, str]) -> Price:
+        """What a hand-written plan costs in the same model; see `StepModel.assignment` for recipes.
+
+        For example ``planner.price(model, {"dp": "fsdp", "tp": "megatron"})``.
+        """
+        model = self.model(module)
+        assignment = model.assignment(recipe)
+        problem = model.problem
+        return Price(problem.evaluate(assignment), problem.memory_of(assignment), model.words(assignment))
+
+    def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
+        """Solves the model and reads the layouts off."""
+        structure = self._structure(module)
+        model = self._model(structure)
+        assignment, certificate = self._solved(module, model)
+        layouts = {}
+        for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True):
+            layouts.update(layouts_of(operation, choices[at], self.mesh))
+        layouts.update(self._small_parameters(module, model, assignment, layouts))
+        return Decisions(layouts, structure.notes, structure.unrecognised, certificate)
+
+    def _structure(self, module: nn.Module) -> Structure:
+        return structure_of(module, _degrees(self.mesh))
+
+    def _model(self, structure: Structure) -> StepModel:
+        return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload)
+
+    def _solved(self, module: nn.Module, model: StepModel) -> tuple[tuple[int, ...], Certificate]:
+        problem = model.problem
+        free = solve_exact(problem)
+        if problem.memory_of(free.assignment) <= self.memory_limit and math.isfinite(free.objective):
+            assignment, objective, bound, method = free.assignment, free.objective, free.objective, "exact elimination"
+        else:
+            try:
+                capped = solve_capped(
+                    problem, self.memory_limit, gap=self.gap, time_limit=None, max_solves=self.max_solves
+                )
+            except InfeasibleError as error:
+                raise self._does_not_fit(module, error) from error
+            assignment, objective, bound = capped.assignment, capped.objective, capped.lower_bound
+            method = "exact elimination, Lagrangian bound"
+        certificate = Certificate(
+            objective=objective,
+            lower_bound=bound,
+            method=method,
+            memory_bytes=problem.memory_of(assignment),
+            memory_limit=self.memory_limit,
+            choices=model.words(assignment),
+        )
+        return assignment, certificate
+
+    def _small_parameters(
+        self, module: nn.Module, model: StepModel, assignment: Sequence[int], layouts: Mapping[str, Layout]
+    ) -> dict[str, Layout]:
+        """Norms and biases of rows: cut by rows along the axes along which every operation's weight is."""
+        chosen = [
+            choices[at]
+            for operation, choices, at in zip(model.operations, model.choices, assignment, strict=True)
+            if operation.parameters
+        ]
+        axes = [
+            axis
+            for at, axis in enumerate(self.mesh.axis_names)
+            if chosen and all(ways[at].weight == "fsdp" for ways in chosen)
+        ]
+        if not axes:
+            return {}
+        cut = Layout(self.mesh, dict.fromkeys(axes, "S(0)"), axes[::-1] if len(axes) > 1 else None)
+        return {name: cut for name, value in module.named_parameters() if name not in layouts and value.dim() > 0}
+
+    def _does_not_fit(self, module: nn.Module, error: InfeasibleError) -> PlanError:
+        """Every rank holds the same amount, so the first one stands for all."""
+        if error.least_bytes < 0:
+            found = "no combination of strategies divides the batch, the sequence and the heads"
+            return PlanError(Problem("nothing-divides", found=found, hint="choose another batch or another mesh"))
+        over = error.least_bytes - self.memory_limit
+        changes = [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
+        return PlanError(
+            Problem(
+                "does-not-fit",
+                "memory_limit",
+                found=f"the smallest plan needs {error.least_bytes:,} bytes on rank {self.mesh.ranks[0]}, and as much "
+                f"on every other: {over:,} more than the limit of {self.memory_limit:,}",
+                hint="would fit: " + "; ".join(changes),
+            )
+        )
+
+    def _changes_that_fit(self, module: nn.Module) -> list[str]:
+        """Changes that were tried and do fit."""
+        fitting = []
+        structures: dict[tuple[int, ...], Structure] = {}
+
+        def fits(mesh: MeshSpec, workload: Workload) -> bool:
+            degrees = _degrees(mesh)
+            if degrees not in structures:
+                structures[degrees] = structure_of(module, degrees)
+            model = StepModel(structures[degrees].operations, mesh, self.topology, self.cost_model, workload)
+            return least_memory(model.problem).objective <= self.memory_limit
+
+        if not self.workload.recompute and fits(self.mesh, replace(self.workload, recompute=True)):
+            fitting.append("Workload(recompute=True)")
+        batch = self.workload.batch // 2
+        while batch >= 1:
+            if fits(self.mesh, replace(self.workload, batch=batch)):
+                fitting.append(f"Workload(batch={batch})")
+                break
+            batch //= 2
+        for axis in self.mesh.axis_names:
+            for times in (2, 4, 8, 16):
+                axes = {**self.mesh.axes, axis: self.mesh.axis_size(axis) * times}
+                if fits(MeshSpec(axes), self.workload):
+                    fitting.append(f"{axis}={axes[axis]}")
+                    break
+        return fitting
+
+
+def layouts_of(operation: Operation, ways: Ways, mesh: MeshSpec) -> dict[str, Layout]:
+    """The layouts of an operation's parameters.
+
+    Columns and rows cut first, in mesh order. Then rows are stored cut, by the last axis first, so that the first
+    (slowest) axis gathers least.
+    """
+    placements = {cut.name: cut.placement for cut in operation.cuts}
+    layouts = {}
+    named = list(zip(mesh.axis_names, ways, strict=True))
+    parallel = [axis for axis, way in named if way.weight in ("column", "row")]
+    stored = [axis for axis, way in reversed(named) if way.weight == "fsdp"]
+    names = dict.fromkeys([*placements, *(name for name, _ in operation.parameters)])
+    for name in names:
+        terms: dict[str, str] = {}
+        pieces = 1
+        for axis in parallel:
+            terms[axis] = _smaller(placements[name], pieces)
+            pieces *= mesh.axis_size(axis)
+        terms.update(dict.fromkeys(stored, "S(0)"))
+        layouts[name] = Layout(mesh, terms, [axis for axis in (*parallel, *stored) if axis in terms])
+    return layouts
+
+
+def _smaller(placement: str, pieces: int) -> str:
+    """The placement on what an earlier axis left: sections are shorter by its size."""
+    match = _SECTIONS.fullmatch(placement)
+    if match is None or pieces == 1:
+        return placement
+    sections = ", ".join(str(int(size) // pieces) for size in match[2].split(","))
+    return f"I({match[1]}, [{sections}])"
+
+
+def _degrees(mesh: MeshSpec) -> tuple[int, ...]:
+    """Products of axis sizes."""
+    degrees = {1}
+    for size in mesh.shape:
+        degrees |= {degree * size for degree in degrees}
+    return tuple(sorted(degrees))

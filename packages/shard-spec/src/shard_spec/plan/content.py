@@ -1,0 +1,120 @@
+"""PlanContent: the data of a sharding plan. Everything that reads a plan takes this; `ShardingPlan` stands on top."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from shard_spec._shared.problems import Problem
+from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.plan.rules import Rule, read_rules
+from shard_spec.plan.serialize import digest_text
+from shard_spec.plan.values import PlanValue, is_sharder
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _Table(Mapping[str, Any]):
+    """A copy of a mapping that nobody can change; equal to every mapping with the same items."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class PlanContent:
+    """Rules, outputs, mesh and strictness of a plan; `ShardingPlan` says what each means."""
+
+    plan: Mapping[str, PlanValue]
+    output_plan: Mapping[str, PlanValue] | None
+    return_local_tensor: tuple[str, ...] | None
+    mesh: MeshSpec | None
+    strict: bool
+
+    def __init__(
+        self,
+        plan: Mapping[str, PlanValue],
+        output_plan: Mapping[str, PlanValue] | None = None,
+        return_local_tensor: Sequence[str] | None = None,
+        *,
+        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh | None = None,
+        strict: bool = False,
+    ) -> None:
+        _require("plan", plan, Mapping, "a mapping from pattern to layout")
+        if output_plan is not None:
+            _require("output_plan", output_plan, Mapping, "a mapping from module FQN to layout")
+        if isinstance(return_local_tensor, str):
+            raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
+        object.__setattr__(self, "plan", _Table(plan))
+        object.__setattr__(self, "output_plan", None if output_plan is None else _Table(output_plan))
+        local = None if return_local_tensor is None else tuple(return_local_tensor)
+        object.__setattr__(self, "return_local_tensor", local)
+        object.__setattr__(self, "mesh", as_mesh(mesh))
+        object.__setattr__(self, "strict", bool(strict))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlanContent):
+            return NotImplemented
+        if digest_text(self) != digest_text(other):
+            return False
+        # Sharders are code, of which the digest knows only the class.
+        return all(bool(value == other.plan[key]) for key, value in self.plan.items() if is_sharder(value))
+
+    __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; `digest` stands for it
+
+    def __repr__(self) -> str:
+        parts = [repr(self.plan)]
+        for name, default in (("output_plan", None), ("return_local_tensor", None), ("mesh", None), ("strict", False)):
+            value = getattr(self, name)
+            if value != default:
+                parts.append(f"{name}={value!r}")
+        return f"ShardingPlan({', '.join(parts)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("plan", "output_plan", "return_local_tensor", "mesh", "strict")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # ---- reading ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """Rules of ``plan``, each read on its own; one that cannot be read carries its problems."""
+        return read_rules(self.plan, self.mesh)
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Problems of the rules that show without a model."""
+        return tuple(problem for rule in self.rules for problem in rule.problems)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the content, equal in every process; specs count by their shards, Sharders by their class."""
+        return hashlib.sha256(digest_text(self).encode()).hexdigest()
+
+    def on_mesh(self, mesh: MeshSpec) -> PlanContent:
+        """Return the same rules on another mesh, as data only."""
+        return PlanContent(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+
+
+def _require(name: str, value: object, kind: type, meaning: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"ShardingPlan: {name} is {meaning}, not {type(value).__qualname__}")

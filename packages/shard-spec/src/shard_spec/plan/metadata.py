@@ -1,0 +1,182 @@
+"""Facts: what a plan needs to know about a model, read once, without touching a tensor's data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shard_spec._shared.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "float32": 4,
+    "complex32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One parameter or buffer of a model: its global shape and what it is.
+
+    Attributes:
+        name: FQN, the first of its names where it is tied.
+        shape: Global shape.
+        dtype: Name of the dtype without ``torch.``.
+        kind: ``"parameter"`` or ``"buffer"``.
+        requires_grad: Whether it gets a gradient.
+        aliases: All its FQNs in the order of the modules; more than one where it is tied.
+        module_type: Class name of the module that has it, ``""`` where that is not known.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    kind: str = "parameter"
+    requires_grad: bool = True
+    aliases: tuple[str, ...] = ()
+    module_type: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))
+        if self.dtype not in ITEM_BYTES:
+            raise PlanError(
+                Problem("unknown-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
+            )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the dtype can have a gradient."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """All tensors of a model, and the types of its modules.
+
+    Build it with :func:`facts_of` from a module (on any device, the meta device included), or from shapes alone.
+
+    Attributes:
+        tensors: Parameters and buffers; a tied one stands there once.
+        modules: FQN of each module to the name of its class; empty where only tensors are known.
+        problems: What is wrong with the model itself (uninitialized parameters, ...).
+    """
+
+    tensors: tuple[TensorFacts, ...]
+    modules: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        object.__setattr__(self, "modules", dict(self.modules))
+
+    @property
+    def parameters(self) -> tuple[TensorFacts, ...]:
+        """The tensors that are parameters."""
+        return tuple(tensor for tensor in self.tensors if tensor.kind == "parameter")
+
+    @property
+    def buffers(self) -> tuple[TensorFacts, ...]:
+        """The tensors that are buffers."""
+        return tuple(tensor for tensor in self.tensors if tensor.kind == "buffer")
+
+    @classmethod
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> ModelFacts:
+        """Facts of parameters that are known by name and shape only."""
+        return cls(tuple(TensorFacts(name, tuple(shape), dtype) for name, shape in shapes.items()))
+
+
+def facts_of(model: nn.Module | ModelFacts) -> ModelFacts:
+    """Read the facts of ``model``; what already is ``ModelFacts`` is returned as it is.
+
+    A parameter that is a DTensor, or that remembers what it is a shard of (``_sharding_info``), counts with its global
+    shape.
+
+    Raises:
+        TypeError: When ``model`` is neither.
+    """
+    if isinstance(model, ModelFacts):
+        return model
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a plan is about an nn.Module or ModelFacts, not {type(model).__qualname__}")
+    seen: dict[int, list[Any]] = {}  # id of the tensor -> [tensor, kind, names, class of its module]
+    modules: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules[path] = type(module).__name__
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    entry = seen.setdefault(id(tensor), [tensor, kind, [], type(module).__name__])
+                    entry[2].append(f"{path}.{name}" if path else name)
+    problems: list[Problem] = []
+    found = tuple(_each_tensor(seen.values(), problems))
+    return ModelFacts(found, modules, tuple(problems))
+
+
+def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Iterable[TensorFacts]:
+    from torch.nn.parameter import is_lazy
+
+    for tensor, kind, names, module_type in entries:
+        if is_lazy(tensor):
+            problems.append(
+                Problem(
+                    "uninitialized-parameter",
+                    names[0],
+                    found="its shape is not known yet",
+                    hint="run one forward pass (a lazy module learns its shapes there), then plan",
+                )
+            )
+            continue
+        yield TensorFacts(
+            name=names[0],
+            shape=global_shape(tensor),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            kind=kind,
+            requires_grad=bool(tensor.requires_grad),
+            aliases=tuple(names),
+            module_type=module_type,
+        )
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The global shape of a parameter that may be a local shard; a DTensor's own shape already is the global one."""
+    info = getattr(tensor, "_sharding_info", None)
+    return tuple(tensor.shape if info is None else info[2])

@@ -1,0 +1,169 @@
+"""Plan files that may come from anywhere: read as data, checked at each step; nothing in them is run or imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.serialize import FORMAT, VERSION
+from shard_spec.plan.untrusted_input import json_values, yaml_values
+from shard_spec.specs.chunk import ChunkShardingSpec
+from shard_spec.specs.enumerable import EnumerableShardingSpec
+from shard_spec.specs.shards import ShardMetadata
+
+MAX_RULES = 1_000_000
+_KEYS = {"format", "version", "mesh", "strict", "rules", "output_plan", "return_local_tensor"}
+
+
+def from_json(text: str | bytes) -> PlanContent:
+    """Read what :func:`to_json` wrote. Reads data only; runs nothing, imports nothing by name.
+
+    Raises:
+        PlanError: ``bad-plan-file`` for anything else, ``unknown-version`` for a newer format. Wrong rules inside of a
+            well-formed file are read, and listed by ``validate``.
+    """
+    try:
+        document = json_values(text)
+    except ValueError as error:
+        raise _bad(f"not JSON: {str(error)[:200]}") from None
+    return from_document(document)
+
+
+def from_yaml(text: str | bytes) -> PlanContent:
+    """Read YAML that :func:`to_yaml` or a person wrote, up to 1 MiB of it; needs ``shard-spec[yaml]``.
+
+    Axes may also be written as a mapping, ``mesh: {axes: {dp: 2, tp: 4}}``, and keys that are null left out. Values are
+    those of JSON (``on``, ``010`` and dates are text); a key that stands twice, an alias or a tag is refused.
+
+    Raises:
+        PlanError: ``bad-plan-file``, or as ``from_json``.
+        ModuleNotFoundError: Without PyYAML.
+    """
+    try:
+        document = yaml_values(text)
+    except ValueError as error:
+        raise _bad(f"not YAML: {str(error)[:200]}") from None
+    return from_document(_as_json_document(document))
+
+
+def _as_json_document(document: Any) -> Any:
+    if not isinstance(document, dict):
+        return document
+    found = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
+    for key in ("rules", "output_plan"):
+        if isinstance(found.get(key), dict):
+            found[key] = [[pattern, value] for pattern, value in found[key].items()]
+    mesh = found["mesh"]
+    if isinstance(mesh, dict):
+        mesh = {"ranks": None, "ranks_per_host": None, **mesh}
+        if isinstance(mesh.get("axes"), dict):
+            mesh["axes"] = [[axis, size] for axis, size in mesh["axes"].items()]
+        found["mesh"] = mesh
+    return found
+
+
+def from_document(document: Any) -> PlanContent:
+    """Read a document made of plain JSON types."""
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise _bad(f"no object with 'format': '{FORMAT}'")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise PlanError(
+            Problem(
+                "unknown-version",
+                found=f"format version {version!r:.60}, this release reads {VERSION}",
+                hint="install the release of shard-spec that wrote the file, or write it again",
+            )
+        )
+    if set(document) != _KEYS:
+        odd = sorted(set(document) ^ _KEYS)
+        raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")
+    mesh = _read_mesh(document["mesh"])
+    strict, output, local = document["strict"], document["output_plan"], document["return_local_tensor"]
+    if not isinstance(strict, bool):
+        raise _bad("'strict' is neither true nor false")
+    if local is not None and not (isinstance(local, list) and all(isinstance(name, str) for name in local)):
+        raise _bad("'return_local_tensor' is no list of names")
+    rules = _read_items("rules", document["rules"])
+    return PlanContent(
+        rules, None if output is None else _read_items("output_plan", output), local, mesh=mesh, strict=strict
+    )
+
+
+def _read_items(name: str, items: Any) -> dict[str, Any]:
+    if not isinstance(items, list) or len(items) > MAX_RULES:
+        raise _bad(f"'{name}' is no list, or longer than {MAX_RULES}")
+    table: dict[str, Any] = {}
+    for item in items:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in table:
+            raise _bad(f"'{name}' holds {str(item)[:100]}, which is no [pattern, value] or stands there twice")
+        table[item[0]] = _read_value(item[1])
+    return table
+
+
+def _read_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and set(value) == {"layout", "mesh"} and isinstance(value["layout"], str):
+        mesh = _read_mesh(value["mesh"])
+        if mesh is not None:
+            return Layout.parse(value["layout"], mesh)
+    if isinstance(value, dict) and len(value) == 1:
+        if "chunk" in value:
+            return _read_chunk(value["chunk"])
+        if "enumerable" in value:
+            return _read_enumerable(value["enumerable"])
+    raise _bad(f"the value {str(value)[:100]} is neither text nor a layout nor a spec")
+
+
+def _read_chunk(value: Any) -> Any:
+
+    good = isinstance(value, dict) and set(value) == {"dim", "placements"} and type(value["dim"]) is int
+    if not good or not _texts(value["placements"]):
+        raise _bad(f"the chunk spec {str(value)[:100]}")
+    return ChunkShardingSpec(value["dim"], value["placements"])
+
+
+def _read_enumerable(value: Any) -> Any:
+
+    shards = []
+    items: list[Any] = value if isinstance(value, list) else [None]
+    for item in items:
+        good = isinstance(item, list) and len(item) == 3 and _numbers(item[0]) and _numbers(item[1])
+        if not good or not (item[2] is None or isinstance(item[2], str)):
+            raise _bad(f"the shard {str(item)[:100]} of an enumerable spec")
+        shards.append(ShardMetadata(*item))
+    return EnumerableShardingSpec(shards)
+
+
+def _read_mesh(value: Any) -> MeshSpec | None:
+    if value is None:
+        return None
+    good = isinstance(value, dict) and set(value) == {"axes", "ranks", "ranks_per_host"}
+    good = good and isinstance(value["axes"], list) and (value["ranks"] is None or _numbers(value["ranks"]))
+    good = good and (value["ranks_per_host"] is None or type(value["ranks_per_host"]) is int)
+    if not good:
+        raise _bad(f"the mesh {str(value)[:100]}")
+    axes: dict[str, int] = {}
+    for item in value["axes"]:
+        if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in axes:
+            raise _bad(f"the mesh axis {str(item)[:100]}")
+        axes[item[0]] = item[1]
+    return MeshSpec(axes, value["ranks"], value["ranks_per_host"])
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _bad(found: str) -> PlanError:
+    return PlanError(
+        Problem("bad-plan-file", found=found, hint="this reads what ShardingPlan.to_json or to_yaml wrote")
+    )

@@ -1,0 +1,124 @@
+"""Diffs: what changes from one plan to another, by rule and, with a model, by tensor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shard_spec._shared.page import human_bytes
+from shard_spec.estimate.memory import memory_of
+from shard_spec.plan.metadata import ModelFacts
+from shard_spec.plan.resolve import resolve
+from shard_spec.plan.serialize import _document
+from shard_spec.report.text import table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.content import PlanContent
+
+
+@dataclass(frozen=True)
+class Change:
+    """One rule or tensor that differs; None where one side does not have it."""
+
+    name: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """What changes from one plan to another.
+
+    Attributes:
+        settings: Mesh, strictness, output plan and local outputs that differ.
+        rules: Rules that were added, removed or changed.
+        tensors: Tensors that lie otherwise (as bytes on ranks, not as text); None without a model.
+        memory: ``(before, after)`` bytes of parameters on the fullest rank; None without a model.
+    """
+
+    settings: tuple[Change, ...]
+    rules: tuple[Change, ...]
+    tensors: tuple[Change, ...] | None = None
+    memory: tuple[int, int] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything differs: with a model whether a tensor or setting does, without one whether a rule does."""
+        return bool(self.settings) or bool(self.rules if self.tensors is None else self.tensors)
+
+    def to_json(self) -> str:
+        """The differences as JSON."""
+        document: dict[str, Any] = {"format": "shard-spec/diff", "version": 1}
+        for name in ("settings", "rules", "tensors"):
+            changes = getattr(self, name)
+            document[name] = None if changes is None else [[c.name, c.before, c.after] for c in changes]
+        document["memory"] = None if self.memory is None else list(self.memory)
+        return json.dumps(document, indent=1, sort_keys=True)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, changes in (("setting", self.settings), ("rule", self.rules), ("tensor", self.tensors)):
+            if changes:
+                rows = [
+                    [c.name, c.before if c.before is not None else "-", c.after if c.after is not None else "-"]
+                    for c in changes
+                ]
+                lines.append(table([title, "before", "after"], rows))
+        if self.memory is not None:
+            before, after = self.memory
+            lines.append(f"parameters on the fullest rank: {human_bytes(before)} -> {human_bytes(after)}")
+        return "\n\n".join(lines) if self or self.rules else "no difference"
+
+
+def _shown(side: str | None) -> str:
+    return "-" if side is None else side
+
+
+def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
+    """What changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
+    before, after = _document(plan, []), _document(other, [])
+    settings = tuple(
+        Change(key, json.dumps(before[key]), json.dumps(after[key]))
+        for key in ("mesh", "strict", "output_plan", "return_local_tensor")
+        if before[key] != after[key]
+    )
+    rules = _rule_changes(dict(before["rules"]), dict(after["rules"]))
+    if module is None:
+        return PlanDiff(settings, rules)
+    return PlanDiff(settings, rules, *_model_changes(plan, other, module))
+
+
+def _rule_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[Change, ...]:
+    changes = []
+    for key in sorted({*before, *after}):
+        old, new = (_text(side[key]) if key in side else None for side in (before, after))
+        if old != new:
+            changes.append(Change(key, old, new))
+    return tuple(changes)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _model_changes(
+    plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts
+) -> tuple[tuple[Change, ...], tuple[int, int]]:
+    before, after = resolve(plan, module), resolve(other, module)
+    changes = []
+    same: dict[Any, bool] = {}
+    for tensor in before.facts.tensors:
+        old, new = before.layouts.get(tensor.name), after.layouts.get(tensor.name)
+        if old is None or new is None:
+            if old is not new:
+                changes.append(Change(tensor.name, str(old) if old else None, str(new) if new else None))
+            continue
+        key = (old, new, tensor.shape)
+        if key not in same:
+            same[key] = old.equivalent_to(new, tensor.shape)
+        if not same[key]:
+            changes.append(Change(tensor.name, str(old), str(new)))
+    sizes = [max(memory_of(found, optimizer="none").parts["parameters"], default=0) for found in (before, after)]
+    return tuple(changes), (sizes[0], sizes[1])

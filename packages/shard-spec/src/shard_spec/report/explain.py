@@ -1,0 +1,151 @@
+"""Explaining: what a plan does, in words that need no knowledge of this package."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from shard_spec._shared.page import human_bytes
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.layout.layout import Layout
+from shard_spec.plan.metadata import ModelFacts, TensorFacts
+from shard_spec.plan.resolve import Resolution, examine
+from shard_spec.plan.rules import Rule
+from shard_spec.report.text import Parts, Table, human_ranks, joined, table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from shard_spec.plan.content import PlanContent
+
+
+def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+    """The plan, or what it does with one tensor, in words; see ``ShardingPlan.explain``."""
+    if name is None:
+        return _explain_plan(plan) if module is None else joined(explain_model(plan, examine(plan, module)))
+    if module is None:
+        return _explain_name(plan, name)
+    return _explain_tensor(plan, examine(plan, module), name)
+
+
+def _explain_plan(plan: PlanContent) -> str:
+    lines = [f"mesh: {plan.mesh if plan.mesh else 'not stated'}"]
+    lines.append(table(["rule", "gives"], [[rule.key, _value_text(rule)] for rule in plan.rules]))
+    lines += _outputs(plan)
+    rest = "a problem (strict)" if plan.strict else "replicated"
+    lines.append(f"parameters that no rule mentions: {rest}")
+    return "\n".join(lines + _problem_lines(plan.problems))
+
+
+def explain_model(plan: PlanContent, found: Resolution) -> Parts:
+    """One line for each group of tensors that differ only in the numbers of their FQNs."""
+    groups: dict[tuple[str, ...], list[TensorFacts]] = {}
+    for tensor in found.facts.tensors:
+        layout = found.layouts.get(tensor.name)
+        if tensor.kind == "buffer" and layout is not None and layout.is_replicated:
+            continue
+        said = str(layout) if layout is not None else "by its Sharder"
+        stem = ".".join("*" if part.isdigit() else part for part in tensor.name.split("."))
+        groups.setdefault((stem, said, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")), []).append(tensor)
+    rows = []
+    for (stem, said, shape, rule), tensors in groups.items():
+        layout = found.layouts.get(tensors[0].name)
+        name = stem if len(tensors) > 1 else tensors[0].name
+        local = _local_text(layout, tensors[0])
+        rows.append([name, str(len(tensors)), shape, said, local, rule or "-"])
+    lines: Parts = [f"mesh: {found.mesh}"]
+    lines.append(Table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,)))
+    lines += [f"tied: {' = '.join(names)}" for names in found.tied]
+    return [*lines, *_outputs(plan), *_problem_lines(found.problems)]
+
+
+def _explain_name(plan: PlanContent, name: str) -> str:
+    matching = [rule for rule in plan.rules if rule.pattern is not None and rule.pattern.matches(name)]
+    if not matching:
+        rest = "a problem, because the plan is strict" if plan.strict else "replicated"
+        return f"{name}: no rule mentions it, so it is {rest}"
+    lines = [f"{name}: matched by"]
+    lines += [f"  {rule.key!r}: {_value_text(rule)}" for rule in matching]
+    if len(matching) > 1:
+        lines.append("the most specific of them decides; pass the model to see which")
+    return "\n".join(lines)
+
+
+def _nearest(name: str, found: Resolution) -> str:
+    names = [alias for tensor in found.facts.tensors for alias in tensor.aliases]
+    near = difflib.get_close_matches(name, names, n=3)
+    return f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
+
+
+def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
+    try:
+        tensor = found.tensor(name)
+    except KeyError:
+        raise PlanError(
+            Problem("unknown-name", name, found="the model has no such parameter or buffer", hint=_nearest(name, found))
+        ) from None
+    size = human_bytes(tensor.numel * tensor.item_bytes)
+    lines = [f"{name}: {tensor.kind}, global shape {list(tensor.shape)}, {tensor.dtype}, {size}"]
+    if len(tensor.aliases) > 1:
+        lines.append(f"tied: {' = '.join(tensor.aliases)}")
+    layout = found.layouts.get(tensor.name)
+    rule = found.rule_of.get(tensor.name, "")
+    others = [key for key in found.matched.get(tensor.name, ()) if key != rule]
+    if tensor.name not in found.rule_of:
+        owner = next((path for path in found.sharders if tensor.name.startswith(path + ".")), "")
+        lines.append(f"sharded by the Sharder of module {owner!r}")
+    elif rule:
+        beaten = f", which is more specific than {', '.join(map(repr, others))}" if others else ""
+        lines.append(f"rule {rule!r} decides{beaten}")
+    else:
+        lines.append("no rule mentions it: replicated")
+    if layout is not None:
+        lines += _layout_lines(layout, tensor)
+    return "\n".join(lines + _problem_lines(p for p in found.problems if p.name in tensor.aliases))
+
+
+def _layout_lines(layout: Layout, tensor: TensorFacts) -> list[str]:
+    lines = [f"layout {layout} on mesh {layout.mesh}"]
+    for axis, term in zip(layout.mesh.axis_names, layout.terms, strict=True):
+        size = layout.mesh.axis_size(axis)
+        if term.dim is None:
+            lines.append(f"  along {axis}: the same on all {size} ranks")
+        else:
+            lines.append(f"  along {axis}: dim {term.dim % len(tensor.shape)} is shared out to {size} ranks")
+    ranks = list(layout.mesh.ranks)
+    for rank in ranks[:8]:
+        boxes = layout.boxes(rank, tensor.shape)
+        places = " + ".join("[" + ", ".join(f"{s.start}:{s.stop}" for s in box.slices()) + "]" for box in boxes[:4])
+        more = f" + {len(boxes) - 4} more" if len(boxes) > 4 else ""
+        local = list(layout.local_shape(rank, tensor.shape))
+        lines.append(f"  rank {rank}: local shape {local}, holds {places or 'nothing'}{more}")
+    if len(ranks) > 8:
+        lines.append(f"  ... and ranks {human_ranks(ranks[8:])}")
+    return lines
+
+
+def _local_text(layout: Layout | None, tensor: TensorFacts) -> str:
+    if layout is None:
+        return "?"
+    first, last = (
+        list(layout.local_shape(rank, tensor.shape)) for rank in (layout.mesh.ranks[0], layout.mesh.ranks[-1])
+    )
+    return str(first) if first == last else f"{first} .. {last}"
+
+
+def _value_text(rule: Rule) -> str:
+    if rule.layout is not None:
+        return str(rule.layout)
+    return repr(rule.value) if rule.kind != "sharder" else f"Sharder {type(rule.value).__qualname__}"
+
+
+def _outputs(plan: PlanContent) -> list[str]:
+    lines = [f"output of {path or 'the root'!r} -> {value!s}" for path, value in (plan.output_plan or {}).items()]
+    if plan.return_local_tensor:
+        lines.append("handed on as local tensors: " + ", ".join(repr(name) for name in plan.return_local_tensor))
+    return lines
+
+
+def _problem_lines(problems: object) -> list[str]:
+    found = list(problems)  # type: ignore[call-overload]  # an iterable of Problem
+    return [f"{len(found)} problem(s):", *[f"  {problem}" for problem in found]] if found else []

@@ -1,0 +1,363 @@
+"""ShardingPlan: how every tensor of a model lies on the ranks of a mesh, with all that can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shard_spec.apply.apply import apply_plan
+from shard_spec.convert.dcp import to_dcp
+from shard_spec.convert.dtensor import to_dtensor_placements
+from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
+from shard_spec.convert.parallelize import to_parallelize_plan
+from shard_spec.estimate.activations import estimate_activations
+from shard_spec.estimate.communication import communication
+from shard_spec.estimate.memory import memory
+from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.plan.compact import compact_rules
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.from_module import layouts_of_module
+from shard_spec.plan.read import from_json, from_yaml
+from shard_spec.plan.resolve import resolve
+from shard_spec.plan.serialize import to_json, to_yaml
+from shard_spec.plan.validate import validate
+from shard_spec.report.diff import diff
+from shard_spec.report.explain import explain
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
+
+    from shard_spec._shared.problems import Problem
+    from shard_spec.apply.handle import ShardHandle
+    from shard_spec.apply.sources import Initializer, Source
+    from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.communication import Communication
+    from shard_spec.estimate.cost import CostModel
+    from shard_spec.estimate.memory import Memory
+    from shard_spec.estimate.optimizers import OptimizerLike
+    from shard_spec.estimate.topology import Topology
+    from shard_spec.layout.layout import Layout
+    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.resolve import Resolution
+    from shard_spec.report.diff import PlanDiff
+
+
+class ShardingPlan(PlanContent):
+    """What was decided about a model: a layout for each parameter, by name or pattern.
+
+    Args:
+        plan: Pattern (see `Pattern`) to what the matching tensors get: placements (one for each axis of ``mesh``, or a
+            mapping from axis to placement), text (``"dp:R, tp:S(0)"``), a ``Layout``, or a ``ShardingSpec`` (torch's
+            too). The FQN of a submodule to a ``Sharder`` lets that shard the submodule.
+        output_plan: FQN of a module (``""`` is the root) to the layout its output is to have.
+        return_local_tensor: FQNs of modules whose sharded output is handed on as this rank's plain tensor.
+        mesh: The axes: a ``MeshSpec``, a mapping from axis name to size, text (``"dp=2, tp=4"``), or a ``DeviceMesh``.
+            May be left out where every value has its own ranks (layouts, specs).
+        strict: Whether a parameter that no rule mentions is a problem; otherwise it is replicated. Buffers that no
+            rule mentions are always replicated.
+
+    The mappings are copied; a plan never changes. Wrong rules are no error here: :meth:`validate` lists all of them,
+    together with what only the model can tell. Plans compare by their content; ``digest`` stands for a hash.
+
+    Raises:
+        TypeError: When an argument is not a mapping, or not a list of names.
+    """
+
+    @classmethod
+    def _of(cls, content: PlanContent) -> ShardingPlan:
+        return cls(
+            content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, strict=content.strict
+        )
+
+    def with_mesh(self, mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh) -> ShardingPlan:
+        """The same rules on another mesh."""
+        return ShardingPlan(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+
+    def __or__(self, other: PlanContent) -> ShardingPlan:
+        """This plan with the rules of ``other`` added; where both have a rule of one pattern, that of ``other``."""
+        if not isinstance(other, PlanContent):
+            return NotImplemented
+        output = {**(self.output_plan or {}), **(other.output_plan or {})}
+        local = dict.fromkeys((*(self.return_local_tensor or ()), *(other.return_local_tensor or ())))
+        return ShardingPlan(
+            {**self.plan, **other.plan},
+            output or None,
+            tuple(local) or None,
+            mesh=self.mesh if other.mesh is None else other.mesh,
+            strict=self.strict or other.strict,
+        )
+
+    def compact(self, module: nn.Module | ModelFacts) -> ShardingPlan:
+        """The same plan with one glob for all layers that lie alike, as a person would write it.
+
+        Every parameter is mentioned; what a spec says becomes a layout.
+
+        Raises:
+            PlanError: When the plan does not fit the model.
+        """
+        values, mesh = compact_rules(self, module)
+        plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
+        assert dict(resolve(plan, module)) == dict(resolve(self, module)), "a compact plan says something else"
+        return plan
+
+    # ---- with a model -----------------------------------------------------------------------------------------
+
+    def resolve(self, module: nn.Module | ModelFacts) -> Resolution:
+        """The layout of every parameter and buffer of ``module``, by FQN.
+
+        An exact rule beats a glob, a specific one a general one. Tied parameters are one tensor: a rule for one of the
+        names decides for all.
+
+        Raises:
+            PlanError: With everything that :meth:`validate` finds.
+        """
+        return resolve(self, module)
+
+    def validate(
+        self,
+        module: nn.Module | ModelFacts,
+        *,
+        world_size: int | None = None,
+        memory_limit: int | None = None,
+        optimizer: Any = "adamw",
+    ) -> tuple[Problem, ...]:
+        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
+
+        Args:
+            module: The model, or its facts.
+            world_size: Number of ranks there will be; a mesh that names others is a problem.
+            memory_limit: Bytes one rank has for parameters, gradients and optimizer state.
+            optimizer: What the optimizer state is counted for, as in :meth:`memory`.
+        """
+        return validate(self, module, world_size=world_size, memory_limit=memory_limit, optimizer=optimizer)
+
+    def memory(
+        self,
+        module: nn.Module | ModelFacts,
+        optimizer: OptimizerLike = "adamw",
+        *,
+        grads: bool | str = True,
+        dtype: str | None = None,
+    ) -> Memory:
+        """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
+
+        Args:
+            module: The model, or its facts.
+            optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
+                :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
+            grads: Whether gradients are counted, or their dtype where it is not the parameters'.
+            dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
+
+        Raises:
+            PlanError: When the plan does not fit the model, or a name is not known.
+        """
+        return memory(self, module, optimizer, grads=grads, dtype=dtype)
+
+    def activations(
+        self,
+        module: nn.Module,
+        *inputs: Any,
+        data_axes: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> ActivationEstimate:
+        """An estimate of what autograd keeps between forward and backward on one rank.
+
+        Args:
+            module: The model, on any device; its forward runs once on shapes only (the meta device).
+            *inputs: What one rank passes to forward: its own part of the batch along the data axes.
+            data_axes: As in :meth:`communication`.
+            **kwargs: Passed to forward.
+
+        Raises:
+            PlanError: When the plan does not fit the model.
+        """
+        return estimate_activations(self, module, inputs, kwargs, data_axes=data_axes)
+
+    def communication(
+        self,
+        module: nn.Module | ModelFacts,
+        batch: int | Sequence[int] | None = None,
+        topology: Topology | None = None,
+        *,
+        data_axes: Sequence[str] | None = None,
+        dtype: str | None = None,
+        cost_model: CostModel | None = None,
+    ) -> Communication:
+        """What one training step moves, by axis: parameters and gradients to the byte, activations by rule.
+
+        Args:
+            module: The model, or its facts.
+            batch: Tokens in a step over all ranks, or the shape of the batch, ``(sequences, length)``. None: do not
+                count activations.
+            topology: Machine to tell the time for.
+            data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
+            dtype: Dtype on the wire, where it is not the parameters'.
+            cost_model: Times of collectives; default is the alpha-beta model.
+
+        Raises:
+            PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
+        """
+        return communication(self, module, batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
+
+    def explain(self, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+        """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
+        return explain(self, name, module)
+
+    def diff(self, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
+        """What changes from this plan to ``other``: rules, and with ``module`` the tensors that lie otherwise."""
+        return diff(self, other, module)
+
+    def apply(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        source: Source = "scatter",
+        src_rank: int = 0,
+        group: ProcessGroup | None = None,
+        init: Initializer | str | None = None,
+        seed: int = 0,
+    ) -> ShardHandle:
+        """Replace the tensors of ``module`` by their pieces on ``mesh``, all or nothing; every rank calls it.
+
+        Tensors become DTensors, fused weights local parameters that remember their sections. See
+        :func:`shard_spec.apply_plan` for the arguments.
+
+        Returns:
+            A handle with ``plan``, ``undo()`` and ``report(path)``.
+
+        Raises:
+            PlanError: With every problem of every rank, before anything moved.
+        """
+        return apply_plan(self, module, mesh, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
+
+    # ---- files and other forms --------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """This plan as JSON; equal plans give equal bytes.
+
+        Raises:
+            PlanError: ``not-serializable`` for each rule that a file cannot hold.
+        """
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ShardingPlan:
+        """Read what :meth:`to_json` wrote; safe on files from anywhere.
+
+        Raises:
+            PlanError: ``bad-plan-file``, ``unknown-version``.
+        """
+        return cls._of(from_json(text))
+
+    def to_yaml(self) -> str:
+        """This plan as YAML, for people to read and change."""
+        return to_yaml(self)
+
+    @classmethod
+    def from_yaml(cls, text: str | bytes) -> ShardingPlan:
+        """Read what :meth:`to_yaml` or a person wrote; needs ``shard-spec[yaml]``."""
+        return cls._of(from_yaml(text))
+
+    @classmethod
+    def from_layouts(cls, layouts: Mapping[str, Layout], *, strict: bool = False) -> ShardingPlan:
+        """A plan with one exact rule for each name, for example ``ShardingPlan.from_layouts(plan.resolve(model))``."""
+        meshes = {layout.mesh for layout in layouts.values()}
+        mesh = next(iter(meshes)) if len(meshes) == 1 else None
+        values = {name: str(layout) if mesh is not None else layout for name, layout in layouts.items()}
+        return cls(values, mesh=mesh, strict=strict)
+
+    @classmethod
+    def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
+        """What a live model does now: DTensors and local shards by their placements, plain tensors replicated.
+
+        Args:
+            module: The model.
+            mesh: The mesh of plain tensors, where no parameter tells.
+
+        Raises:
+            PlanError: For each placement that a plan cannot say.
+        """
+        return cls.from_layouts(layouts_of_module(module, as_mesh(mesh)))
+
+    # ---- conversions ------------------------------------------------------------------------------------------
+
+    def to_dtensor_placements(self, module: nn.Module | ModelFacts | None = None) -> dict[str, tuple[Placement, ...]]:
+        """DTensor placements: for each rule, or with ``module`` for each parameter and buffer.
+
+        Raises:
+            PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
+        """
+        return to_dtensor_placements(self, module)
+
+    def to_parallelize_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, ParallelStyle]:
+        """The plan for torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
+
+        ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
+
+        Args:
+            module: The model.
+            axis: Mesh axis; may be left out where the plan cuts along one only.
+
+        Raises:
+            PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
+                ``parallelize_module`` would untie.
+        """
+        return to_parallelize_plan(self, module, axis)
+
+    def to_dcp(self, module: nn.Module | ModelFacts, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
+
+        Each box of a local tensor becomes a chunk: nothing is gathered, fused and uneven weights included. Loading
+        fills the local tensors in place. DTensors and what is no tensor are handed on.
+
+        Args:
+            module: The model (on meta), for the global shapes.
+            state_dict: FQN to this rank's local tensor.
+            rank: This rank, as the layouts' mesh counts.
+
+        Raises:
+            PlanError: With every tensor that does not lie as this plan says.
+        """
+        return to_dcp(self, module, state_dict, rank)
+
+    def to_hf_tp_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+        """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
+
+        Raises:
+            PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
+        """
+        return to_hf_tp_plan(self, module, axis)
+
+    @classmethod
+    def from_hf_tp_plan(
+        cls,
+        tp_plan: Mapping[str, str],
+        module: nn.Module | ModelFacts,
+        mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh,
+        axis: str = "tp",
+        *,
+        prefix: str = "",
+        forward: str = "refuse",
+    ) -> ShardingPlan:
+        """How a transformers ``tp_plan`` lays parameters out.
+
+        Args:
+            tp_plan: Module or parameter name, ``*`` for layer numbers, to style: ``model.tp_plan``, or
+                ``config.base_model_tp_plan`` with ``prefix="model."``.
+            module: The model (on meta).
+            mesh: The mesh of the plan.
+            axis: The axis that cuts.
+            prefix: Put in front of every name.
+            forward: ``"refuse"`` styles that change forward in ways a plan cannot say, or ``"drop"`` that part.
+
+        Raises:
+            PlanError: ``not-expressible`` for each such style, ``matches-nothing`` for each unused entry.
+        """
+        known = as_mesh(mesh)
+        assert known is not None
+        return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
