@@ -14,7 +14,7 @@ from bridge_subjects import ADAM_ATOL, SUBJECTS, adam
 from ranktest import Ranks
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from tp_ddp_bridge import PlanError, check_optimizer, check_replicas, pre_dp_module_transform, wrap_ddp
 
@@ -108,6 +108,10 @@ def test_hooks_over_the_wrong_ranks_are_refused(ranks: Ranks) -> None:
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     with pytest.raises(ValueError, match="groups-mix"):
         ddp.register_comm_hook(mesh["tp"].get_group(), default_hooks.fp16_compress_hook)
+    pairs, _ = dist.new_subgroups(2)  # torch's default: ranks of one node, which hold different shards
+    local = post_localSGD_hook.PostLocalSGDState(ddp.process_group, pairs, 2)
+    with pytest.raises(ValueError, match=r"groups-mix.*subgroup"):
+        ddp.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
 
 
 @pytest.mark.ranks(4)

@@ -50,8 +50,8 @@ class BridgedDDP(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, on the data-parallel group.
 
-        Torch's own hooks take ``state=None`` for the default group, in which ranks hold different shards; here they get
-        DDP's group instead.
+        Hooks take ``state=None`` for the default group, in which ranks hold different shards; here they get DDP's group
+        instead.
 
         Args:
             state: As in DDP. A process group, or a state object that has one, must have DDP's ranks.
@@ -60,30 +60,33 @@ class BridgedDDP(DistributedDataParallel):
         Raises:
             PlanError: The hook would average over other ranks than DDP's.
         """
-        if state is None and _is_torch_hook(hook):
+        if state is None:
             state = self.process_group
         raise_problems(_hook_problems(self.process_group, hook, state))
         super().register_comm_hook(state, hook)
 
 
-def _is_torch_hook(hook: Callable[..., Any]) -> bool:
-    return getattr(hook, "__module__", "").startswith("torch.distributed.algorithms.ddp_comm_hooks")
-
-
 def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: object) -> Iterator[Problem]:
-    ranks = dist.get_process_group_ranks(group)
+    """Yield a problem for each group of a hook's state that runs over other ranks than DDP's."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    names = [*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ())]
+    held = {"state": state, **{name: getattr(state, name, None) for name in names}}
+    used = {name: value for name, value in held.items() if isinstance(value, dist.ProcessGroup)}
     # Torch's hooks read None as the default group, in a state object as well.
-    if isinstance(state, dist.ProcessGroup) or (state is None and _is_torch_hook(hook)):
-        used = dist.get_process_group_ranks(state)
-    else:
-        used = dist.get_process_group_ranks(getattr(state, "process_group", group))
-    if used != ranks:
-        yield Problem(
-            "groups-mix",
-            f"state of {getattr(hook, '__name__', hook)}",
-            found=f"its process group has ranks {used}, DDP averages over {ranks}: different shards would be mixed",
-            hint="make the state with process_group=ddp.process_group",
-        )
+    is_torchs = hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks")
+    if is_torchs and (state is None or getattr(state, "process_group", group) is None):
+        used["process_group"] = dist.group.WORLD
+    own = dist.get_process_group_ranks(group)
+    for name, each in used.items():
+        ranks = dist.get_process_group_ranks(each)
+        if not set(ranks) <= set(own) or (name != "subgroup" and ranks != own):
+            yield Problem(
+                "groups-mix",
+                f"{name} of {getattr(hook, '__name__', hook)}",
+                found=f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed",
+                hint="make the state with groups of ddp.process_group's ranks",
+            )
 
 
 # ---- the hook at construction --------------------------------------------------------------------------------------

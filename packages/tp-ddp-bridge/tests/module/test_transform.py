@@ -12,8 +12,8 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
+from tp_ddp_bridge import PlanError, bridge_plan, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
-from tp_ddp_bridge import bridge_plan, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
 
 
 @pytest.mark.ranks(2)
@@ -180,3 +180,22 @@ def test_hook_on_a_leaf_stops_undo(ranks: Ranks) -> None:
     assert is_bridged(model)
     handle.remove()
     undo_dp_transform(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_keeps_a_reference_to_a_replaced_parameter_raises(ranks: Ranks) -> None:
+    # Its gradient would go to an object that no optimizer holds; with find_unused_parameters DDP would not notice.
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Keeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+            self.kept = [self.w]
+
+        def forward(self) -> Any:
+            return (self.kept[0] * 2).sum()
+
+    model = pre_dp_module_transform(Keeper())
+    with pytest.raises(PlanError, match=r"parameter-replaced\] w: a gradient arrived"):
+        model().backward()

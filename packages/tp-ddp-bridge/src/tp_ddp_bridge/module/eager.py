@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge._torch_compat import (
     post_accumulate_hooks,
     set_post_accumulate_hooks,
@@ -153,6 +154,23 @@ def forward_hooks_to_leaf(parameter: torch.Tensor, leaf: torch.Tensor, layout: L
     if later:
         stand_in = PostAccumulateHooks(later, layout)
         leaf.register_post_accumulate_grad_hook(stand_in)
+
+
+def refuse_gradients(parameter: torch.Tensor, name: str) -> None:
+    """Raise when a replaced ``parameter`` gets a gradient: a module computes with a reference that it kept."""
+
+    def refuse(_: torch.Tensor) -> None:
+        problem = Problem(
+            "parameter-replaced",
+            name,
+            found="a gradient arrived at the DTensor that a local leaf has replaced: the module kept a reference to it",
+            hint="read the parameter as an attribute in forward",
+        )
+        raise PlanError(problem)
+
+    set_post_accumulate_hooks(parameter, None)  # those of users belong to the leaf now
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(refuse)
 
 
 def return_hooks(leaf: torch.Tensor, parameter: torch.Tensor) -> None:

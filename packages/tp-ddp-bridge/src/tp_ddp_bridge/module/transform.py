@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
 from tp_ddp_bridge.layout import LEAF_TAGS, ReplicatedOn, is_local_shard, untag_replicated
-from tp_ddp_bridge.module.eager import forward_hooks_to_leaf, has_local_hooks, return_hooks
+from tp_ddp_bridge.module.eager import forward_hooks_to_leaf, has_local_hooks, refuse_gradients, return_hooks
 from tp_ddp_bridge.module.survey import Registration, Survey, SurveyedTensor, survey
 from tp_ddp_bridge.module.view import View
 from tp_ddp_bridge.module.view_class import BridgedModule, original_class, set_views, tag_after_load, tag_all
@@ -80,6 +80,7 @@ def _bridge(surveyed: SurveyedTensor) -> None:
             ),
             leaf,
         )
+        refuse_gradients(tensor, surveyed.name)
     for registration in surveyed.registrations:
         _register(registration, surveyed.kind, leaf)
         view = View(layout, surveyed.kind, registration.fqns[0], leaf.shape)
