@@ -72,14 +72,15 @@ def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: ob
         hook = hook.func
     names = [*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ())]
     held = {"state": state, **{name: getattr(state, name, None) for name in names}}
-    used = {name: value for name, value in held.items() if isinstance(value, dist.ProcessGroup)}
+    used = {
+        name: dist.get_process_group_ranks(each) for name, each in held.items() if isinstance(each, dist.ProcessGroup)
+    }
     # Torch's hooks read None as the default group, in a state object as well.
     is_torchs = hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks")
     if is_torchs and (state is None or getattr(state, "process_group", group) is None):
-        used["process_group"] = dist.group.WORLD
+        used["process_group"] = dist.get_process_group_ranks(None)
     own = dist.get_process_group_ranks(group)
-    for name, each in used.items():
-        ranks = dist.get_process_group_ranks(each)
+    for name, ranks in used.items():
         if not set(ranks) <= set(own) or (name != "subgroup" and ranks != own):
             yield Problem(
                 "groups-mix",
