@@ -44,11 +44,7 @@ __all__ = [
 
 
 def make_spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
     """Return the metadata of a DTensor, without a tensor."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))

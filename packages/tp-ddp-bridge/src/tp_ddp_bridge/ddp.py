@@ -77,7 +77,7 @@ def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: ob
     }
     # Torch's hooks read None as the default group, in a state object as well.
     is_torchs = hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks")
-    if is_torchs and (state is None or getattr(state, "process_group", group) is None):
+    if (state is None and is_torchs) or getattr(state, "process_group", group) is None:
         used["process_group"] = dist.get_process_group_ranks(None)
     own = dist.get_process_group_ranks(group)
     for name, ranks in used.items():
@@ -93,13 +93,9 @@ def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: ob
 # ---- the hook at construction --------------------------------------------------------------------------------------
 
 
+@functools.cache
 def guard_ddp() -> None:
     """From now on guard every DDP that is put around leaves; installed once for the process."""
-    _install()
-
-
-@functools.cache
-def _install() -> None:
     register_module_module_registration_hook(_on_registration)
 
 

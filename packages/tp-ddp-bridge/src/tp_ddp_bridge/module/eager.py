@@ -21,12 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem
-from tp_ddp_bridge._torch_compat import (
-    post_accumulate_hooks,
-    set_post_accumulate_hooks,
-    set_tensor_hooks,
-    tensor_hooks,
-)
+from tp_ddp_bridge._torch_compat import post_accumulate_hooks, set_post_accumulate_hooks, set_tensor_hooks, tensor_hooks
 from tp_ddp_bridge.layout import Layout
 
 Hooks: TypeAlias = "dict[int, Callable[..., Any]]"

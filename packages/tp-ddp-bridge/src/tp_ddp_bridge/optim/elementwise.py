@@ -77,13 +77,9 @@ def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bo
     return problems
 
 
+@functools.cache
 def check_at_first_step() -> None:
     """From now on try each optimizer that holds local shards at its first step; installed once for the process."""
-    _install()
-
-
-@functools.cache
-def _install() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
