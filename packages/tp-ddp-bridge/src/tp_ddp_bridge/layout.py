@@ -153,6 +153,10 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
     """Return the layout of a DTensor, or of a tensor with ``_sharding_info``; ``None`` if it is unknown."""
     if isinstance(tensor, DTensor):
         return Layout.of(tensor)
+    tags = tensor.__dict__
+    tagged: Layout | None = tags.get("_dp_leaf") or tags.get("_dp_replicated")
+    if tagged is not None:
+        return tagged
     info = sharding_info_of(tensor)
     return None if info is None else Layout.from_info(info)
 
@@ -181,8 +185,8 @@ class ReplicatedOn:
 
 def tag_leaf(leaf: Any, layout: Layout) -> None:
     """Let a leaf carry its layout."""
-    leaf._sharding_info = layout.info
-    leaf._dp_leaf = True  # tells it from local shards that others made
+    leaf._sharding_info = tuple(layout.info[:4])  # no sections: the form that every version reads
+    leaf._dp_leaf = layout  # tells it from local shards that others made
 
 
 def tag_replicated(parameters: Iterable[nn.Parameter], on: ReplicatedOn) -> None:
@@ -191,13 +195,13 @@ def tag_replicated(parameters: Iterable[nn.Parameter], on: ReplicatedOn) -> None
         if not isinstance(parameter, DTensor) and not hasattr(parameter, "_sharding_info"):
             tagged: Any = parameter
             layout = Layout(on.mesh, (Replicate(),) * on.mesh.ndim, parameter.shape, tuple(parameter.stride()))
-            tagged._sharding_info = layout.info
-            tagged._dp_replicated = True
+            tagged._sharding_info = tuple(layout.info[:4])
+            tagged._dp_replicated = layout
 
 
 def untag_replicated(parameter: Any) -> None:
     """Undo ``tag_replicated``."""
-    if parameter.__dict__.pop("_dp_replicated", False):
+    if parameter.__dict__.pop("_dp_replicated", None) is not None:
         del parameter._sharding_info
 
 
