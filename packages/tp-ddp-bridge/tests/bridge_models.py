@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from ranktest import Ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional
+from tp_ddp_bridge import pre_dp_module_transform
 
 
 class MLP(nn.Module):
@@ -195,6 +197,12 @@ def seeded(factory: Callable[[], nn.Module], seed: int = 0) -> Any:
     """A model with the same weights on every rank."""
     torch.manual_seed(seed)
     return factory()
+
+
+def bridged_mlp(ranks: Ranks) -> Any:
+    """An MLP on all ranks as one tensor-parallel group, bridged without DDP."""
+    mesh = ranks.mesh((ranks.world_size,), ("tp",))
+    return pre_dp_module_transform(parallelize_mlp(seeded(MLP), mesh))
 
 
 @dataclass

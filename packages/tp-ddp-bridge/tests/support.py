@@ -12,135 +12,193 @@ RIGHT = "right"
 
 # what, how it comes out, the test that shows it
 ROWS: list[tuple[str, str, str]] = [
-    ("DDP with its defaults, MLP and transformer", RIGHT, "test_matrix.py::test_options"),
+    ("DDP with its defaults, MLP and transformer", RIGHT, "test_ddp.py::test_options"),
     (
         "`find_unused_parameters`, parameters that are never or sometimes used",
         RIGHT,
-        "test_matrix.py::test_unused_parameters",
+        "test_ddp.py::test_unused_parameters",
     ),
-    ("`static_graph`", RIGHT, "test_matrix.py::test_transformer_options"),
-    ("`gradient_as_bucket_view`, `batched_grad_copy`, tiny buckets", RIGHT, "test_matrix.py::test_options"),
-    ("`no_sync()` accumulation; two forwards, one backward", RIGHT, "test_matrix.py::test_ways_to_step"),
-    ("`join()` with uneven inputs", RIGHT, "test_matrix.py::test_join_with_uneven_inputs"),
-    ("fp16, bf16 and PowerSGD hooks", RIGHT, "test_matrix.py::test_communication_hooks"),
+    ("`static_graph`", RIGHT, "test_ddp.py::test_transformer_options"),
+    ("`gradient_as_bucket_view`, `batched_grad_copy`, tiny buckets", RIGHT, "test_ddp.py::test_options"),
+    ("`no_sync()` accumulation; two forwards, one backward", RIGHT, "test_ddp.py::test_ways_to_step"),
+    ("`join()` where a rank has no input", RIGHT, "test_ddp.py::test_join_where_a_rank_has_no_input_at_all"),
+    ("`join()` with uneven inputs", RIGHT, "test_ddp.py::test_join_with_uneven_inputs"),
+    ("fp16, bf16 and PowerSGD hooks", RIGHT, "test_ddp.py::test_communication_hooks"),
     (
         "a hook state over other ranks than DDP's",
         "refused: `groups-mix`",
-        "test_matrix.py::test_hooks_over_the_wrong_ranks_are_refused",
+        "test_ddp.py::test_hooks_over_the_wrong_ranks_are_refused",
     ),
-    ("`ZeroRedundancyOptimizer` built after the bridge", RIGHT, "test_matrix.py::test_zero_1"),
+    ("`ZeroRedundancyOptimizer` built after the bridge", RIGHT, "test_ddp.py::test_zero_1"),
     (
         "`ZeroRedundancyOptimizer` given as `optimizers=`",
         "refused: `zero-optimizer`",
-        "test_optimizers.py::test_zero_is_refused_by_name",
+        "optim/test_repoint.py::test_zero_is_refused_by_name",
     ),
-    ("activation checkpointing, reentrant and not", RIGHT, "test_matrix.py::test_activation_checkpointing"),
-    ("autocast", RIGHT, "test_matrix.py::test_autocast"),
+    ("activation checkpointing, reentrant and not", RIGHT, "test_ddp.py::test_activation_checkpointing"),
+    ("autocast", RIGHT, "test_ddp.py::test_autocast"),
     (
         "float16 loss scaling with `tp_ddp_bridge.GradScaler`, fused optimizers too",
         RIGHT,
-        "test_scaler.py::test_ranks_skip_a_step_together",
+        "optim/test_scaler.py::test_ranks_skip_a_step_together",
     ),
-    ("`SequenceParallel`", RIGHT, "test_matrix.py::test_sequence_and_loss_parallel"),
-    ("`loss_parallel`", RIGHT, "test_matrix.py::test_sequence_and_loss_parallel"),
-    ("a `transformers` model", RIGHT, "test_matrix.py::test_a_transformers_model"),
-    ("`torch.compile(fullgraph=True)` of the inner module", RIGHT, "test_forward.py::test_compiles_without_a_break"),
-    ("3-D meshes: two data axes, two tensor axes", RIGHT, "test_wrap.py::test_three_axes"),
+    ("`SequenceParallel`", RIGHT, "test_ddp.py::test_sequence_and_loss_parallel"),
+    ("`loss_parallel`", RIGHT, "test_ddp.py::test_sequence_and_loss_parallel"),
+    ("a `transformers` model", RIGHT, "test_ddp.py::test_a_transformers_model"),
+    (
+        "`torch.compile(fullgraph=True)` of the inner module",
+        RIGHT,
+        "module/test_view.py::test_compiles_without_a_break",
+    ),
+    ("3-D meshes: two data axes, two tensor axes", RIGHT, "test_api.py::test_three_axes"),
     (
         "tied, frozen and integer parameters, `ParameterList`, `ParameterDict`",
         RIGHT,
-        "test_views.py::test_ties_frozen_integers_and_attributes",
+        "module/test_transform.py::test_ties_frozen_integers_and_attributes",
     ),
-    ("DTensor buffers", RIGHT, "test_views.py::test_buffers"),
+    ("DTensor buffers", RIGHT, "module/test_view_class.py::test_buffers"),
     (
         "hooks on parameters, their handles",
         RIGHT,
-        "test_views.py::test_users_hooks_see_dtensors_before_under_and_after",
+        "module/test_eager.py::test_users_hooks_see_dtensors_before_under_and_after",
     ),
-    ("`deepcopy`, `pickle`, `torch.save` of the module", RIGHT, "test_views.py::test_copies_and_pickles_stay_bridged"),
+    (
+        "`deepcopy`, `pickle`, `torch.save` of the module",
+        RIGHT,
+        "module/test_view_class.py::test_copies_and_pickles_stay_bridged",
+    ),
     (
         "`.to()`, `zero_grad()`, evaluation before the first step",
         RIGHT,
-        "test_views.py::test_to_and_zero_grad_and_eval",
+        "module/test_view_class.py::test_to_and_zero_grad_and_eval",
     ),
     (
         "submodules called directly, writes in place through an attribute",
         RIGHT,
-        "test_views.py::test_submodules_called_directly_and_writes_in_place",
+        "module/test_eager.py::test_submodules_called_directly_and_writes_in_place",
     ),
-    ("`torch.func.functional_call` with local parts or DTensors", RIGHT, "test_views.py::test_functional_call"),
-    ("`parametrize` before the bridge", RIGHT, "test_views.py::test_weight_norm_and_parametrize"),
     (
-        "`parametrize`, `weight_norm` on a bridged module",
-        "refused: `RuntimeError`",
-        "test_views.py::test_weight_norm_and_parametrize",
+        "`torch.func.functional_call` with local shards or DTensors",
+        RIGHT,
+        "module/test_view_class.py::test_functional_call",
     ),
-    ("LoRA around a bridged module, merging into it", RIGHT, "test_views.py::test_lora_wrapping"),
+    ("`parametrize` before the bridge", RIGHT, "module/test_view_class.py::test_weight_norm_and_parametrize"),
+    (
+        "`parametrize`, `weight_norm`, `prune` on a bridged module",
+        "refused: `RuntimeError`, `ValueError`",
+        "module/test_view_class.py::test_weight_norm_and_parametrize",
+    ),
+    ("LoRA around a bridged module, merging into it", RIGHT, "module/test_view_class.py::test_lora_wrapping"),
     (
         "two losses of one forward, second derivatives",
         RIGHT,
-        "test_views.py::test_two_losses_of_one_forward_and_second_derivatives",
+        "module/test_view.py::test_two_losses_of_one_forward_and_second_derivatives",
     ),
     (
         "an optimizer step between forward and backward",
         "refused: `RuntimeError`",
-        "test_views.py::test_a_step_between_forward_and_backward_raises",
+        "module/test_view.py::test_a_step_between_forward_and_backward_raises",
     ),
     (
         "optimizers built before the bridge, re-pointed",
         RIGHT,
-        "test_optimizers.py::test_repointed_in_the_middle_of_training",
+        "optim/test_repoint.py::test_repointed_in_the_middle_of_training",
     ),
     (
         "optimizers built before the bridge, forgotten",
-        "refused: `RuntimeError`",
-        "test_optimizers.py::test_a_forgotten_optimizer_raises_instead_of_standing_still",
+        "refused: `parameter-replaced`",
+        "optim/test_repoint.py::test_a_forgotten_optimizer_raises_instead_of_standing_still",
     ),
     (
-        "LBFGS, Adafactor, Muon on shards",
+        "LBFGS, Adafactor, Muon and other optimizers that need full matrices, on shards",
         "refused: `not-elementwise`",
-        "test_optimizers.py::test_optimizers_that_need_whole_matrices",
+        "optim/test_elementwise.py::test_full_matrix_optimizers_raise_at_their_first_step",
     ),
-    ("clipping by 1-, 2-, p- and infinity norm", RIGHT, "test_norms.py::test_clip_is_that_of_one_process"),
+    (
+        "elementwise optimizers of torch and of others",
+        RIGHT,
+        "optim/test_elementwise.py::test_elementwise_optimizers_step_and_draw_nothing",
+    ),
+    (
+        "`ZeroRedundancyOptimizer` over tensor-parallel ranks",
+        "refused: `groups-mix`",
+        "optim/test_elementwise.py::test_zero_over_tensor_parallel_ranks_raises_at_its_first_step",
+    ),
+    ("clipping by 1-, 2-, p- and infinity norm", RIGHT, "optim/test_norms.py::test_clip_is_that_of_one_process"),
     (
         "state dicts: full tensors or DTensors of any placement in, `assign=True`",
         RIGHT,
-        "test_state_dict.py::test_in_from_everything",
+        "state_dict/test_loading.py::test_in_from_everything",
     ),
     (
-        "a state dict of one rank's parts",
+        "a state dict of one rank's shards",
         "refused: `size mismatch`",
-        "test_state_dict.py::test_wrong_shapes_are_named_and_change_nothing",
+        "state_dict/test_loading.py::test_wrong_shapes_are_named_and_change_nothing",
     ),
     (
         "checkpoint at 2x2, loaded at 1x4, 4x1, 1x1 with Adam's state, bit for bit",
         RIGHT,
-        "test_checkpoint.py::test_written_at_2x2_and_read_on_every_mesh",
+        "optim/test_state.py::test_written_at_2x2_and_read_on_every_mesh",
+    ),
+    (
+        "optimizer state of parameters that were never used",
+        RIGHT,
+        "optim/test_state.py::test_parameters_that_were_never_used",
+    ),
+    (
+        "optimizer state of fused and kv-copied weights (tp-styles), from any mesh to any",
+        RIGHT,
+        "state_dict/test_sections.py::test_adam_goes_through_a_checkpoint_to_every_mesh",
     ),
     (
         "`get_model_state_dict`, `set_model_state_dict`",
         RIGHT,
-        "test_checkpoint.py::test_torchs_own_checkpoint_functions",
+        "optim/test_state.py::test_torchs_own_checkpoint_functions",
     ),
     (
         "a data-parallel group that mixes with tensor parallelism",
         "refused: `groups-mix`",
-        "test_wrap.py::test_arguments_that_do_not_fit",
+        "test_api.py::test_arguments_that_do_not_fit",
+    ),
+    (
+        "plain `DistributedDataParallel` or `replicate` over tensor-parallel ranks",
+        "refused: `groups-mix`",
+        "test_ddp.py::test_plain_ddp_over_tensor_parallel_ranks_raises_before_it_broadcasts",
+    ),
+    (
+        "parameters that are thawed, added or replaced after DDP was made",
+        "refused: `not-reduced`",
+        "test_ddp.py::test_parameters_that_ddp_does_not_reduce_are_refused",
+    ),
+    (
+        "parameters of DDP that are frozen and thawed, with `find_unused_parameters`",
+        RIGHT,
+        "test_ddp.py::test_parameters_that_ddp_reduces_may_be_frozen_and_thawed",
+    ),
+    (
+        "one rank whose module is unlike the others'",
+        "refused: `ranks-disagree`, on all ranks",
+        "test_api.py::test_a_problem_of_one_rank_raises_on_all",
+    ),
+    (
+        "replicas that differ at the first forward",
+        "refused: `replicas-differ`, on all ranks",
+        "test_ddp.py::test_the_first_forward_compares_all_ranks",
     ),
     (
         "ranks that hold different shards, or drifted replicas",
         "refused: `ranks-disagree`, `replicas-differ`",
-        "test_wrap.py::test_ranks_that_hold_different_shards_are_found_before_the_broadcast",
+        "test_api.py::test_ranks_that_hold_different_shards_are_found_before_the_broadcast",
     ),
     (
         "a module that torch's own transform went over",
         "refused: `torch-bridge`",
-        "test_wrap.py::test_torchs_own_transform_is_refused",
+        "test_api.py::test_torchs_own_transform_is_refused",
     ),
     (
         'parameters that are local shards already (tp-styles, `params="local"`)',
         RIGHT,
-        "test_local.py::test_local_parameters_of_others_train_beside_leaves",
+        "test_layout.py::test_local_parameters_of_others_train_beside_leaves",
     ),
 ]
 
@@ -149,20 +207,29 @@ END = "<!-- end of the support table -->"
 
 
 def table() -> str:
-    """The table in Markdown."""
-    lines = ["| what | comes out | shown by |", "|---|---|---|"]
-    lines += [f"| {what} | {outcome} | `{test}` |" for what, outcome, test in ROWS]
-    return "\n".join(lines)
+    """Return the tables in Markdown: what is right, and what is refused."""
+    lines: list[str] = []
+    for title, rows in (
+        ("Supported", [row for row in ROWS if row[1] == RIGHT]),
+        ("Refused", [row for row in ROWS if row[1] != RIGHT]),
+    ):
+        third = "" if title == "Supported" else " error |"
+        lines += [f"### {title}", "", f"| what |{third} shown by |", "|---|---|" + ("---|" if third else "")]
+        for what, outcome, test in rows:
+            error = f" {outcome.removeprefix('refused: ')} |" if third else ""
+            lines.append(f"| {what} |{error} `{test}` |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def tests_of(folder: Path) -> set[str]:
-    """Every test function of every module, as ``file::name``."""
-    found = set()
-    for path in folder.glob("test_*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found.add(f"{path.name}::{node.name}")
-    return found
+    """Return every test function of every module, as ``file::name``."""
+    return {
+        f"{path.relative_to(folder)}::{node.name}"
+        for path in folder.rglob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def replaced(text: str) -> str:

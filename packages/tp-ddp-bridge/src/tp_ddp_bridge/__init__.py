@@ -1,27 +1,22 @@
 """Let DistributedDataParallel wrap a tensor-parallel module, with nothing lost.
 
-Values: ``problems``, ``layout``, ``plan``. Planning: ``survey``, ``axes``. Acting: ``transform`` and what it is made of
-(``view_class``, ``view``, ``cache``, ``marks``, ``hooks``, ``stale``, ``loading``, ``optimizers``), ``wrap``,
-``norms``, ``scaler``, ``replicas``, ``checkpoint``.
+A local *leaf* stands in the place of every DTensor parameter, for good, and is read as a DTensor; DDP and optimizers
+see leaves. ``api`` is the recipe: it surveys the module, compares the ranks, transforms the module (``module``) and
+puts DDP around it (``ddp``). ``optim``, ``state_dict`` and ``consistency`` do on shards what torch does on full
+tensors.
 """
 
 from tp_ddp_bridge.__about__ import __version__
-from tp_ddp_bridge.checkpoint import optimizer_state_to_dtensor, optimizer_state_to_local
-from tp_ddp_bridge.norms import clip_grad_norm_, grad_norm
-from tp_ddp_bridge.optimizers import check_optimizer
+from tp_ddp_bridge._shared.problems import PlanError, Problem
+from tp_ddp_bridge.api import _pre_dp_module_transform, dp_bridge, pre_dp_module_transform, wrap_ddp
+from tp_ddp_bridge.consistency.replicas import check_replicas
+from tp_ddp_bridge.module.survey import bridge_plan
+from tp_ddp_bridge.module.transform import is_bridged, undo_dp_transform
+from tp_ddp_bridge.optim.norms import clip_grad_norm_, grad_norm
+from tp_ddp_bridge.optim.repoint import check_optimizer
+from tp_ddp_bridge.optim.scaler import GradScaler
+from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
 from tp_ddp_bridge.plan import BridgePlan, ViewEntry
-from tp_ddp_bridge.problems import PlanError, Problem
-from tp_ddp_bridge.replicas import check_replicas
-from tp_ddp_bridge.scaler import GradScaler
-from tp_ddp_bridge.survey import bridge_plan
-from tp_ddp_bridge.transform import (
-    _pre_dp_module_transform,
-    dp_bridge,
-    is_bridged,
-    pre_dp_module_transform,
-    undo_dp_transform,
-)
-from tp_ddp_bridge.wrap import wrap_ddp
 
 __all__ = [
     "pre_dp_module_transform",

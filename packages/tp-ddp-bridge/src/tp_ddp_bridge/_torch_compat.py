@@ -14,49 +14,51 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 __all__ = [
     "DTensorSpec",
-    "ScalerOfOneProcess",
+    "LocalGradScaler",
+    "comm_hooks",
     "default_axis_order",
     "flatten_axes",
     "foreach_norms",
     "foreach_scale",
-    "holders",
+    "is_joining",
     "local_of",
     "make_spec",
     "post_accumulate_hooks",
-    "same_memory",
-    "saved_tensors_hooks_in_force",
+    "reduced_parameters",
     "set_post_accumulate_hooks",
     "set_tensor_hooks",
     "tensor_hooks",
+    "top_saved_tensors_hooks",
     "torch_bridge_hooks",
     "torch_bridge_spec",
+    "tree_map",
     "waited",
     "wrap",
 ]
 
 
 def make_spec(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """What a DTensor knows about itself, without a tensor."""
+    """Return the metadata of a DTensor, without a tensor."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DTensor:
-    """A DTensor around ``local``; operators that change a DTensor's layout give it another spec and leave this one."""
-    return DTensor(local, spec, requires_grad=requires_grad)
+    """Return a DTensor around ``local``; ``spec`` may be shared, operators give their results another one."""
+    # DTensor.__init__ does nothing, behind two wrappers that cost as much as the constructor.
+    wrapped: DTensor = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
+    return wrapped
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor behind a functional collective's result, once it has arrived."""
+    """Wait for a functional collective's result and return the plain tensor."""
     if isinstance(tensor, AsyncCollectiveTensor):
         arrived: torch.Tensor = tensor.wait()
         return arrived
@@ -64,31 +66,37 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """The local tensor of ``tensor``, waited for; no autograd."""
+    """Return the local tensor of ``tensor``, waited for; no autograd."""
     return waited(tensor._local_tensor)
 
 
-def holders(tensor: torch.Tensor) -> int:
-    """How many references there are to ``tensor`` from C++, its Python object counting as one."""
-    count: int = tensor._use_count()  # type: ignore[attr-defined]  # private, and so not in the stub
-    return count
+def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """Return the parameters that DDP was built with, trainable or not; those that it ignores are not among them."""
+    parameters: list[torch.Tensor] = ddp._module_parameters
+    return parameters
 
 
-def same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both are views of one storage; for fake tensors too."""
-    alias: bool = torch._C._is_alias_of(tensor, other)  # type: ignore[attr-defined]  # private, and so not in the stub
-    return alias
+def is_joining(ddp: DistributedDataParallel) -> bool:
+    """Return whether a forward runs within ``join()``, where other ranks may run none."""
+    enabled: bool = ddp._join_config.enable
+    return enabled
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the communication hooks of a DDP with their states."""
+    hooks: list[tuple[Callable[..., Any], object]] = getattr(ddp, "_comm_hooks", [])
+    return hooks
 
 
 def default_axis_order(tensor: DTensor) -> bool:
-    """Whether mesh axes that share a tensor dim cut it in mesh order, which is all that ``from_local`` can say."""
+    """Return whether axes that share a tensor dim shard it in mesh order, the only one ``from_local`` can express."""
     spec = tensor._spec
     order: Any = getattr(spec, "shard_order", None)  # absent in 2.11 builds without ordered shards
     return order is None or bool(DTensorSpec.is_default_device_order(order))
 
 
-def saved_tensors_hooks_in_force() -> object:
-    """The innermost pack hook, ``None`` without any: a checkpointed region has its own."""
+def top_saved_tensors_hooks() -> object:
+    """Return the innermost pack hook, ``None`` without any: a checkpointed region has its own."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -130,27 +138,27 @@ def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def torch_bridge_spec(tensor: torch.Tensor) -> DTensorSpec | None:
-    """What torch's own ``_pre_dp_module_transform`` left on a parameter it made local."""
+    """Return what torch's own ``_pre_dp_module_transform`` left on a parameter it made local."""
     spec = getattr(tensor, "_st_info", None)
     return spec if isinstance(spec, DTensorSpec) else None
 
 
 def torch_bridge_hooks(hooks: Iterable[Any]) -> bool:
-    """Whether torch's own swap-and-restore hooks are among ``hooks``."""
+    """Return whether torch's own swap-and-restore hooks are among ``hooks``."""
     from torch.distributed.tensor.parallel.ddp import _localize_dtensor, _reconstruct_dtensor
 
     return any(hook is _localize_dtensor or hook is _reconstruct_dtensor for hook in hooks)
 
 
-class ScalerOfOneProcess(torch.amp.GradScaler):
-    """Torch's loss scaler with a say in what it found; ``unscale_`` and the fused optimizers' path both ask here."""
+class LocalGradScaler(torch.amp.GradScaler):
+    """Torch's loss scaler, with one method that sees the verdict of ``unscale_`` and of fused optimizers."""
 
-    def _share(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
-        """Change in place what was found in the gradients of ``optimizer``, one 0-dim float a device."""
+    def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
+        """Change the verdict on the gradients of ``optimizer`` in place, one 0-dim float a device."""
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        self._share(optimizer, found)
+        self._reduce_found_inf(optimizer, found)
         return found

@@ -1,70 +1,57 @@
-"""DistributedDataParallel that knows that not all ranks are data parallel."""
+"""DistributedDataParallel around a bridged module, guarded where it would go wrong silently.
+
+Torch calls two hooks of ours. When a DDP of any kind takes a bridged module as its child, before it communicates
+anything, ``_on_registration`` compares the ranks of its group with those of the leaves, and gives the DDP a
+``ReducerGuard``. The guard runs before each forward: it compares the set of parameters with that of construction, and
+before the first synchronized forward it compares the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from tp_ddp_bridge.loading import times_assigned
-from tp_ddp_bridge.problems import PlanError, Problem
-from tp_ddp_bridge.view_class import BridgedModule
+from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters
+from tp_ddp_bridge.consistency.axes import mixing_problems
+from tp_ddp_bridge.consistency.replicas import replicas_in, shard_problems, structure_lines, value_problems
+from tp_ddp_bridge.consistency.verdict import Jury
+from tp_ddp_bridge.layout import is_replicated_tag, is_tagged, layout_of
 
 
 class BridgedDDP(DistributedDataParallel):
-    """What ``wrap_ddp`` returns. DDP itself, except that it refuses what would go wrong silently beside tensor
-    parallelism.
-    """
+    """DDP as ``wrap_ddp`` returns it: torch's communication hooks run on its own group, errors name rank and step."""
 
-    def __init__(self, module: torch.nn.Module, **kwargs: Any) -> None:
-        super().__init__(module, **kwargs)
-        self._assigned_before = times_assigned()
+    _num_forwards = 0
 
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's stub
-        self._assigned_before = times_assigned()
-
-    def _see_that_parameters_are_reduced(self) -> None:
-        """After ``load_state_dict(assign=True)``: DDP reduces the parameters that it was made with, and no others."""
-        if self._assigned_before == times_assigned():
-            return
-        known = set(map(id, self._module_parameters))
-        ignored = self.parameters_to_ignore
-        new = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and id(parameter) not in known and name not in ignored
-        ]
-        if new:
-            raise PlanError(
-                Problem(
-                    "not-reduced",
-                    name,
-                    found="a parameter that this DDP was not made with: load_state_dict(assign=True) has put it there",
-                    hint="load before wrap_ddp, or without assign=True; or wrap_ddp() and the optimizer are made anew",
-                )
-                for name in new
-            )
-        self._assigned_before = times_assigned()
+    @property
+    def guard(self) -> ReducerGuard:
+        """The hook that runs before each forward."""
+        return next(hook for hook in self._forward_pre_hooks.values() if isinstance(hook, ReducerGuard))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; an undone one is refused, because the reducer would wait for leaves that nobody uses."""
-        if not isinstance(self.module, BridgedModule):
-            raise RuntimeError(
-                "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
-                "reduce: wrap it anew with wrap_ddp"
-            )
-        self._see_that_parameters_are_reduced()
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's stub
+        """Run the module; an error that leaves it names this rank and the step."""
+        self._num_forwards += 1
+        try:
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]  # torch's stub
+        except Exception as error:
+            error.add_note(f"in forward {self._num_forwards} of DistributedDataParallel on rank {dist.get_rank()}")
+            raise
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, on the data-parallel group.
 
-        Torch's own hooks take ``state=None`` for the default group, in which ranks hold different shards; here they get
-        DDP's group instead.
+        Hooks take ``state=None`` for the default group, in which ranks hold different shards; here they get DDP's group
+        instead.
 
         Args:
             state: As in DDP. A process group, or a state object that has one, must have DDP's ranks.
@@ -73,19 +60,171 @@ class BridgedDDP(DistributedDataParallel):
         Raises:
             PlanError: The hook would average over other ranks than DDP's.
         """
-        own = dist.get_process_group_ranks(self.process_group)
-        if state is None and hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks"):
+        if state is None:
             state = self.process_group
-        group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", self.process_group)
-        ranks = dist.get_process_group_ranks(group)  # None: the default group, as torch's hooks read it
-        if ranks != own:
-            raise PlanError(
-                Problem(
-                    "groups-mix",
-                    f"state of {getattr(hook, '__name__', hook)}",
-                    found=f"its process group has ranks {ranks}, DDP averages over {own}: different shards would be "
-                    "mixed",
-                    hint="make the state with process_group=ddp.process_group",
-                )
-            )
+        raise_problems(_hook_problems(self.process_group, hook, state))
         super().register_comm_hook(state, hook)
+
+
+def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: object) -> Iterator[Problem]:
+    """Yield a problem for each group of a hook's state that runs over other ranks than DDP's."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    names = [*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ())]
+    held = {"state": state, **{name: getattr(state, name, None) for name in names}}
+    used = {
+        name: dist.get_process_group_ranks(each) for name, each in held.items() if isinstance(each, dist.ProcessGroup)
+    }
+    # Torch's hooks read None as the default group, in a state object as well.
+    is_torchs = hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks")
+    if (state is None and is_torchs) or getattr(state, "process_group", group) is None:
+        used["process_group"] = dist.get_process_group_ranks(None)
+    own = dist.get_process_group_ranks(group)
+    for name, ranks in used.items():
+        if not set(ranks) <= set(own) or (name != "subgroup" and ranks != own):
+            yield Problem(
+                "groups-mix",
+                f"{name} of {getattr(hook, '__name__', hook)}",
+                found=f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed",
+                hint="make the state with groups of ddp.process_group's ranks",
+            )
+
+
+# ---- the hook at construction --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def guard_ddp() -> None:
+    """From now on guard every DDP that is put around leaves; installed once for the process."""
+    register_module_module_registration_hook(_on_registration)
+
+
+def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    # DDP has set its process group by now, and has communicated nothing.
+    if child is None or name != "module" or not isinstance(parent, DistributedDataParallel):
+        return
+    if isinstance(parent, BridgedDDP) or any(map(is_tagged, child.parameters())):
+        raise_problems(_group_problems(child, parent.process_group), "DDP would mix shards")
+        parent.register_forward_pre_hook(ReducerGuard(child, parent.parameters_to_ignore))
+
+
+def _group_problems(module: nn.Module, group: dist.ProcessGroup) -> list[Problem]:
+    return mixing_problems(dist.get_rank(), frozenset(dist.get_process_group_ranks(group)), tensor_ranks(module))
+
+
+def tensor_ranks(module: nn.Module) -> dict[str, frozenset[int]]:
+    """Return the ranks of the mesh of every shard and DTensor of ``module``."""
+    layouts = {name: layout_of(p) for name, p in module.named_parameters() if not is_replicated_tag(p)}
+    return {name: frozenset(each.mesh.mesh.flatten().tolist()) for name, each in layouts.items() if each is not None}
+
+
+def tensor_groups(module: nn.Module) -> list[dist.ProcessGroup]:
+    """Return every group of several ranks along an axis of a parameter's mesh, in the order of parameters and axes."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for parameter in module.parameters():
+        layout = None if is_replicated_tag(parameter) else layout_of(parameter)
+        for axis in range(0 if layout is None else layout.mesh.ndim):
+            group = layout.mesh.get_group(axis)  # type: ignore[union-attr]  # no axes without a layout
+            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [group for ranks, group in groups.items() if len(ranks) > 1]
+
+
+# ---- the guard before each forward ---------------------------------------------------------------------------------
+
+
+class ReducerGuard:
+    """Forward pre-hook of a DDP around leaves.
+
+    Attributes:
+        jury: The ranks that raise together at the first forward; by default those that the groups connect.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
+        self.jury: Jury | None = None
+        # DDP builds its reducer of these right afterwards.
+        self._reduced: dict[int, torch.Tensor] | None = {
+            id(p): p for name, p in module.named_parameters() if p.requires_grad and name not in ignored
+        }
+        self._accepted: ParameterSet | None = None
+        self._compared = False
+
+    def __call__(self, ddp: DistributedDataParallel, inputs: Any) -> None:
+        """Raise where this forward would train replicas apart."""
+        if torch.compiler.is_compiling():
+            return
+        if self._accepted is None or not self._accepted.unchanged():
+            self._check_reducer_parameters(ddp)
+            self._accepted = ParameterSet(ddp.module)
+        # Elsewhere ranks need not run the same forwards: evaluation, no_sync(), join() with uneven inputs.
+        if not self._compared and ddp.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+            if not is_joining(ddp):
+                self._compare_ranks(ddp)
+            self._compared = True
+
+    def _check_reducer_parameters(self, ddp: DistributedDataParallel) -> None:
+        """Raise if parameters train that the reducer does not have; their replicas would go their own ways."""
+        named = dict(ddp.module.named_parameters())
+        if self._reduced is None:
+            self._reduced = {id(each): each for each in reduced_parameters(ddp) if each.requires_grad}
+        reduced = self._reduced
+        if any(isinstance(parameter, DTensor) for parameter in named.values()):
+            raise RuntimeError(
+                "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
+                "reduce: wrap it anew with wrap_ddp"
+            )
+        raise_problems(
+            Problem(
+                "not-reduced",
+                name,
+                found="it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made: DDP "
+                "does not reduce it",
+                hint="do so before wrap_ddp; or wrap_ddp() and the optimizer are made anew",
+            )
+            for name, parameter in named.items()
+            if parameter.requires_grad and id(parameter) not in reduced and name not in ddp.parameters_to_ignore
+        )
+
+    def _compare_ranks(self, ddp: DistributedDataParallel) -> None:
+        """Compare groups, shards and replicas of all ranks, which raise together."""
+        module, group = ddp.module, ddp.process_group
+        problems = _group_problems(module, group)
+        for hook, state in comm_hooks(ddp):
+            problems += _hook_problems(group, hook, state)
+        raise_problems(problems, "DDP would mix shards")
+        jury = self.jury or Jury([group, *tensor_groups(module)])
+        jury.agree("first forward of DDP", (), structure_lines(module))
+        jury.agree("first forward of DDP", shard_problems(module, group))
+        # Buffers are synchronized by DDP itself, or are the rank's own.
+        problems = [
+            problem
+            for each in (group, *tensor_groups(module))
+            for problem in value_problems(
+                replicas_in(module.named_parameters(), dist.get_process_group_ranks(each)), each
+            )
+        ]
+        jury.agree("first forward of DDP", problems)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A DDP that was copied or pickled makes a new reducer, of the parameters that it has then.
+        self.jury, self._accepted, self._compared = None, None, False
+        self._reduced = None
+
+
+class ParameterSet:
+    """Parameters and submodules of a module at one moment, by identity, and which of them train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tables: list[dict[str, Any]] = [table for m in module.modules() for table in (m._parameters, m._modules)]
+        self._tables = [(table, list(table.values())) for table in tables]
+        self._parameters = list(module.parameters())
+        self._trains = [parameter.requires_grad for parameter in self._parameters]
+
+    def unchanged(self) -> bool:
+        """Return whether everything is as it was; a fraction of a millisecond for a thousand parameters."""
+        return [parameter.requires_grad for parameter in self._parameters] == self._trains and all(
+            len(table) == len(values) and all(map(operator.is_, table.values(), values))
+            for table, values in self._tables
+        )

@@ -1,20 +1,20 @@
-"""What the bridge will do to a module, decided without touching it."""
+"""The plan of a bridge: the leaves that it makes, decided without touching the module."""
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from tp_ddp_bridge.problems import Problem
+from tp_ddp_bridge._shared.patterns import Pattern
+from tp_ddp_bridge._shared.problems import Problem
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class ViewEntry:
-    """One leaf: the DTensor it is read as, and all names it has.
+    """One leaf, the DTensor it is read as, and all its names.
 
     Attributes:
         names: FQNs; more than one for tied parameters.
@@ -52,8 +52,8 @@ class ViewEntry:
         )
         tied = f"  (tied: {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         frozen = "" if self.requires_grad or self.kind == "buffer" else "  frozen"
-        what = f"{self.names[0]}  {self.kind}  {self.dtype}"
-        return f"{what}  global {self.shape} -> local {self.local_shape}  {places}{frozen}{tied}"
+        head = f"{self.names[0]}  {self.kind}  {self.dtype}"
+        return f"{head}  global {self.shape} -> local {self.local_shape}  {places}{frozen}{tied}"
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class BridgePlan:
 
     Attributes:
         entries: One per DTensor parameter or buffer, in the module's order.
-        plain: Names of the other parameters. The bridge takes them to be whole on every tensor-parallel rank (see
+        plain: Names of the other parameters. The bridge takes them to be replicated on every tensor-parallel rank (see
             ``check_replicas``).
-        problems: What keeps the plan from being carried out.
+        problems: Everything that prevents the plan from being carried out.
     """
 
     entries: tuple[ViewEntry, ...]
@@ -78,34 +78,34 @@ class BridgePlan:
 
     @property
     def digest(self) -> str:
-        """A hash that is the same on all ranks that planned the same."""
+        """A hash that is equal on all ranks with the same plan."""
         content = [{**asdict(entry), "local_shape": None} for entry in self.entries]
         text = json.dumps([FORMAT, content, self.plain, [asdict(problem) for problem in self.problems]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def explain(self, name: str | None = None) -> str:
-        """The plan as text, one leaf a line.
+        """Return the plan as text, one leaf a line.
 
         Args:
-            name: A FQN or a pattern with ``*``; only the leaves with such a name.
+            name: A FQN or a pattern (``"layers.*.weight"``, ``"**.bias"``); only the leaves with such a name.
 
         Raises:
             KeyError: No leaf has such a name.
         """
         if name is None:
             lines = [str(entry) for entry in self.entries]
-            lines += [f"{plain}  parameter  plain: the same on every tensor-parallel rank" for plain in self.plain]
+            lines += [f"{plain}  parameter  plain: replicated on every tensor-parallel rank" for plain in self.plain]
             return "\n".join([*lines, *(str(problem) for problem in self.problems)])
-        found = [str(entry) for entry in self.entries if any(fnmatch.fnmatchcase(own, name) for own in entry.names)]
-        found += [f"{plain}  plain" for plain in self.plain if fnmatch.fnmatchcase(plain, name)]
-        if not found:
-            raise KeyError(
-                f"{name!r} names no parameter of this plan; it has {', '.join(self.names + self.plain) or 'none'}"
-            )
-        return "\n".join(found)
+        pattern = Pattern(name)
+        lines = [str(entry) for entry in self.entries if any(map(pattern.matches, entry.names))]
+        lines += [f"{plain}  plain" for plain in self.plain if pattern.matches(plain)]
+        if not lines:
+            known = ", ".join(self.names + self.plain) or "none"
+            raise KeyError(f"{name!r} names no parameter of this plan; it has {known}")
+        return "\n".join(lines)
 
     def to_json(self) -> str:
-        """The plan as JSON text with a format number."""
+        """Return the plan as JSON text with a format number."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:

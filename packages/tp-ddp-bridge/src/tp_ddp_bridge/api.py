@@ -1,0 +1,218 @@
+"""The two calls that put DDP around tensor parallelism: bridge a module, and wrap it as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
+from tp_ddp_bridge._torch_compat import flatten_axes
+from tp_ddp_bridge.consistency.axes import AxisRanks, data_axes, mixing_problems
+from tp_ddp_bridge.consistency.replicas import (
+    named_tensors,
+    replicas_in,
+    shard_problems,
+    structure_lines,
+    structure_problems,
+    value_problems,
+)
+from tp_ddp_bridge.consistency.verdict import Jury
+from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, tensor_groups, tensor_ranks
+from tp_ddp_bridge.module.survey import survey
+from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, transform, undo_dp_transform
+from tp_ddp_bridge.optim.elementwise import check_at_first_step
+from tp_ddp_bridge.optim.repoint import as_list
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = (), buffers: bool = True) -> M:
+    """Prepare a tensor-parallel module for ``DistributedDataParallel``.
+
+    Every DTensor parameter is replaced by a local leaf, for good; reading it as an attribute gives a DTensor of the
+    same layout. Names, order, ties, ``requires_grad``, gradients, user attributes and hooks stay. Calling it again
+    changes nothing, except that DTensors that were added since, and ``optimizers`` that were forgotten, are bridged
+    too. Communicates nothing, unless a gradient or optimizer state is laid out otherwise than its parameter.
+
+    From now on every DDP around leaves is guarded in this process, and every optimizer that holds shards is tried at
+    its first step.
+
+    Args:
+        module: Changed in place. Its parameters may come from torch's ``parallelize_module``, tp-styles, or by hand.
+        optimizers: Optimizers that hold DTensor parameters of ``module``; re-pointed in place, their state is kept.
+        buffers: Whether DTensor buffers become local too (DDP cannot broadcast DTensors).
+
+    Returns:
+        ``module``.
+
+    Raises:
+        PlanError: All problems in one error; ``module`` and ``optimizers`` are unchanged.
+    """
+    guard_ddp()
+    check_at_first_step()
+    return transform(module, as_list(optimizers), buffers=buffers)
+
+
+_pre_dp_module_transform = pre_dp_module_transform  # its name in torch
+
+
+@contextmanager
+def dp_bridge(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = (), buffers: bool = True) -> Iterator[M]:
+    """Bridge ``module`` for the length of a ``with`` block; a block that raises is undone as well.
+
+    Args:
+        module: As in ``pre_dp_module_transform``.
+        optimizers: As there; also re-pointed back at the end.
+        buffers: As there.
+    """
+    listed = as_list(optimizers)
+    pre_dp_module_transform(module, optimizers=listed, buffers=buffers)
+    try:
+        yield module
+    finally:
+        undo_dp_transform(module, optimizers=listed)
+
+
+def wrap_ddp(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    optimizers: Iterable[Optimizer] | Optimizer = (),
+    **ddp_kwargs: Any,
+) -> DistributedDataParallel:
+    """Bridge ``module`` and wrap it in ``DistributedDataParallel`` over the ranks that hold the same shards.
+
+    Before DDP broadcasts anything, the ranks compare what they hold: members of the data-parallel group must hold the
+    same shards, and parameters that are replicated on tensor-parallel ranks must be equal there, bit for bit. They
+    raise together: all ranks of ``mesh`` if it has several axes, else all that the groups connect.
+
+    Args:
+        module: A tensor-parallel module, bridged or not.
+        mesh: A mesh with the data axis: the 2-D mesh that the tensor-parallel mesh was sliced from, or the data axis
+            alone. All axes that no parameter lies on are data axes (several are flattened into one).
+        group: Instead of ``mesh``, the process group of ranks that hold the same shards.
+        optimizers: As in ``pre_dp_module_transform``.
+        **ddp_kwargs: Passed to ``DistributedDataParallel`` as they are.
+
+    Returns:
+        The DDP. Its state dict has DTensors of global shape.
+
+    Raises:
+        PlanError: The problems of all ranks, on all ranks. Nothing was changed and nothing was broadcast.
+        TypeError: A DDP argument that names the group another way.
+    """
+    _check_arguments(mesh, group, ddp_kwargs)
+    listed = as_list(optimizers)
+    surveyed = survey(module)
+    problems = bridging_problems(surveyed, listed)
+    data_group, group_problems = _data_group(module, mesh, group)
+    problems += group_problems
+    jury = _jury(module, mesh, data_group, problems)
+
+    # In this order: every exchange is one that all ranks make, because the one before has shown that they can.
+    jury.agree("wrap_ddp", problems, [*_settings(ddp_kwargs), *structure_lines(module)])
+    assert data_group is not None  # else there were problems
+    jury.agree("wrap_ddp", shard_problems(module, data_group))
+    differences = []
+    for tensor_group in tensor_groups(module):
+        replicas = replicas_in(named_tensors(module), dist.get_process_group_ranks(tensor_group))
+        found = structure_problems(replicas, tensor_group)
+        differences += found or value_problems(replicas, tensor_group)
+    jury.agree("wrap_ddp", differences)
+
+    bridged_before = is_bridged(module)
+    pre_dp_module_transform(module, optimizers=listed)
+    try:
+        ddp = BridgedDDP(module, process_group=data_group, **ddp_kwargs)
+    except Exception:
+        if not bridged_before:
+            undo_dp_transform(module, optimizers=listed)
+        raise
+    ddp.guard.jury = jury
+    return ddp
+
+
+def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, ddp_kwargs: dict[str, Any]) -> None:
+    for name in ("process_group", "device_mesh"):
+        if name in ddp_kwargs:
+            raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError(
+            Problem(
+                "no-process-group",
+                "wrap_ddp",
+                found="torch.distributed is not initialized",
+                hint="init_process_group first",
+            )
+        )
+    if (mesh is None) == (group is None):
+        given = "neither of them" if mesh is None else "both"
+        raise PlanError(
+            Problem(
+                "no-data-group" if mesh is None else "two-data-groups",
+                "mesh, group",
+                found=f"{given} is given",
+                hint="name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them",
+            )
+        )
+    if mesh is not None and mesh.get_coordinate() is None:
+        raise PlanError(
+            Problem(
+                "outside-mesh",
+                "mesh",
+                found=f"rank {dist.get_rank()} is not in it",
+                hint="call wrap_ddp on the mesh's ranks only",
+            )
+        )
+
+
+def _settings(ddp_kwargs: dict[str, Any]) -> list[str]:
+    """Return the DDP arguments that have to be equal on all ranks, as text: buckets are cut by them."""
+    return [
+        f"{name}={value!r}"
+        for name, value in sorted(ddp_kwargs.items())
+        if value is None or isinstance(value, bool | int | float | str)
+    ]
+
+
+def _data_group(
+    module: nn.Module, mesh: DeviceMesh | None, group: dist.ProcessGroup | None
+) -> tuple[dist.ProcessGroup | None, list[Problem]]:
+    """Return the group of ranks that hold the same shards as this one, or what is wrong; communicates nothing."""
+    rank, ranks_by_name = dist.get_rank(), tensor_ranks(module)
+    if mesh is None:
+        assert group is not None
+        mixing = mixing_problems(rank, frozenset(dist.get_process_group_ranks(group)), ranks_by_name)
+        return (None if mixing else group), mixing
+    named = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
+    members = [frozenset(dist.get_process_group_ranks(mesh.get_group(index))) for index in range(mesh.ndim)]
+    names, problems = data_axes(rank, map(AxisRanks, named, members), ranks_by_name)
+    if len(names) > 1 and mesh.mesh_dim_names is None:
+        problems += (
+            Problem("unnamed-axes", "mesh", found=f"{len(names)} data axes", hint="give the mesh mesh_dim_names"),
+        )
+    if problems:
+        return None, list(problems)
+    if len(names) > 1:
+        return flatten_axes(mesh, names).get_group(), []
+    return mesh.get_group(named.index(names[0])), []
+
+
+def _jury(
+    module: nn.Module, mesh: DeviceMesh | None, data_group: dist.ProcessGroup | None, problems: list[Problem]
+) -> Jury:
+    """Return the ranks that raise together; they have to follow from what all ranks were given."""
+    if mesh is not None and mesh.ndim > 1:
+        return Jury(mesh)
+    if data_group is None:  # the groups themselves are wrong, on every rank that was given them
+        raise_problems(problems, "no data-parallel group")
+    assert data_group is not None
+    return Jury([data_group, *tensor_groups(module)])

@@ -1,0 +1,205 @@
+"""Comparison of ranks: that they hold the same shards, and to the bit the same values where these are replicated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_ddp_bridge._shared.consensus import all_gather_header, ranks_of
+from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._torch_compat import local_of
+from tp_ddp_bridge.consistency.verdict import named_collective
+from tp_ddp_bridge.layout import is_replicated_tag, layout_of
+
+_CHUNK = 1 << 20
+
+
+@dataclass(eq=False)
+class Replica:
+    """The local values of one tensor, or of one of its sections, that other ranks may hold too.
+
+    Attributes:
+        name: FQN.
+        local: The local values.
+        shard: For each rank of the group, which shard it holds. Ranks with equal entries hold equal values.
+    """
+
+    name: str
+    local: torch.Tensor
+    shard: tuple[Hashable, ...]
+
+
+def check_replicas(module: nn.Module, group: dist.ProcessGroup | None = None) -> int:
+    """Compare, bit for bit, what the ranks of ``group`` hold in common.
+
+    In a tensor-parallel group that is every parameter and buffer that is not sharded over it, and copies of key-value
+    heads; in a data-parallel group, every one. Communicates two small all-gathers. Call it whenever ranks may have
+    drifted apart.
+
+    Args:
+        module: A module, bridged or not, or a DDP.
+        group: The default group if ``None``.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        PlanError: On all ranks of the group alike: the tensors that differ and on which ranks, or that the modules are
+            not the same.
+    """
+    replicas = replicas_in(named_tensors(module), ranks_of(group))
+    raise_problems(structure_problems(replicas, group))
+    problems = value_problems(replicas, group)
+    raise_problems(problems, f"{len(problems)} of {len(replicas)} tensors differ between replicas")
+    return len(replicas)
+
+
+def replicas_in(tensors: Iterable[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> list[Replica]:
+    """Return everything that this rank holds in common with others of ``ranks``, in the order of ``tensors``."""
+    return [
+        replica
+        for name, tensor in tensors
+        for replica in _replicas_of(name, tensor, ranks)
+        if len(ranks) == 1 or len(set(replica.shard)) < len(ranks)
+    ]
+
+
+def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Iterator[Replica]:
+    layout = layout_of(tensor)
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    if layout is None:
+        yield Replica(name, local, ("full",) * len(ranks))
+        return
+    table = layout.mesh.mesh
+    places = [tuple((table == rank).nonzero()[0].tolist()) for rank in ranks if bool((table == rank).any())]
+    axes = layout.sharded_axes()
+    if len(places) <= 1 or not axes:  # ranks outside the tensor's mesh hold what this rank holds
+        yield Replica(name, local, ("full",) * len(ranks))
+    elif len(places) == len(ranks) and layout.sections:
+        (axis,) = axes
+        for index, (each, section) in enumerate(zip(layout.local_ranges(), layout.sections, strict=True)):
+            shards = tuple(place[axis] // section.copies for place in places)
+            yield Replica(f"{name} section {index}", each.of(local), shards)
+    else:
+        shards = tuple(tuple(place[axis] for axis in axes) for place in places)
+        # A group that this mesh covers in part: another rank would see other places.
+        if len(places) == len(ranks) or len(set(shards)) == 1:
+            yield Replica(name, local, shards if len(places) == len(ranks) else ("full",) * len(ranks))
+
+
+def structure_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
+    """Compare names, shapes and dtypes; a collective, the same problems on all ranks of ``group``."""
+    lines = [
+        # Shards that differ may be uneven.
+        f"{each.name} {tuple(each.local.shape) if len(set(each.shard)) == 1 else each.shard} {each.local.dtype}"
+        for each in replicas
+    ]
+    return _digest_problems(lines, group, "check_replicas")
+
+
+def structure_lines(module: nn.Module) -> list[str]:
+    """Return one line for each parameter that is equal on all ranks, data- and tensor-parallel ones."""
+    lines = []
+    for name, parameter in module.named_parameters():
+        layout = layout_of(parameter)
+        place = tuple(parameter.shape) if layout is None else f"{layout} of {tuple(layout.mesh.shape)}"
+        lines.append(f"{name} {parameter.dtype} requires_grad={parameter.requires_grad} {place}")
+    return lines
+
+
+def shard_problems(module: nn.Module, group: dist.ProcessGroup) -> list[Problem]:
+    """Compare which shards of which tensors the ranks of a data-parallel group hold, whatever their values.
+
+    Returns:
+        The same problems on all ranks of ``group``.
+    """
+    lines = []
+    for name, tensor in named_tensors(module):
+        layout = None if is_replicated_tag(tensor) else layout_of(tensor)
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        place = "" if layout is None else layout.mesh.get_coordinate()
+        lines.append(f"{name} {tuple(local.shape)} {tensor.dtype} {place}")
+    return _digest_problems(lines, group, "wrap_ddp")
+
+
+def _digest_problems(lines: Iterable[str], group: dist.ProcessGroup | None, subject: str) -> list[Problem]:
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    digests = all_gather_header(group, digest, subject)
+    if len(set(digests)) == 1:
+        return []
+    return [
+        Problem(
+            "ranks-disagree",
+            "module",
+            found=f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards",
+            hint="the group must be the ranks with the same tensor-parallel coordinate, and the module the same on "
+            "all of them",
+        )
+    ]
+
+
+def value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
+    """Compare values by fingerprint; a collective, the same problems on all ranks of ``group``."""
+    ranks = ranks_of(group)
+    if len(ranks) == 1 or not replicas:
+        return []
+    device = replicas[0].local.device
+    own = torch.stack([fingerprint(each.local).to(device) for each in replicas])  # tensors x 2
+    gathered = [torch.empty_like(own) for _ in ranks]
+    with named_collective("check_replicas: the comparison of fingerprints"):
+        dist.all_gather(gathered, own, group=group)
+    table = torch.stack(gathered).cpu()  # ranks x tensors x 2
+    problems = []
+    for index, each in enumerate(replicas):
+        prints = [str(row) for row in table[:, index].tolist()]
+        if len(set(zip(each.shard, prints, strict=True))) > len(set(each.shard)):
+            problems.append(
+                Problem(
+                    "replicas-differ",
+                    each.name,
+                    found=f"different values on ranks {_partition(prints, ranks)}",
+                    hint="load or initialise it alike on all of them (same seed, or a broadcast); a gradient that is "
+                    "summed on one rank only lets replicas drift apart",
+                )
+            )
+    return problems
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two int64 numbers that depend on every bit of ``tensor`` and its place; computed where the tensor is.
+
+    Args:
+        tensor: Any strided tensor, of any dtype.
+    """
+    flat = tensor.detach().contiguous().flatten()
+    if flat.dtype.is_complex:
+        flat = torch.view_as_real(flat).flatten()
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for start in range(0, bits.numel(), _CHUNK):  # in chunks: the int64 copies are 2 to 8 times as large
+        chunk = bits[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device)
+        mixed = (chunk + place) * (place * 0x5851F42D4C957F2D + 0x14057B7EF767814F)
+        mixed = mixed ^ (mixed >> 29)
+        total += torch.stack([mixed.sum(), (mixed * (2 * place + 1)).sum()])
+    return total
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _partition(values: Sequence[object], ranks: Sequence[int]) -> str:
+    """Return ``{0, 1} and {2}``: the ranks, grouped by what they hold."""
+    groups: dict[object, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        groups.setdefault(value, []).append(rank)
+    return " and ".join("{" + ", ".join(map(str, members)) + "}" for members in groups.values())

@@ -1,0 +1,188 @@
+"""Bridging a module and undoing it.
+
+Both work in two steps: everything that can go wrong is found first, by reading; then objects are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
+from tp_ddp_bridge.layout import LEAF_TAGS, ReplicatedOn, is_local_shard, untag_replicated
+from tp_ddp_bridge.module.eager import forward_hooks_to_leaf, has_local_hooks, refuse_gradients, return_hooks
+from tp_ddp_bridge.module.survey import Registration, Survey, SurveyedTensor, survey
+from tp_ddp_bridge.module.view import View
+from tp_ddp_bridge.module.view_class import BridgedModule, original_class, set_views, tag_after_load, tag_all
+from tp_ddp_bridge.optim.repoint import as_list, repoint, repointing_problems
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def is_bridged(module: nn.Module) -> bool:
+    """Return whether ``module``, or the module inside a DDP, was bridged (and not undone)."""
+    return any(isinstance(submodule, BridgedModule) for submodule in module.modules())
+
+
+def transform(module: M, optimizers: list[Optimizer], *, buffers: bool = True) -> M:
+    """Exchange every DTensor of ``module`` for a leaf, and re-point ``optimizers``; see ``pre_dp_module_transform``."""
+    surveyed = survey(module, buffers=buffers)
+    raise_problems(bridging_problems(surveyed, optimizers), "the module cannot be bridged")
+    for each in surveyed.bridgeable:
+        if not each.is_leaf:
+            _bridge(each)
+    _make_root(module, surveyed)
+    for optimizer in optimizers:
+        repoint(optimizer)
+    return module
+
+
+def bridging_problems(surveyed: Survey, optimizers: list[Optimizer]) -> list[Problem]:
+    """Return all problems of a module and of the optimizers that are to be re-pointed; communicates nothing."""
+    targets = {id(each.tensor): each for each in surveyed.bridgeable if not each.is_leaf}
+
+    def is_replaced(parameter: torch.Tensor) -> bool:
+        return id(parameter) in targets or is_stale(parameter)
+
+    def is_sharded(parameter: torch.Tensor) -> bool:  # becomes a shard, or is one
+        target = targets.get(id(parameter))
+        return is_local_shard(parameter) if target is None else bool(target.layout.sharded_axes())
+
+    return [*surveyed.problems, *repointing_problems(optimizers, is_replaced, is_sharded)]
+
+
+def _bridge(surveyed: SurveyedTensor) -> None:
+    """Exchange one DTensor for its leaf, under all its names."""
+    tensor, layout = surveyed.tensor, surveyed.layout
+    local = surveyed.local.detach()
+    leaf = nn.Parameter(local, requires_grad=tensor.requires_grad) if surveyed.kind == "parameter" else local
+    leaf.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_param"})
+    if surveyed.kind == "parameter":
+        assert isinstance(leaf, nn.Parameter)
+        forward_hooks_to_leaf(tensor, leaf, layout)
+        if tensor.grad is not None:
+            assert isinstance(tensor.grad, DTensor)
+            leaf.grad = layout.localize(tensor.grad)
+        mark_stale(
+            tensor,
+            Problem(
+                "parameter-replaced",
+                surveyed.name,
+                found="a local leaf took its place when the module was bridged for data parallelism",
+                hint="pass the optimizer that still holds it, pre_dp_module_transform(module, optimizers=[optimizer]) "
+                "(this can be done later, too), or build it afterwards",
+            ),
+            leaf,
+        )
+        refuse_gradients(tensor, surveyed.name)
+    for registration in surveyed.registrations:
+        _register(registration, surveyed.kind, leaf)
+        view = View(layout, surveyed.kind, registration.fqns[0], leaf.shape)
+        set_views(registration.owner, {registration.name: view})
+
+
+def _register(registration: Registration, kind: str, tensor: torch.Tensor) -> None:
+    # Not by setattr: nn.Module.__setattr__ refuses to exchange some of them, and hooks of users would run.
+    if kind == "parameter":
+        assert isinstance(tensor, nn.Parameter)
+        registration.owner._parameters[registration.name] = tensor
+    else:
+        registration.owner._buffers[registration.name] = tensor
+
+
+def _make_root(module: nn.Module, surveyed: Survey) -> None:
+    """Let one call of ``module`` span a forward, and tag its plain parameters as replicated."""
+    if not isinstance(module, BridgedModule):
+        set_views(module, {})
+    if not surveyed.distributed:
+        return
+    if "_dp_replicated_on" not in module.__dict__:
+        module.register_load_state_dict_post_hook(tag_after_load)
+    mesh = max((each.layout.mesh for each in surveyed.distributed), key=lambda mesh: mesh.size())
+    module.__dict__["_dp_replicated_on"] = ReplicatedOn(mesh)
+    tag_all(module)
+
+
+def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> M:
+    """Give a bridged module its DTensor parameters back, with their gradients, attributes and hooks.
+
+    Args:
+        module: The module that was bridged, not the DDP around it; that DDP must not be used any more.
+        optimizers: Optimizers that hold leaves of ``module``; re-pointed in place, their state is kept.
+
+    Returns:
+        ``module``, with the classes it had.
+
+    Raises:
+        PlanError: A hook was registered on a leaf, or an optimizer cannot be re-pointed; nothing was changed.
+    """
+    listed = as_list(optimizers)
+    surveyed = survey(module)
+    leaves = [each for each in surveyed.bridgeable if each.is_leaf]
+    ids = {id(each.tensor) for each in leaves}
+    problems = [problem for problem in surveyed.problems if problem.code == "already-wrapped"]
+    problems += [
+        Problem(
+            "hook-on-leaf",
+            each.name,
+            found="a hook that was registered on the local leaf",
+            hint="remove it; on the DTensor parameter it would see DTensors",
+        )
+        for each in leaves
+        if each.kind == "parameter" and has_local_hooks(each.tensor)
+    ]
+    problems += repointing_problems(
+        listed, lambda parameter: id(parameter) in ids or is_stale(parameter), lambda _: False
+    )
+    raise_problems(problems, "the bridge cannot be undone")
+    for each in leaves:
+        _unbridge(each)
+    for submodule in module.modules():
+        _restore_class(submodule)
+    for parameter in surveyed.plain.values():
+        untag_replicated(parameter)
+    for optimizer in listed:
+        repoint(optimizer)
+    return module
+
+
+def _unbridge(surveyed: SurveyedTensor) -> None:
+    leaf, layout = surveyed.tensor, surveyed.layout
+    dtensor: torch.Tensor = layout.wrap(leaf)
+    attributes = {key: value for key, value in leaf.__dict__.items() if key not in LEAF_TAGS}
+    if surveyed.kind == "parameter":
+        assert isinstance(leaf, nn.Parameter)
+        dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)
+        return_hooks(leaf, dtensor)
+        if leaf.grad is not None:
+            dtensor.grad = layout.wrap(leaf.grad)
+        mark_stale(
+            leaf,
+            Problem(
+                "parameter-replaced",
+                surveyed.name,
+                found="a DTensor took the place of this local leaf when the bridge was undone",
+                hint="pass the optimizer that still holds it, undo_dp_transform(module, optimizers=[optimizer]) (this "
+                "can be done later, too); bridge the module and wrap it anew to go on with data parallelism",
+            ),
+            dtensor,
+        )
+    dtensor.__dict__.update(attributes)
+    for registration in surveyed.registrations:
+        _register(registration, surveyed.kind, dtensor)
+
+
+def _restore_class(module: nn.Module) -> None:
+    if isinstance(module, BridgedModule):
+        module.__class__ = original_class(module)  # type: ignore[assignment]  # a class of another module
+        del module.__dict__["_dp_views"]
+        if module.__dict__.pop("_dp_replicated_on", None) is not None:
+            hooks = module._load_state_dict_post_hooks
+            for key in [key for key, hook in hooks.items() if hook is tag_after_load]:
+                del hooks[key]

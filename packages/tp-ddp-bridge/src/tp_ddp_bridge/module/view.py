@@ -1,0 +1,186 @@
+"""Reading a leaf as a DTensor.
+
+A view lives as long as the expression that read it. Nothing is swapped in and nothing has to be restored, so an
+exception, a recomputation in backward or a submodule that is called directly cannot find the module in the wrong state.
+
+Within one outermost forward a leaf that is read again gives the same view, unless something that decides about it has
+changed: the leaf's version or dtype, grad mode, inference mode, or the checkpointed region.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tp_ddp_bridge._torch_compat import DTensorSpec, local_of, make_spec, top_saved_tensors_hooks, wrap
+from tp_ddp_bridge.layout import Layout
+
+
+class AsDTensor(torch.autograd.Function):
+    """``leaf -> DTensor``; backward gives DDP's reducer a plain tensor that has arrived.
+
+    The public ``DTensor.from_local`` computes the same in twice the time; it is used under ``torch.compile``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, spec: DTensorSpec) -> DTensor:
+        """Wrap an alias of ``leaf`` that shares its memory."""
+        ctx.of = (spec, leaf, leaf._version)
+        ctx.set_materialize_grads(False)
+        return wrap(leaf.view_as(leaf), spec, requires_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, None]:
+        """Bring the gradient to the leaf's placements and unwrap it; communicates only if they differ."""
+        (grad,) = grads
+        if grad is None:
+            return None, None
+        spec, leaf, version = ctx.of
+        if leaf._version != version:
+            # A view has a version counter of its own, so autograd cannot see that what it saved was overwritten.
+            raise RuntimeError(
+                f"a parameter of local shape {tuple(leaf.shape)} was changed in place between forward and backward "
+                f"(by an optimizer step, or by loading), version {version} -> {leaf._version}: its gradient would be "
+                "wrong. Run backward before the step"
+            )
+        if grad.placements != spec.placements:
+            grad = grad.redistribute(spec.mesh, spec.placements)
+        if torch.is_grad_enabled():  # create_graph=True: a second derivative goes through to_local
+            return grad.to_local(), None
+        return local_of(grad), None  # waited: the reducer copies it at once
+
+
+class View:
+    """The recipe for one attribute.
+
+    Attributes:
+        layout: Mesh, placements, global shape and stride.
+        kind: ``"parameter"`` or ``"buffer"``.
+        name: FQN in the module that was transformed, for messages.
+        local_shape: Shape of the leaf on this rank.
+        leaf: The leaf, to restore it where torch deletes it from the module.
+        index: Its place among the module's parameters.
+    """
+
+    __slots__ = ("_specs", "index", "kind", "layout", "leaf", "local_shape", "name")
+
+    def __init__(self, layout: Layout, kind: str, name: str, local_shape: torch.Size) -> None:
+        self.layout = layout
+        self.kind = kind
+        self.name = name
+        self.local_shape = local_shape
+        self.leaf: torch.Tensor | None = None
+        self.index = 0
+        self._specs: dict[tuple[torch.dtype, torch.device], DTensorSpec] = {}
+
+    def read(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the attribute for the ``value`` that stands in the module.
+
+        Args:
+            value: The leaf, or a replacement by ``functional_call``: a DTensor (returned as it is) or a plain tensor of
+                the leaf's local shape (read in the leaf's layout).
+
+        Raises:
+            RuntimeError: ``value`` has another shape, or lies on another device type than the mesh.
+        """
+        if value is None or isinstance(value, DTensor):
+            return value
+        layout = self.layout
+        if torch.compiler.is_compiling():
+            return DTensor.from_local(
+                value, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
+            )
+        if value.shape != self.local_shape:
+            raise RuntimeError(
+                f"{self.kind} {self.name!r}: a plain tensor of shape {tuple(value.shape)} stands for a local shard of "
+                f"shape {tuple(self.local_shape)} (global {layout}); pass the local shard, or a DTensor"
+            )
+        views = _forward.views
+        if views is None or value.is_inference():
+            return self.make(value)
+        key = (
+            id(value),
+            id(layout),  # that of all names of a tie
+            value._version,
+            value.dtype,
+            value.requires_grad,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            top_saved_tensors_hooks(),  # a checkpointed region has its own
+        )
+        entry = views.get(key)
+        if entry is None:
+            # Kept with its leaf: as long as the entry lives no other tensor can take the leaf's id.
+            entry = views[key] = (self.make(value), value)
+        return entry[0]
+
+    def make(self, leaf: torch.Tensor) -> DTensor:
+        """Return a new view of ``leaf`` in the current grad mode."""
+        spec = self._specs.get((leaf.dtype, leaf.device))
+        if spec is None:
+            spec = self._spec_for(leaf)
+        if leaf.requires_grad and torch.is_grad_enabled():
+            view: DTensor = AsDTensor.apply(leaf, spec)  # type: ignore[no-untyped-call]  # torch's stub
+        else:
+            view = wrap(leaf.detach(), spec, requires_grad=False)
+        if self.kind == "parameter":
+            view._is_param = True  # isinstance(view, nn.Parameter), as before the bridge; registering one anew raises
+        return view
+
+    def _spec_for(self, leaf: torch.Tensor) -> DTensorSpec:
+        # dtype and device come from the leaf, which `.to()` may have changed, never from the original DTensor.
+        layout = self.layout
+        if leaf.device.type not in (layout.mesh.device_type, "meta"):
+            raise RuntimeError(
+                f"{self.kind} {self.name!r} lies on {leaf.device.type!r}, but its mesh is made for "
+                f"{layout.mesh.device_type!r}: move it back, or undo_dp_transform and parallelize on a mesh of that "
+                "device type"
+            )
+        spec = make_spec(layout.mesh, layout.placements, layout.shape, layout.stride, leaf.dtype)
+        self._specs[leaf.dtype, leaf.device] = spec
+        return spec
+
+    def __getstate__(self) -> tuple[Layout, str, str, torch.Size]:
+        return (self.layout, self.kind, self.name, self.local_shape)
+
+    def __setstate__(self, state: tuple[Layout, str, str, torch.Size]) -> None:
+        self.__init__(*state)  # type: ignore[misc]  # the specs are made anew
+
+
+class _Forward(threading.local):
+    """The forward that this thread is in; a recomputation in backward starts one of its own."""
+
+    depth = 0
+    views: dict[Any, tuple[DTensor, torch.Tensor]] | None = None
+
+
+_forward = _Forward()
+
+
+class ForwardScope:
+    """Keeps views until the outermost of nested scopes ends."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        if _forward.depth == 0:
+            _forward.views = {}
+        _forward.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        _forward.depth -= 1
+        if _forward.depth == 0:
+            _forward.views = None
+
+
+def in_forward() -> bool:
+    """Return whether a bridged module is running in this thread."""
+    return _forward.depth > 0
+
+
+def live_views() -> int:
+    """Return how many views are kept at this moment (0 outside any forward)."""
+    return len(_forward.views or ())

@@ -1,0 +1,253 @@
+"""The class of a bridged module.
+
+A subclass of the module's own class, made once for each class and set of names, with one property per leaf. It keeps
+the name of the class, so that the module prints as before. At the module's edges everything is global again: state
+dicts, pickles, assignment.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_ddp_bridge.layout import ReplicatedOn, tag_leaf, tag_replicated
+from tp_ddp_bridge.module.eager import eager_view
+from tp_ddp_bridge.module.view import ForwardScope, View, in_forward
+from tp_ddp_bridge.state_dict.loading import ShardingStateDict, run_pre_hooks_first
+
+_scope = ForwardScope()
+_classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weakref.WeakValueDictionary()
+
+
+class BridgedModule:
+    """Mixin of every class that ``view_class`` makes.
+
+    Instances hold ``_dp_views``: attribute name -> View; roots hold ``_dp_replicated_on`` as well. No ``__slots__``:
+    ``__class__`` can only be assigned between classes whose instances have the same memory layout.
+    """
+
+    _dp_names: ClassVar[tuple[str, ...]] = ()
+    _dp_views: dict[str, View]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; within the outermost call a leaf is viewed once."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
+        with _scope:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]  # nn.Module.__call__
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._dp_views and isinstance(value, torch.Tensor):
+            value = _buffer_value(self, name, value)
+        super().__setattr__(name, value)
+        if name in self._dp_views:
+            tag_leaves(as_module(self))
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._dp_views and not isinstance(self.__dict__.get(name), torch.Tensor):
+            _refuse_taking(self._dp_views[name])
+        super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter; refuse it where it is about to take the place of a leaf.
+
+        ``torch.nn.utils.weight_norm`` deletes the leaf from ``_parameters`` and then registers two parameters.
+        """
+        for lost, view in self._dp_views.items():
+            if view.kind == "parameter" and lost not in as_module(self)._parameters:
+                table = as_module(self)._parameters
+                items = list(table.items())
+                items.insert(view.index, (lost, cast(nn.Parameter, view.leaf)))  # optimizers go by the order
+                table.clear()
+                table.update(items)
+                _refuse_taking(view)
+        super().register_parameter(name, param)  # type: ignore[misc]  # nn.Module's
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Apply ``.to()`` and its kin to the leaves; whatever replaces a leaf gets its tags."""
+        super()._apply(fn, recurse)  # type: ignore[misc]  # nn.Module._apply
+        tag_all(as_module(self))
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Write DTensors of global shape where nn.Module writes leaves; communicates nothing."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]  # nn.Module's
+        for name, view in self._dp_views.items():
+            saved = destination.get(prefix + name)
+            if isinstance(saved, torch.Tensor) and not isinstance(saved, DTensor):
+                destination[prefix + name] = view.read(saved) if keep_vars else view.layout.wrap(saved)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Read DTensors of any layout, or full tensors, into the leaves."""
+        rest = (prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if not self._dp_views:
+            super()._load_from_state_dict(state_dict, *rest)  # type: ignore[misc]  # nn.Module's
+            return
+        module = as_module(self)
+        with run_pre_hooks_first(module, state_dict, *rest):
+            sharding = ShardingStateDict(module, self._dp_views, state_dict, prefix, local_metadata, error_msgs)
+            super()._load_from_state_dict(sharding, *rest)  # type: ignore[misc]  # nn.Module's
+        sharding.finish()
+        tag_leaves(module)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # nn.Module.__setstate__
+        tag_all(as_module(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy as the module's own class plus the names of its views."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
+        own = type(self)
+        if not args or args[0] is not own or make.__name__ != "__newobj__":
+            raise TypeError(
+                f"{own.__name__} pickles itself with __reduce__, which would lose the bridge's views: "
+                "undo_dp_transform(module) before pickling or copying it"
+            )
+        return rebuild, (original_class(as_module(self)), own._dp_names, *args[1:]), *rest
+
+
+def as_module(instance: BridgedModule) -> nn.Module:
+    """Return the instance as the module that it is; the type system cannot see it."""
+    return cast(nn.Module, instance)
+
+
+def rebuild(base: type[nn.Module], names: tuple[str, ...], *args: Any) -> nn.Module:
+    """Return an empty instance of the view class of ``base``, for pickle and copy to fill."""
+    kind = view_class(base, names)
+    instance: nn.Module = kind.__new__(kind, *args)
+    instance.__dict__["_dp_views"] = {}
+    return instance
+
+
+def view_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """Return the subclass of ``base`` that reads ``names`` as DTensors; the same class every time."""
+    cached = _classes.get((base, names))
+    if cached is not None:
+        return cached
+
+    def body(namespace: dict[str, Any]) -> None:
+        for name in names:
+            namespace[name] = property(
+                functools.partial(_read, name), functools.partial(_write, name), functools.partial(_delete, name)
+            )
+        namespace["__module__"] = base.__module__
+        namespace["__qualname__"] = base.__qualname__
+        namespace["__doc__"] = base.__doc__
+        namespace["_dp_names"] = names
+
+    created = types.new_class(base.__name__, (BridgedModule, base), {}, body)
+    _classes[(base, names)] = created
+    return created
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a bridged module had."""
+    return cast("type[nn.Module]", type(module).__mro__[2])  # view class, BridgedModule, the module's own
+
+
+def set_views(module: nn.Module, views: dict[str, View]) -> None:
+    """Let ``module`` read its leaves as ``views``, besides those that it reads already."""
+    module.__dict__.setdefault("_dp_views", {}).update(views)
+    base = original_class(module) if isinstance(module, BridgedModule) else type(module)
+    module.__class__ = view_class(base, tuple(module.__dict__["_dp_views"]))
+    tag_leaves(module)
+
+
+def tag_leaves(module: nn.Module) -> None:
+    """Let every leaf of one module carry its layout, and every view refer to its leaf."""
+    views: dict[str, View] = module.__dict__.get("_dp_views", {})
+    indices = {name: index for index, name in enumerate(module._parameters)} if views else {}
+    for name, view in views.items():
+        leaf: torch.Tensor | None = module._parameters.get(name)
+        if leaf is None:
+            leaf = module._buffers.get(name)
+        if leaf is not None and not isinstance(leaf, DTensor) and leaf.shape == view.local_shape:
+            tag_leaf(leaf, view.layout)
+            view.leaf = leaf
+            view.index = indices.get(name, 0)
+
+
+def tag_all(module: nn.Module) -> None:
+    """Set the tags of one module again, and those of all plain parameters below a root."""
+    tag_leaves(module)
+    on: ReplicatedOn | None = module.__dict__.get("_dp_replicated_on")
+    if on is not None:
+        tag_replicated(module.parameters(), on)
+
+
+def tag_after_load(module: nn.Module, incompatible_keys: Any) -> None:
+    """Load-state-dict post-hook of a root: ``assign=True`` has registered new parameters."""
+    tag_all(module)
+
+
+def _refuse_taking(view: View) -> NoReturn:
+    raise RuntimeError(
+        f"{view.kind} {view.name!r} is a local leaf under the data-parallel bridge, which weight_norm, parametrize and "
+        "the like cannot take over: call them before bridging, or undo_dp_transform(module), call them, bridge again"
+    )
+
+
+def _read(name: str, self: nn.Module) -> Any:
+    own = self.__dict__
+    value = own["_parameters"].get(name)
+    if value is None:
+        value = own["_buffers"].get(name)
+        if value is None:
+            return _missing(name, self)
+    view: View = own["_dp_views"][name]
+    if torch.compiler.is_compiling():
+        return view.read(value)
+    try:
+        return view.read(value) if in_forward() else eager_view(view.read(value), value, view.layout)
+    except AttributeError as error:
+        # nn.Module.__getattr__ would answer an AttributeError with the plain local leaf: a silently wrong shape.
+        raise RuntimeError(f"{view.kind} {view.name!r} could not be read as a DTensor: {error}") from error
+
+
+def _missing(name: str, self: nn.Module) -> Any:
+    own = self.__dict__
+    if name in own["_parameters"] or name in own["_buffers"]:
+        return None
+    if name in own:  # functions of torch.nn.utils put a plain attribute in a parameter's place
+        return own[name]
+    raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _write(name: str, self: nn.Module, value: Any) -> None:
+    self.__dict__[name] = value
+
+
+def _delete(name: str, self: nn.Module) -> None:
+    if name not in self.__dict__:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    del self.__dict__[name]
+
+
+def _buffer_value(self: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return what to register when ``module.name = value`` assigns to a buffer; parameters are checked by torch."""
+    view: View = self._dp_views[name]
+    if view.kind != "buffer" or name not in self._buffers:
+        return value
+    if isinstance(value, DTensor):
+        return view.layout.localize(value) if value.shape == view.layout.shape else value
+    raise TypeError(
+        f"buffer {view.name!r} is laid out as {view.layout}; assign a DTensor to it, or write into it in place "
+        f"(found a plain tensor of shape {tuple(value.shape)})"
+    )

@@ -1,0 +1,142 @@
+"""Keeping optimizers on the parameters that really train.
+
+An optimizer is re-pointed in place: same object, same groups, same order; its state moves along. Schedulers and scalers
+that hold the optimizer notice nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.stale_parameters import current_parameter, is_stale
+from tp_ddp_bridge._torch_compat import local_of
+from tp_ddp_bridge.layout import is_local_shard, layout_of
+from tp_ddp_bridge.optim.elementwise import is_zero_optimizer, parameters_of, shard_problems
+
+
+def as_list(optimizers: Iterable[Optimizer] | Optimizer) -> list[Optimizer]:
+    """Return the ``optimizers=`` argument as a list; one optimizer alone will do."""
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for optimizer in listed:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizers= takes torch.optim.Optimizer objects, found {type(optimizer).__name__}")
+    return listed
+
+
+def repointing_problems(
+    optimizers: Iterable[Optimizer],
+    is_replaced: Callable[[torch.Tensor], bool],
+    is_sharded: Callable[[torch.Tensor], bool],
+) -> list[Problem]:
+    """Return all problems of the ``optimizers=`` argument.
+
+    Args:
+        optimizers: Optimizers whose parameters are to be exchanged.
+        is_replaced: Whether a parameter is about to be exchanged, or already was.
+        is_sharded: Whether a parameter is, or becomes, a local shard.
+    """
+    problems: list[Problem] = []
+    for optimizer in optimizers:
+        if is_zero_optimizer(optimizer) and any(map(is_replaced, parameters_of(optimizer))):
+            problems.append(
+                Problem(
+                    "zero-optimizer",
+                    "optimizers: ZeroRedundancyOptimizer",
+                    found="its partition and flat buffers are made of the parameters that are about to be replaced",
+                    hint="build it after the module has been bridged (or undone)",
+                )
+            )
+        problems += shard_problems(optimizer, is_sharded)
+    return problems
+
+
+def repoint(optimizer: Optimizer) -> int:
+    """Exchange every replaced parameter of ``optimizer`` for the current one and move its state along.
+
+    Args:
+        optimizer: Changed in place.
+
+    Returns:
+        How many parameters were exchanged.
+    """
+    exchanged = 0
+    successors: dict[int, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        old: list[torch.Tensor] = list(group["params"])
+        new = [current_parameter(parameter) for parameter in old]
+        exchanged += sum(before is not after for before, after in zip(old, new, strict=True))
+        successors.update({id(before): after for before, after in zip(old, new, strict=True)})
+        group["params"][:] = new
+    states = list(optimizer.state.items())
+    optimizer.state.clear()
+    for key, state in states:
+        target = successors.get(id(key), key)
+        if target is not key and isinstance(state, dict):
+            state = {name: _state_like(target, value) for name, value in state.items()}
+        optimizer.state[target] = state
+    return exchanged
+
+
+def _state_like(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state value laid out as ``parameter``: local for a leaf, a DTensor for a DTensor parameter.
+
+    Only tensors of the parameter's shape are laid out like it; step counters and other values stay as they are.
+    """
+    layout = layout_of(parameter)
+    if layout is None or not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(parameter, DTensor):
+        is_local = not isinstance(value, DTensor) and value.shape == local_of(parameter).shape and value.dim() > 0
+        return layout.wrap(value) if is_local else value
+    if not isinstance(value, DTensor):
+        return value
+    return layout.localize(value) if value.shape == layout.shape else value.full_tensor()
+
+
+def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
+    """Check that ``optimizer`` trains all of ``module`` and works on shards. Communicates nothing.
+
+    Args:
+        module: A bridged module, or the DDP around it.
+        optimizer: Any optimizer; a ``ZeroRedundancyOptimizer`` counts with all its parameters.
+
+    Returns:
+        How many trainable parameters of ``module`` the optimizer holds.
+
+    Raises:
+        PlanError: Parameters that were replaced, trainable parameters that it does not hold, or an optimizer that needs
+            full matrices: all in one error.
+    """
+    parameters = list(parameters_of(optimizer))
+    problems = [
+        Problem(
+            "stale-parameter",
+            f"parameter {index}",
+            found="the optimizer holds a parameter that the bridge replaced",
+            hint="pass the optimizer as optimizers=, or build it from module.parameters() again",
+        )
+        for index, parameter in enumerate(parameters)
+        if is_stale(parameter)
+    ]
+    ids = {id(parameter) for parameter in parameters}
+    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    problems += [
+        Problem(
+            "not-in-optimizer",
+            name,
+            found="it trains, but the optimizer does not hold it",
+            hint="add it to a group, or freeze it",
+        )
+        for name, parameter in trainable
+        if id(parameter) not in ids
+    ]
+    problems += shard_problems(optimizer, is_local_shard)
+    raise_problems(problems, f"{type(optimizer).__name__} does not fit the module")
+    return len(trainable)

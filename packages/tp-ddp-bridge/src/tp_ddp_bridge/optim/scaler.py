@@ -1,0 +1,60 @@
+"""Loss scaling for float16: ranks that hold different shards skip a step together.
+
+Torch's scaler looks for infinities in the gradients that its own process has. Under tensor parallelism one rank's shard
+can overflow while another's does not: one rank then skips the step, the other takes it, and the model falls apart
+without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._torch_compat import LocalGradScaler
+from tp_ddp_bridge.consistency.verdict import named_collective
+from tp_ddp_bridge.layout import layout_of
+from tp_ddp_bridge.optim.elementwise import parameters_of
+
+
+class GradScaler(LocalGradScaler):
+    """``torch.amp.GradScaler`` whose verdict is that of all ranks that hold shards of the model.
+
+    Same arguments and use. ``unscale_`` (or ``step``, if that was not called) sends one all-reduce of one number per
+    tensor-parallel group that a parameter of the optimizer is sharded over. Data-parallel ranks have equal gradients
+    already.
+    """
+
+    def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
+        """Let every rank take the verdict of all shards.
+
+        Args:
+            optimizer: Whose gradients were unscaled; the same parameters on all ranks.
+            found_inf: For each device a 0-dim float, 1.0 for an infinity or NaN; changed in place.
+        """
+        parameters = list(parameters_of(optimizer))
+        groups = _sharded_groups(parameters)
+        if not groups:
+            return
+        verdict = torch.zeros((), device=parameters[0].device)
+        for local in found_inf.values():
+            verdict = torch.maximum(verdict, local.to(verdict.device))
+        for group in groups.values():
+            with named_collective("GradScaler: the verdict on infinite gradients"):
+                dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
+        for local in found_inf.values():
+            local.copy_(verdict)  # stays on the device: no synchronization
+
+
+def _sharded_groups(parameters: list[torch.Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Return every group that a parameter is sharded over, in the order of parameters and of their mesh's axes.
+
+    That order is the same on all ranks; an order by rank numbers is not.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for parameter in parameters:
+        layout = layout_of(parameter)
+        for axis in () if layout is None else layout.sharded_axes():
+            group = layout.mesh.get_group(axis)  # type: ignore[union-attr]  # no axes without a layout
+            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return groups

@@ -1,0 +1,256 @@
+"""Optimizer state for checkpoints: by parameter name, as global tensors, so that any mesh can load it.
+
+The model's own state dict needs nothing of this; its tensors are DTensors already.
+
+A checkpoint is read into a template, which has to have the same keys. A parameter that never got a gradient has no
+state, so what a first step would make is written in its place, and its group says in ``has_state`` that it counts for
+nothing. Loading leaves such a parameter without state again, as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.stale_parameters import is_stale
+from tp_ddp_bridge._torch_compat import local_of
+from tp_ddp_bridge.layout import is_replicated_tag, layout_of
+from tp_ddp_bridge.optim.elementwise import is_zero_optimizer, parameters_of
+from tp_ddp_bridge.state_dict.sections import SectionedTensor
+
+HAS_STATE = "has_state"
+
+
+def optimizer_state_to_dtensor(module: nn.Module, optimizer: Optimizer, *, template: bool = False) -> dict[str, Any]:
+    """Return the state of ``optimizer`` as a checkpoint wants it; communicates nothing.
+
+    Args:
+        module: The bridged module, or the DDP around it; names are those of the module inside.
+        optimizer: An optimizer on the module's leaves (or on DTensor parameters, which works too).
+        template: Return the state that a first step would make, for ``dcp.load`` to fill; the optimizer and the
+            parameters stay as they are. Otherwise the state as it is, which is none before the first step.
+
+    Returns:
+        ``{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...], "has_state": [bool, ...]}]}``, as
+        ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` lays it out but for ``has_state``. Shards
+        are DTensors; of fused and kv-copied weights ``SectionedTensor``. Tensors share memory with the optimizer's.
+
+    Raises:
+        PlanError: The optimizer holds a parameter that is not in ``module``.
+    """
+    names = _names(module, optimizer)
+    states: dict[torch.Tensor, Any] = dict(optimizer.state)
+    if template or states:
+        unused = [each for each in parameters_of(optimizer) if each not in states and each.requires_grad]
+        states.update(_first_states(optimizer, unused))
+    state = {
+        names[parameter][0]: {key: _globally(parameter, value) for key, value in states[parameter].items()}
+        for parameter in parameters_of(optimizer)
+        if parameter in states
+    }
+    groups = [
+        {
+            **group,
+            "params": [names[parameter][0] for parameter in group["params"]],
+            HAS_STATE: [parameter in optimizer.state for parameter in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``optimizer_state_to_dtensor`` gave, on this mesh or any other, into ``optimizer``.
+
+    Args:
+        module: The module whose parameters ``optimizer`` holds, bridged or not, or the DDP around it.
+        optimizer: Changed as by ``optimizer.load_state_dict``, which also adapts dtypes and devices. It keeps copies,
+            not the tensors of ``state_dict``.
+        state_dict: State by name. Tensors are DTensors of any placements (on another mesh they are gathered), or full
+            ones.
+
+    Raises:
+        PlanError: Names, groups or shapes that do not fit, all of them; the optimizer is unchanged.
+    """
+    names = _names(module, optimizer)
+    saved: Mapping[str, Mapping[str, Any]] = state_dict["state"]
+    problems = list(_group_problems(names, optimizer, state_dict["param_groups"]))
+    aliases = {alias for all_names in names.values() for alias in all_names}
+    problems += [
+        Problem(
+            "unknown-state",
+            fqn,
+            found="state of a parameter that the optimizer does not hold",
+            hint="load it into the model it is of",
+        )
+        for fqn in saved
+        if fqn not in aliases
+    ]
+    without_state = {
+        fqn
+        for group in state_dict["param_groups"]
+        for fqn, has_state in zip(group["params"], group.get(HAS_STATE, ()), strict=False)
+        if not has_state
+    }
+    parameters = list(parameters_of(optimizer))
+    states: dict[int, Mapping[str, Any]] = {}
+    for index, parameter in enumerate(parameters):
+        fqn = next((name for name in names[parameter] if name in saved), None)
+        if fqn is not None and fqn not in without_state:
+            problems += _shape_problems(fqn, parameter, saved[fqn])
+            states[index] = saved[fqn]
+    raise_problems(problems, "the optimizer state does not fit")
+    local = {
+        index: {key: _locally(parameters[index], value) for key, value in values.items()}
+        for index, values in states.items()
+    }
+    optimizer.load_state_dict({"state": local, "param_groups": _numbered(optimizer, state_dict["param_groups"])})
+
+
+def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[str]]:
+    """Return all names of every parameter; raise if the optimizer holds others."""
+    problems = []
+    if is_zero_optimizer(optimizer):
+        problems.append(
+            Problem(
+                "zero-optimizer",
+                "optimizer: ZeroRedundancyOptimizer",
+                found="each rank has the state of its own shard only",
+                hint="consolidate_state_dict() it, or checkpoint a plain optimizer",
+            )
+        )
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for index, each in enumerate(parameters_of(optimizer)):
+        if each in names:
+            continue
+        stale = is_stale(each)
+        problems.append(
+            Problem(
+                "stale-parameter" if stale else "foreign-parameter",
+                f"optimizer parameter {index} of shape {tuple(each.shape)}",
+                found="it was replaced" if stale else "it is not in the module",
+                hint="pass the optimizer as optimizers="
+                if stale
+                else "pass the module that holds all of the optimizer's parameters",
+            )
+        )
+    raise_problems(problems, "the optimizer does not fit the module")
+    return names
+
+
+def _globally(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a state value as a checkpoint wants it; scalars and replicated plain tensors as they are."""
+    layout = layout_of(parameter)
+    if layout is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    local = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    if value.shape != local.shape or value.dim() == 0 or is_replicated_tag(parameter):
+        return value
+    return SectionedTensor.of(value, layout) if layout.sections else layout.wrap(value)
+
+
+def _locally(parameter: torch.Tensor, value: Any) -> Any:
+    """Return a loaded value as ``parameter``'s optimizer keeps it: a copy, so that no two optimizers share memory."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    layout = layout_of(parameter)
+    if isinstance(value, SectionedTensor):
+        if layout == value._layout:
+            return value.local().clone()
+        value = value.full_tensor()
+    if layout is None or value.shape != layout.shape or value.dim() == 0:
+        return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    local = layout.localize(value) if isinstance(value, DTensor) else layout.shard(value)
+    return layout.wrap(local.clone()) if isinstance(parameter, DTensor) else local.clone()
+
+
+def _shape_problems(fqn: str, parameter: torch.Tensor, values: Mapping[str, Any]) -> Iterator[Problem]:
+    layout = layout_of(parameter)
+    shape = parameter.shape if layout is None else layout.shape
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dim() and value.shape != shape:
+            yield Problem(
+                "wrong-shape",
+                f"{fqn}.{key}",
+                found=f"shape {tuple(value.shape)}, the parameter has the global shape {tuple(shape)}",
+                hint="load DTensors or full tensors, not one rank's shard",
+            )
+
+
+def _group_problems(
+    names: Mapping[torch.Tensor, list[str]], optimizer: Optimizer, saved: list[Mapping[str, Any]]
+) -> Iterator[Problem]:
+    own = optimizer.param_groups
+    if len(own) != len(saved):
+        yield Problem(
+            "groups-differ",
+            "param_groups",
+            found=f"{len(saved)} groups saved, {len(own)} here",
+            hint="build the same groups",
+        )
+        return
+    for index, (group, other) in enumerate(zip(own, saved, strict=True)):
+        missing = [
+            names[parameter][0] for parameter in group["params"] if not set(names[parameter]) & set(other["params"])
+        ]
+        if missing or len(group["params"]) != len(other["params"]):
+            yield Problem(
+                "groups-differ",
+                f"param_groups[{index}]",
+                found=f"{len(other['params'])} parameters saved, {len(group['params'])} here, not among the saved: "
+                f"{', '.join(missing) or 'none'}",
+                hint="build the same groups of the same parameters",
+            )
+
+
+def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved groups' settings with this optimizer's own numbering."""
+    groups = []
+    start = 0
+    for own, other in zip(optimizer.param_groups, saved, strict=True):
+        count = len(own["params"])
+        settings = {key: value for key, value in other.items() if key != HAS_STATE}
+        groups.append({**settings, "params": list(range(start, start + count))})
+        start += count
+    return groups
+
+
+def _first_states(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the state that a first step makes for ``parameters``: of a step that is then taken back.
+
+    Gradients and learning rates are zero in that step; every other parameter has no gradient and is passed over.
+    """
+    wanted = list(parameters)
+    if not wanted:
+        return {}
+    grads = {parameter: parameter.grad for parameter in parameters_of(optimizer)}
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    before = dict(optimizer.state)
+    try:
+        for parameter in grads:
+            parameter.grad = None
+        for parameter in wanted:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        type(optimizer).step(optimizer)  # not optimizer.step, which a scheduler counts
+        return {parameter: optimizer.state[parameter] for parameter in wanted if parameter in optimizer.state}
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+        for parameter, grad in grads.items():
+            parameter.grad = grad

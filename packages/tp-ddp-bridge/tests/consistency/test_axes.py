@@ -1,0 +1,52 @@
+"""Data axes of a mesh: no process group."""
+
+from __future__ import annotations
+
+import torch
+from tp_ddp_bridge.consistency.axes import AxisRanks, data_axes, mixing_problems
+
+
+def mesh_axes(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> list[AxisRanks]:
+    """The axes of a mesh over consecutive ranks, as ``rank`` sees them."""
+    table = torch.arange(int(torch.tensor(shape).prod())).view(shape)
+    place = (table == rank).nonzero()[0].tolist()
+    axes = []
+    for index, name in enumerate(names):
+        line = table[tuple(slice(None) if axis == index else at for axis, at in enumerate(place))]
+        axes.append(AxisRanks(name, frozenset(line.tolist())))
+    return axes
+
+
+def test_data_axes_of_every_rank_of_every_mesh() -> None:
+    checked = 0
+    for shape, names, tensor, wanted in (
+        ((2, 2), ("dp", "tp"), {"tp"}, ("dp",)),
+        ((4, 1), ("dp", "tp"), {"tp"}, ("dp",)),
+        ((1, 4), ("dp", "tp"), {"tp"}, ("dp",)),
+        ((1, 1), ("dp", "tp"), {"tp"}, ("dp",)),
+        ((2, 2, 2), ("dp", "cp", "tp"), {"tp"}, ("dp", "cp")),
+        ((2, 2, 2), ("dp", "a", "b"), {"a", "b"}, ("dp",)),
+        ((8, 125), ("dp", "tp"), {"tp"}, ("dp",)),
+        ((4,), ("dp",), set(), ("dp",)),
+    ):
+        for rank in range(int(torch.tensor(shape).prod())):
+            axes = mesh_axes(shape, names, rank)
+            held = {f"w_{axis.name}": axis.ranks for axis in axes if axis.name in tensor}
+            if len(tensor) == 2:
+                held = {"w": frozenset(r for r in range(8) if r // 4 == rank // 4)}
+            found, problems = data_axes(rank, axes, held)
+            assert found == wanted and problems == (), (shape, rank, found)
+            checked += 1
+    assert checked == 4 + 4 + 4 + 1 + 8 + 8 + 1000 + 4
+
+
+def test_axes_that_mix() -> None:
+    axes = mesh_axes((2, 2), ("dp", "tp"), 1)
+    everything = frozenset(range(4))
+    found, problems = data_axes(1, axes, {"w": everything})
+    assert found == () and problems[0].code == "no-data-axis"
+    only = mixing_problems(1, frozenset({1, 3}), {"w": frozenset({0, 1}), "v": frozenset({1, 2, 3})})
+    assert [problem.name for problem in only] == ["v"] and only[0].code == "groups-mix" and "[1, 3]" in only[0].found
+    wide = [AxisRanks("odd", frozenset({0, 1, 2}))]
+    found, problems = data_axes(1, wide, {"w": frozenset({0, 1})})
+    assert found == () and problems[0].code == "groups-mix" and problems[0].axis == "odd"

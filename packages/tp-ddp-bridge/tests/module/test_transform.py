@@ -1,0 +1,201 @@
+"""What a bridged module is like from outside and inside, on two tensor-parallel ranks without DDP."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import bridge_models as models
+import pytest
+import torch
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+from tp_ddp_bridge import PlanError, bridge_plan, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge import _pre_dp_module_transform as seed_name
+
+
+@pytest.mark.ranks(2)
+def test_parameters_are_leaves_and_attributes_are_dtensors(ranks: Ranks) -> None:
+    # The seed: after a forward named_parameters() had 2 of 6 names left.
+    model = models.bridged_mlp(ranks)
+    x = torch.ones(2, 16)
+    for _ in range(3):
+        model(x).sum().backward()
+        named = dict(model.named_parameters())
+        assert len(named) == 6
+        assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in named.values())
+    assert isinstance(model.up.weight, DTensor)
+    assert model.up.weight.shape == (32, 16)
+    assert named["up.weight"].shape == (16, 16)
+    assert model.up.weight.placements == (Shard(0),)
+    assert isinstance(model.up.weight, nn.Parameter)
+    assert type(model.up).__name__ == "Linear" and isinstance(model.up, nn.Linear)
+    assert repr(model) == repr(models.MLP())
+    assert is_bridged(model)
+    assert seed_name is pre_dp_module_transform
+
+
+@pytest.mark.ranks(2)
+def test_once_is_enough(ranks: Ranks) -> None:
+    model = models.bridged_mlp(ranks)
+    before = dict(model.named_parameters())
+    classes = [type(module) for module in model.modules()]
+    assert pre_dp_module_transform(model) is model
+    after = dict(model.named_parameters())
+    assert all(before[name] is after[name] for name in before) and len(after) == 6
+    assert classes == [type(module) for module in model.modules()]
+    assert type(model.up) is type(models.bridged_mlp(ranks).up)  # one class per class and names, not per module
+
+
+@pytest.mark.ranks(2)
+def test_undo_gives_back_what_there_was(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.parallelize_mlp(models.seeded(models.MLP), mesh)
+    model.up.weight.requires_grad_(False)
+    model.down.weight.mark = "mine"
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    classes = [type(module) for module in model.modules()]
+    wanted = {name: models.whole(value) for name, value in model.state_dict().items()}
+    x = torch.ones(2, 16)
+    model(x).sum().backward()
+    optimizer.step()
+    stepped = {name: models.whole(value).clone() for name, value in model.state_dict().items()}
+    grads = {name: models.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    assert wanted.keys() == stepped.keys()
+    state_before = {key: models.whole(value["exp_avg"]) for key, value in optimizer.state_dict()["state"].items()}
+
+    pre_dp_module_transform(model, optimizers=optimizer)
+    frozen = dict(model.named_parameters())["up.weight"]
+    assert not frozen.requires_grad
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert not any(isinstance(v, DTensor) for state in optimizer.state.values() for v in state.values())
+    assert all(p.grad is not None for name, p in model.named_parameters() if name != "up.weight")
+
+    undo_dp_transform(model, optimizers=[optimizer])
+    assert not is_bridged(model)
+    assert [type(module) for module in model.modules()] == classes
+    models.assert_same_state(model.state_dict(), stepped, count=6, atol=0)
+    back = dict(model.named_parameters())
+    assert [name for name, p in back.items() if isinstance(p, DTensor)] == [
+        "up.weight",
+        "up.bias",
+        "down.weight",
+        "down.bias",
+    ]
+    assert not back["up.weight"].requires_grad and back["up.bias"].requires_grad
+    assert back["down.weight"].mark == "mine"
+    assert not hasattr(back["down.weight"], "_sharding_info") and not hasattr(back["head.weight"], "_sharding_info")
+    compared = 0
+    for name, grad in grads.items():
+        assert torch.equal(models.whole(back[name].grad), grad)
+        compared += 1
+    assert compared == 5
+    for key, value in optimizer.state_dict()["state"].items():
+        assert torch.equal(models.whole(value["exp_avg"]), state_before[key])
+    optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_context_manager_undoes_after_an_error(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.parallelize_mlp(models.MLP(), mesh)
+
+    def fail_inside() -> None:
+        with dp_bridge(model) as inside:
+            assert inside is model and is_bridged(model)
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fail_inside()
+    assert not is_bridged(model)
+    assert isinstance(next(model.parameters()), DTensor)
+
+
+@pytest.mark.ranks(2)
+def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
+    # The seed failed on ties and integers, and made frozen parameters trainable.
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8, bias=False)
+            self.b = nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+            self.codes = nn.Parameter(torch.arange(8), requires_grad=False)
+            self.items = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))])
+            self.named = nn.ParameterDict({"scale": nn.Parameter(torch.full((4,), 2.0))})
+
+        def forward(self, x: torch.Tensor) -> Any:
+            assert self.a.weight is self.b.weight  # one view per leaf and forward
+            y = self.b(self.a(x))
+            extra = self.items[0] + self.items[1] * self.named["scale"]
+            codes: Any = self.codes.sum()
+            return y.sum().full_tensor() + extra.sum().full_tensor() + codes.full_tensor()
+
+    torch.manual_seed(0)
+    model = Odd()
+
+    def spread(module: nn.Module) -> None:
+        done: dict[int, nn.Parameter] = {}
+        for owner in module.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                new = done.setdefault(
+                    id(parameter),
+                    nn.Parameter(
+                        distribute_tensor(parameter.detach(), mesh, [Shard(0)]), requires_grad=parameter.requires_grad
+                    ),
+                )
+                owner.register_parameter(name, new)
+
+    reference = copy.deepcopy(model)
+    spread(model)
+    pre_dp_module_transform(model)
+    plan = bridge_plan(model)
+    assert plan.entries[0].names == ("codes",)
+    tied = next(entry for entry in plan.entries if len(entry.names) > 1)
+    assert tied.names == ("a.weight", "b.weight")
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["codes", "a.weight", "items.0", "items.1", "named.scale"]
+    assert model.codes.dtype == torch.int64 and not dict(model.named_parameters())["codes"].requires_grad
+    x = distribute_tensor(torch.ones(2, 8), mesh, [Replicate()])
+    model(x).backward()
+    want = functional.linear(functional.linear(torch.ones(2, 8), reference.a.weight), reference.a.weight).sum()
+    torch.autograd.backward(want)
+    leaf = dict(model.named_parameters())["a.weight"]
+    assert leaf.grad is not None and type(leaf.grad) is torch.Tensor
+    torch.testing.assert_close(models.whole(model.a.weight.grad), reference.a.weight.grad, atol=1e-5, rtol=0)
+    undo_dp_transform(model)
+    assert model.a.weight is model.b.weight
+
+
+@pytest.mark.ranks(2)
+def test_hook_on_a_leaf_stops_undo(ranks: Ranks) -> None:
+    model = models.bridged_mlp(ranks)
+    handle = dict(model.named_parameters())["up.weight"].register_hook(lambda grad: None)
+    with pytest.raises(ValueError, match="hook-on-leaf"):
+        undo_dp_transform(model)
+    assert is_bridged(model)
+    handle.remove()
+    undo_dp_transform(model)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_keeps_a_reference_to_a_replaced_parameter_raises(ranks: Ranks) -> None:
+    # Its gradient would go to an object that no optimizer holds; with find_unused_parameters DDP would not notice.
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Keeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+            self.kept = [self.w]
+
+        def forward(self) -> Any:
+            return (self.kept[0] * 2).sum()
+
+    model = pre_dp_module_transform(Keeper())
+    with pytest.raises(PlanError, match=r"parameter-replaced\] w: a gradient arrived"):
+        model().backward()
