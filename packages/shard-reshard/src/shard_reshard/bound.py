@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import add
 from typing import Any, NamedTuple
 
 Index = tuple[int, ...]
@@ -81,6 +82,23 @@ class BoundLayout(ABC):
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What ``rank`` holds; empty boxes left out."""
+
+    def places(self, rank: int) -> tuple[tuple[int, Index], ...] | None:
+        """For each local tensor that planning counts, the actual tensor it lies in and where it starts there.
+
+        None: planning and the caller count the same tensors.
+        """
+        return None
+
+    def local_pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` holds, and where in its actual local tensors."""
+        places = self.places(rank)
+        if places is None:
+            return self.pieces(rank)
+        return tuple(
+            Piece(start, stop, places[at][0], tuple(map(add, local, places[at][1])))
+            for start, stop, at, local in self.pieces(rank)
+        )
 
     @abstractmethod
     def cross(self, start: Index, stop: Index) -> Iterator[Cell]:

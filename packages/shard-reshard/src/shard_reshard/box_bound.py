@@ -10,7 +10,7 @@ from typing import Any
 from shard_spec import Box
 
 from shard_reshard.bound import BoundLayout, Cell, Index, Piece, shortened
-from shard_reshard.problems import PlanError
+from shard_reshard.problems import PlanError, Problem
 
 
 class BoxBound(BoundLayout):
@@ -49,7 +49,8 @@ class BoxBound(BoundLayout):
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BoxBound) and self._key == other._key
+        # The class counts: what is joined in one local tensor lies elsewhere than tensors of its own.
+        return type(other) is type(self) and isinstance(other, BoxBound) and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
@@ -129,3 +130,60 @@ class BoxBound(BoundLayout):
             if len(boxes) == 1 and boxes[0].sizes == self.shape:
                 return f"whole on rank {rank}"
         return f"{sum(map(len, self.boxes.values()))} boxes on ranks {shortened(tuple(self.boxes))}"
+
+
+class FusedBound(BoxBound):
+    """Boxes of which each rank has one local tensor: its boxes one after the other along a dim.
+
+    So lie fused weights, and key-value heads of which several ranks hold the same ones. Planning works on boxes, as if
+    each were a tensor; `places` says where they are in the one that there is.
+
+    Args:
+        shape: Shape of the global tensor.
+        boxes: For each rank its boxes, in their order in the local tensor; equal in all dims but ``dim``.
+        dim: The dim along which they are joined.
+    """
+
+    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int) -> None:
+        super().__init__(shape, boxes)
+        self.dim = dim
+        rests = {
+            (box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
+            for found in self.boxes.values()
+            for box in found
+        }
+        if not 0 <= dim < len(self.shape) or len(rests) > 1 or not all(self.boxes.values()):
+            hint = "boxes of one local tensor differ along one dim only, and each rank has one at least"
+            raise PlanError(Problem("boxes-do-not-join", dim=dim, found=f"boxes of {self.shape}", hint=hint))
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        return self.shape, tuple(self.boxes.items()), self.dim
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FusedBound) and self._key == other._key
+
+    __hash__ = BoxBound.__hash__
+
+    def __repr__(self) -> str:
+        return f"FusedBound({self.shape!r}, {self.boxes!r}, {self.dim})"
+
+    def local_shapes(self, rank: int) -> tuple[Index, ...]:
+        found = self.boxes.get(rank)
+        if found is None:
+            return ()
+        size = sum(box.sizes[self.dim] for box in found)
+        return ((*found[0].sizes[: self.dim], size, *found[0].sizes[self.dim + 1 :]),)
+
+    def places(self, rank: int) -> tuple[tuple[int, Index], ...]:
+        at, places = 0, []
+        for box in self.boxes.get(rank, ()):
+            places.append((0, tuple(at if dim == self.dim else 0 for dim in range(len(self.shape)))))
+            at += box.sizes[self.dim]
+        return tuple(places)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "joined": self.dim}
+
+    def describe(self) -> str:
+        return f"{super().describe()}, joined along dim {self.dim}"

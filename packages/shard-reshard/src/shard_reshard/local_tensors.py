@@ -51,6 +51,10 @@ def local_problems(plan: ReshardPlan, rank: int, tensors: Sequence[torch.Tensor]
     problems = []
     for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
         which = where if len(shapes) == 1 else f"{where} {number}"
+        if tensor.is_nested:  # it has neither a shape nor strides to look at
+            hint = "pass a padded tensor, or its values() by a plan of their own"
+            problems.append(Problem("local-layout", which, found="a nested tensor", hint=hint))
+            continue
         if tuple(tensor.shape) != shape:
             found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} says {shape}"
             hint = "pass the local tensor, and the global shape with shape="
@@ -66,6 +70,9 @@ def local_problems(plan: ReshardPlan, rank: int, tensors: Sequence[torch.Tensor]
             found = f"a {type(tensor).__qualname__}, which wraps other tensors"
             hint = "pass the tensors that it wraps, each by a plan of its own"
             problems.append(Problem("local-layout", which, found=found, hint=hint))
+        if tensor.is_meta:
+            hint = "give it memory with values first: to_empty() and loading, or materialising it"
+            problems.append(Problem("no-data", which, found="a tensor on the meta device", hint=hint))
         if tensor.layout != torch.strided:
             found = f"a {tensor.layout} tensor"
             problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))

@@ -29,6 +29,8 @@ class Looks:
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the modes that are on, look the same."""
+        if any([tensor.is_nested for tensor in tensors]):
+            return False  # torch's guards ask for sizes, which a nested tensor lacks: that ends the process
         once = tensors
         if self._twins:
             if len(tensors) != len(self._pointers) or any(tensors[a] is not tensors[b] for a, b in self._twins):
@@ -41,7 +43,9 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> Looks | None:
     """How tensors look; None for tensors that have no memory to look at."""
     if not PLAIN_TYPES.issuperset(map(type, tensors)) and is_fake(tensors):
         return None
-    return Looks(tensors) if {tensor.layout for tensor in tensors} <= _STRIDED else None
+    # A nested tensor says that it is strided.
+    plain = not any([tensor.is_nested for tensor in tensors]) and {tensor.layout for tensor in tensors} <= _STRIDED
+    return Looks(tensors) if plain else None
 
 
 class SeenState:

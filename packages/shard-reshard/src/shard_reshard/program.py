@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 from shard_reshard.bound import Index
@@ -160,6 +161,8 @@ class _Builder:
     ) -> None:
         self.plans, self.rank, self.world_size = plans, rank, world_size
         self.src_base, self.dst_base, self.order = src_base, dst_base, order
+        self.src_places = [plan.src.places(rank) for plan in plans]
+        self.dst_places = [plan.dst.places(rank) for plan in plans]
         sizes = {plan.itemsize for plan in plans}
         self.padding = max(sizes) if len(sizes) > 1 else 1
 
@@ -196,10 +199,8 @@ class _Builder:
         own = tuple(
             OwnCopy(
                 at,
-                send_base[at] + copy.src_tensor,
-                copy.src_start,
-                self.dst_base[at] + copy.dst_tensor,
-                copy.dst_start,
+                *self._place(at, send_base, copy.src_tensor, copy.src_start),
+                *self._place(at, self.dst_base, copy.dst_tensor, copy.dst_start),
                 copy.sizes,
                 copy.addend,
             )
@@ -207,6 +208,14 @@ class _Builder:
             for copy in part.own
         )
         return Step(stage > 0, exchanges, send_splits, receive_splits, sends, receives, own)
+
+    def _place(self, at: int, base: tuple[int, ...], tensor: int, start: Index) -> tuple[int, Index]:
+        """Which of the program's tensors a copy of plan ``at`` is in, and where."""
+        places = (self.dst_places if base is self.dst_base else self.src_places)[at]
+        if places is None:
+            return base[at] + tensor, start
+        number, shift = places[tensor]
+        return base[at] + number, tuple(map(add, start, shift))
 
     def _lay_out(
         self, by_plan: Mapping[int, Mapping[int, tuple[Copy, ...]]], base: tuple[int, ...], sending: bool
@@ -222,7 +231,8 @@ class _Builder:
                 for copy in by_plan[at].get(peer, ()) if at in by_plan else ():
                     tensor, start = (copy.src_tensor, copy.src_start) if sending else (copy.dst_tensor, copy.dst_start)
                     size = prod(copy.sizes) * itemsize
-                    segments.append(Segment(at, base[at] + tensor, start, copy.sizes, offset, size, copy.addend))
+                    tensor, start = self._place(at, base, tensor, start)
+                    segments.append(Segment(at, tensor, start, copy.sizes, offset, size, copy.addend))
                     offset += size
             offset += -offset % self.padding
             splits[peer] = offset - begin

@@ -69,13 +69,13 @@ def known_of(name: str, value: Any, layout: LayoutLike | None, shape: Any, membe
     if not isinstance(value, torch.Tensor):
         found = f"a {type(value).__qualname__}"
         raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
-    own = None  # what the tensor itself says, where nothing else does
     if layout is None:
-        own, shape = layout, shape = own_layout(name, value)
-    if layout is None:
-        return Known(tuple(value.shape), dtype_name(value.dtype), "", name)
+        own = own_layout(name, value, members.to_group)
+        if own is None:
+            return Known(tuple(value.shape), dtype_name(value.dtype), "", name)
+        return Known(own.shape, dtype_name(value.dtype), json.dumps(own.to_json()), name)
     bound = bind(layout, shape, members.to_group)
-    differs = told_problems(name, value, bound, members) if own is None else []
+    differs = told_problems(name, value, bound, members)
     if differs:
         raise PlanError(differs)
     return Known(bound.shape, dtype_name(value.dtype), json.dumps(bound.to_json()), name)
@@ -98,7 +98,11 @@ def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str,
 def local_tensor(value: Any) -> torch.Tensor:
     """The local part of a tensor: of a DTensor its own, else the tensor; without a graph."""
     local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
-    assert isinstance(local, torch.Tensor)
+    if not isinstance(local, torch.Tensor):
+        found = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("not-a-tensor", found=found, hint="leave it out of the state dict"))
+    if type(local) not in PLAIN_TYPES and getattr(local, "_sharding_info", None) is not None:
+        local = local.as_subclass(torch.Tensor)  # such a class may give the global shape as its own
     local = local if type(local) in PLAIN_TYPES else waited_for(local)
     return local.detach() if local.requires_grad else local
 

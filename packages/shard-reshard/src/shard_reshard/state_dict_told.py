@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
-from shard_reshard.bind import LayoutLike, bind
+from shard_spec import Box
+
+from shard_reshard._torch_compat import real_tensors
+from shard_reshard.bind import ToGroup, bind
 from shard_reshard.bound import BoundLayout
-from shard_reshard.box_bound import BoxBound
+from shard_reshard.box_bound import BoxBound, FusedBound
 from shard_reshard.members import Members
 from shard_reshard.problems import PlanError, Problem
 from shard_reshard.shared_memory import address
@@ -18,43 +21,69 @@ from shard_reshard.state_dict_plan import Known, StateDictPlan
 from shard_reshard.windows import bound_from_json
 
 
-def own_layout(name: str, value: Any) -> tuple[LayoutLike | None, tuple[int, ...]]:
-    """Layout and global shape that a tensor tells of itself: a DTensor, or a shard with ``_sharding_info``."""
+def own_layout(name: str, value: Any, to_group: ToGroup) -> BoundLayout | None:
+    """The layout that a tensor tells of itself: a DTensor, or a shard with ``_sharding_info``."""
     if hasattr(value, "device_mesh") and hasattr(value, "placements"):
-        return (value.device_mesh, tuple(value.placements)), tuple(value.shape)
+        return bind((value.device_mesh, tuple(value.placements)), tuple(value.shape), to_group)
     info = getattr(value, "_sharding_info", None)
     if info is None:
-        return None, tuple(value.shape)
+        return None
     mesh, placements, shape = info[0], tuple(info[1]), tuple(info[2])
     if len(info) > 4 and info[4]:
-        placements = _with_sections(name, placements, tuple(info[4]))
-    return (mesh, placements), shape
+        return _of_sections(name, mesh, placements, shape, tuple(info[4]), to_group)
+    return bind((mesh, placements), shape, to_group)
 
 
-def _with_sections(name: str, placements: tuple[Any, ...], sections: tuple[int, ...]) -> tuple[Any, ...]:
-    from shard_spec import InterleavedShard, Shard
+def _of_sections(
+    name: str, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], sections: Any, to_group: ToGroup
+) -> BoundLayout:
+    """The layout of a weight whose sections are sharded one by one, in units, and held by several ranks alike.
+
+    A section is ``(size, unit, copies)``: each run of ``unit`` rows stays together, and ``copies`` neighbouring ranks
+    hold the same; or a size alone.
+    """
+    from shard_spec import Replicate, Shard
 
     sharded = [at for at, placement in enumerate(placements) if isinstance(placement, Shard)]
-    if len(sharded) != 1:
+    if len(sharded) != 1 or not all(isinstance(placement, Shard | Replicate) for placement in placements):
         found = f"sections {sections} with placements {placements}"
         hint = "give its layout in src_layouts: sections are cut by one axis"
         raise PlanError(Problem("ambiguous-sections", name, found=found, hint=hint))
-    return tuple(
-        InterleavedShard(placement.dim, sections) if at in sharded else placement
-        for at, placement in enumerate(placements)
-    )
+    dim = placements[sharded[0]].dim % max(len(shape), 1)
+    triples = [(section, 1, 1) if isinstance(section, int) else tuple(section) for section in sections]
+    with real_tensors():
+        ranks = (
+            mesh.mesh.movedim(sharded[0], 0).flatten(1).tolist() if mesh.ndim > 1 else [[r] for r in mesh.mesh.tolist()]
+        )
+    if (
+        not shape
+        or sum(size for size, _, _ in triples) != shape[dim]
+        or any(unit < 1 or copies < 1 or size % unit or len(ranks) % copies for size, unit, copies in triples)
+    ):
+        found = f"sections {sections} of dim {dim} of {shape} on {len(ranks)} ranks"
+        hint = "sections add up to the dim, are whole numbers of units, and copies divide the ranks of the axis"
+        raise PlanError(Problem("bad-sections", name, dim, found=found, hint=hint))
+    boxes: dict[int, list[Box]] = {}
+    for place, replicas in enumerate(ranks):
+        held, begin = [], 0
+        for size, unit, copies in triples:
+            step = -(-(size // unit) // (len(ranks) // copies)) * unit  # as torch.chunk divides units
+            start = min(place // copies * step, size)
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = begin + start, min(start + step, size) - start
+            held.append(Box(tuple(offsets), tuple(sizes)))
+            begin += size
+        boxes |= {to_group(rank): held for rank in replicas}
+    return FusedBound(shape, boxes, dim)
 
 
 def told_problems(name: str, value: Any, wanted: BoundLayout, members: Members) -> list[Problem]:
     """How what a tensor tells of itself differs, on this rank, from the layout that it is taken for."""
-    layout, shape = own_layout(name, value)
-    if layout is None:
-        return []
     try:
-        own = bind(layout, shape, members.to_group)
+        own = own_layout(name, value, members.to_group)
     except PlanError as error:
         return [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
-    if same_here(own, wanted, members.rank):
+    if own is None or same_here(own, wanted, members.rank):
         return []
     found = f"it says that it lies as {own.describe()} of {own.shape}, not as {wanted.describe()} of {wanted.shape}"
     hint = "leave out the layout of a tensor that tells its own, redistribute it, or pass its to_local()"
@@ -66,7 +95,7 @@ def same_here(one: BoundLayout, other: BoundLayout, rank: int) -> bool:
     if one == other:
         return True
     alike = one.shape == other.shape and sorted(one.reduce_ops) == sorted(other.reduce_ops)
-    return alike and one.pieces(rank) == other.pieces(rank)
+    return alike and sorted(one.local_pieces(rank)) == sorted(other.local_pieces(rank))
 
 
 class Told:

@@ -101,7 +101,7 @@ def _cut(
             hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
             problems.append(Problem("stored-shape", name, found=found, hint=hint))
             continue
-        parts.append(_stored(file, entry, layout.pieces(file.number)))
+        parts.append(_stored(file, entry, layout.local_pieces(file.number)))
     for number in sorted(set(layout.ranks) - set(numbers)):
         if layout.pieces(number):
             hint = "pass all files, or the layout that these were written in"

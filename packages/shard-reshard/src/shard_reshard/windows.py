@@ -9,7 +9,7 @@ from typing import Any
 from shard_spec import Box, Layout, MeshSpec
 
 from shard_reshard.bound import BoundLayout, Cell, Index, Piece
-from shard_reshard.box_bound import BoxBound
+from shard_reshard.box_bound import BoxBound, FusedBound
 from shard_reshard.mesh_bound import MeshBound
 from shard_reshard.problems import PlanError, Problem
 
@@ -66,6 +66,9 @@ class WindowBound(BoundLayout):
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         return self.base.local_shapes(rank)
 
+    def places(self, rank: int) -> tuple[tuple[int, Index], ...] | None:
+        return self.base.places(rank)
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         found = []
         stop = tuple(a + b for a, b in zip(self.start, self.shape, strict=True))
@@ -98,6 +101,7 @@ def bound_from_json(shape: Sequence[int], data: Mapping[str, Any]) -> BoundLayou
     if "window" in data:
         return WindowBound(bound_from_json(data["shape"], data["of"]), data["window"], shape)
     if "boxes" in data:
-        return BoxBound(shape, {rank: [Box(tuple(o), tuple(s)) for o, s in found] for rank, found in data["boxes"]})
+        boxes = {rank: [Box(tuple(o), tuple(s)) for o, s in found] for rank, found in data["boxes"]}
+        return FusedBound(shape, boxes, data["joined"]) if "joined" in data else BoxBound(shape, boxes)
     mesh = MeshSpec(dict(data["mesh"]), data["ranks"])
     return MeshBound(Layout.parse(data["layout"], mesh), shape)
