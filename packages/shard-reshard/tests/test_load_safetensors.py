@@ -22,7 +22,7 @@ from shard_spec import InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write
 from torch import nn
 
-NUM_PAIRS = 120
+NUM_PAIRS = 150
 CPU = torch.device("cpu")
 
 

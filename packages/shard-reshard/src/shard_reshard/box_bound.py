@@ -50,7 +50,7 @@ class BoxBound(BoundLayout):
 
     def __eq__(self, other: object) -> bool:
         # The class counts: what is joined in one local tensor lies elsewhere than tensors of its own.
-        return type(other) is type(self) and isinstance(other, BoxBound) and self._key == other._key
+        return isinstance(other, BoxBound) and type(other) is type(self) and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash

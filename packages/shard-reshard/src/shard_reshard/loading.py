@@ -12,9 +12,10 @@ import torch.distributed as dist
 from shard_reshard.agreement import agree, problems_of, tell
 from shard_reshard.bind import LayoutLike
 from shard_reshard.load_plan import LoadPlan, Read, plan_load
+from shard_reshard.materialize import Materialized, differing_buffers, uninitialized_buffers
 from shard_reshard.members import Members, members_of
 from shard_reshard.problems import PlanError, Problem
-from shard_reshard.safetensors_files import FileTable, file_table, read_rows
+from shard_reshard.safetensors_files import FileTable, file_table, indexed_files, read_rows
 from shard_reshard.state_dict_facts import device_of, facts_of, local_tensors, stamp_version, tensors_of
 from shard_reshard.state_dict_moves import Arriving, Here, Progress, deliver, mover_for_bucket, size_of
 from shard_reshard.state_dict_plan import DstLayouts, Facts, KeyMap, Known
@@ -30,14 +31,18 @@ class LoadedStateDict(dict[str, Any]):
     Attributes:
         plan: Who read what, and what was moved.
         read_bytes: How many bytes of tensors this rank read.
+        materialized: Names of tensors of ``out`` that lay on the meta device, and were given memory.
     """
 
     plan: LoadPlan
     read_bytes: int
+    materialized: tuple[str, ...]
 
     def explain(self, name: str | None = None) -> str:
         """What was read and moved, see `LoadPlan.explain`."""
-        return self.plan.explain(name)
+        chosen = [entry for entry in self.materialized if name in (None, entry)]
+        text = self.plan.explain(name)
+        return f"{text}\n{len(chosen)} tensors of out were on meta and got memory" if chosen else text
 
 
 def load_safetensors(
@@ -63,27 +68,32 @@ def load_safetensors(
 
     Args:
         files: A file, a folder of them, or a list, which every rank can read; or for each rank of the group the file
-            or files that it alone can read (on its own disk).
+            or files that it alone can read (on its own disk). Of a folder with a ``*.safetensors.index.json``, which
+            may be given itself, the files that it names.
         dst_layouts: Layout by name, one for all, or a function of name and global shape. Names that it leaves out go
             where the tensor of ``out`` lies.
         stored_as: For tensors that are cut over files, the layout that they were written in. Its rank ``i`` is the
             ``i``-th file of the list, or the rank that reads the file. All other tensors are whole in one file.
         shapes: Global shapes of tensors in ``stored_as``, where the layout does not tell.
-        out: A module or mapping whose tensors are filled in place; its dtypes are cast to.
+        out: A module or mapping whose tensors are filled in place; its dtypes are cast to. Tensors of a module that
+            lie on the meta device get memory (``.materialized`` of the result names them), as new parameters: make
+            optimizers afterwards.
         key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
         bucket_bytes: About how many bytes a rank reads and exchanges at a time.
         group: The ranks that load; None is the default group.
         version: A number to stamp ``out`` with, see `state_version`.
         progress: Called on each rank after each tensor.
         atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`.
-        strict: A tensor of ``out`` that no file fills is a problem; False leaves it as it is.
+        strict: A tensor of ``out`` that no file fills is a problem, and so is a buffer that is in no file and that
+            nothing has initialised; False leaves both as they are.
 
     Returns:
         The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
 
     Raises:
         PlanError: On every rank alike: ``bad-safetensors``, ``unreadable-file``, ``file-changed``, ``stored-twice``,
-            ``stored-missing``, ``stored-shape``, ``unknown-dtype``, and the problems of `reshard_state_dict`.
+            ``stored-missing``, ``stored-shape``, ``unknown-dtype``, ``bad-index``, ``uninitialized-buffer``, and the
+            problems of `reshard_state_dict`.
         RuntimeError: When an exchange fails because a rank died.
     """
     members = members_of(group)
@@ -93,20 +103,26 @@ def load_safetensors(
     except Exception as error:
         tell(members, error)
     plan = _agreed_load(
-        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict
+        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out
     )
     device = device_of({}, targets, members)
     with torch.no_grad():
-        outs = local_tensors(targets)
+        made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
+        targets = made.targets or targets
+        # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed.
+        atomic = atomic and len(made.names) < len(targets)
+        outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
         here = Here(plan.moves, members.rank)
         agree(members, f"outs of load {plan.digest}", here.out_problems(outs, {}, atomic, strict), "always")
-        if out is not None and not atomic:
+        if out is not None and not (atomic or made.names):
             stamp_version(out, None)
         arriving = Arriving(here, None if atomic else outs, device)
         _read_and_move(plan, members, arriving, device, progress)
         moved = deliver(here, arriving, targets, outs, dst_layouts)
+    if isinstance(out, torch.nn.Module):
+        made.register(out)
     result = LoadedStateDict(moved)
-    result.plan, result.read_bytes = plan, plan.read_bytes(members.rank)
+    result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
     if out is not None and version is not None:
         stamp_version(out, version)
     return result
@@ -125,13 +141,15 @@ def _agreed_load(
     key_map: KeyMap | None,
     bucket_bytes: int,
     strict: bool,
+    out: torch.nn.Module | Mapping[str, Any] | None,
 ) -> LoadPlan:
     """The plan, made on every rank from the tables that each read of some files, and compared."""
-    problems: list[Problem] = []
+    problems, sums = uninitialized_buffers(out) if strict else ([], {})
     listed: list[tuple[str, int, tuple[int, ...]]] = []
+    indexed: dict[str, list[str]] = {}
     asked = ""
     try:
-        listed = _listed(files)
+        listed, indexed = _listed(files)
         problems += _stranger_problems(listed, members)
         asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
     except Exception as error:
@@ -140,13 +158,13 @@ def _agreed_load(
     for at, (path, _, readers) in enumerate(listed):
         if readers == (members.rank,) or (not readers and at % members.size == members.rank):
             try:
-                tables.append(file_table(path))
+                tables.append(_as_indexed(file_table(path), indexed))
             except PlanError as error:
                 problems += error.problems
     agree(members, f"a load of {asked}", [*problems, *facts.problems], "always")
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (tables, facts.outs), group=members.group)
-    plan, problems = None, []
+    dist.all_gather_object(everyone, (tables, facts.outs, sums), group=members.group)
+    plan, problems = None, differing_buffers([found for _, _, found in everyone])
     try:
         plan = _planned(members, listed, everyone, dst_layouts, stored_as, shapes, key_map, bucket_bytes, strict)
     except Exception as error:  # layouts may be a function of the caller's
@@ -156,24 +174,43 @@ def _agreed_load(
     return plan
 
 
-def _listed(files: Files) -> list[tuple[str, int, tuple[int, ...]]]:
-    """(path, number in the layout that was written, ranks that can read it) of every file."""
+def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
+    """(path, number in the layout that was written, ranks that can read it) of every file, and what an index says."""
     if isinstance(files, Mapping):
         return [
             (path, rank, (rank,))
             for rank, given in sorted(files.items())
             for path in ([str(given)] if isinstance(given, str | Path) else list(map(str, given)))
-        ]
+        ], {}
     if not isinstance(files, str | Path):
-        return [(str(path), number, ()) for number, path in enumerate(files)]
+        return [(str(path), number, ()) for number, path in enumerate(files)], {}
     folder = Path(files)
-    if not folder.is_dir():
-        return [(str(files), 0, ())]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    if folder.name.endswith(".index.json"):
+        indexed = indexed_files(folder)
+    elif not folder.is_dir():
+        return [(str(files), 0, ())], {}
+    elif len(indices := sorted(folder.glob("*.safetensors.index.json"))) == 1:
+        indexed = indexed_files(indices[0])
+    else:  # none, or several variants of the weights: then whoever calls names the one
+        indexed = {str(path): [] for path in sorted(folder.glob("*.safetensors"))}
+    if not indexed:
         hint = "give a folder with .safetensors files"
         raise PlanError(Problem("unreadable-file", str(files), found="a folder without any", hint=hint))
-    return [(str(path), number, ()) for number, path in enumerate(found)]
+    return [(path, number, ()) for number, path in enumerate(indexed)], indexed
+
+
+def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileTable:
+    """The table of a file, which holds every tensor that the index says.
+
+    Raises:
+        PlanError: ``stored-missing``.
+    """
+    hint = "get the files again: the index is of others"
+    missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
+    if missing:
+        found = f"not in {table.path}, where the index says it is"
+        raise PlanError([Problem("stored-missing", name, found=found, hint=hint) for name in missing])
+    return table
 
 
 def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], members: Members) -> list[Problem]:
@@ -189,7 +226,7 @@ def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], membe
 def _planned(
     members: Members,
     listed: Sequence[tuple[str, int, tuple[int, ...]]],
-    everyone: Sequence[tuple[list[FileTable], dict[str, Known]]],
+    everyone: Sequence[tuple[list[FileTable], dict[str, Known], Any]],
     dst_layouts: DstLayouts,
     stored_as: Mapping[str, LayoutLike],
     shapes: Mapping[str, Sequence[int]],
@@ -197,7 +234,7 @@ def _planned(
     bucket_bytes: int,
     strict: bool,
 ) -> LoadPlan:
-    found = {(table.path, rank): table for rank, (tables, _) in enumerate(everyone) for table in tables}
+    found = {(table.path, rank): table for rank, (tables, _, _) in enumerate(everyone) for table in tables}
     files = [
         ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
         for at, (path, number, readers) in enumerate(listed)
@@ -207,7 +244,7 @@ def _planned(
         stored,
         dst_layouts,
         members.size,
-        outs=[outs for _, outs in everyone],
+        outs=[outs for _, outs, _ in everyone],
         key_map=key_map,
         bucket_bytes=bucket_bytes,
         to_group=members.to_group,

@@ -29,7 +29,7 @@ class Looks:
 
     def same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors, in the modes that are on, look the same."""
-        if any([tensor.is_nested for tensor in tensors]):
+        if any(tensor.is_nested for tensor in tensors):
             return False  # torch's guards ask for sizes, which a nested tensor lacks: that ends the process
         once = tensors
         if self._twins:
@@ -44,7 +44,7 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> Looks | None:
     if not PLAIN_TYPES.issuperset(map(type, tensors)) and is_fake(tensors):
         return None
     # A nested tensor says that it is strided.
-    plain = not any([tensor.is_nested for tensor in tensors]) and {tensor.layout for tensor in tensors} <= _STRIDED
+    plain = not any(tensor.is_nested for tensor in tensors) and {tensor.layout for tensor in tensors} <= _STRIDED
     return Looks(tensors) if plain else None
 
 

@@ -71,6 +71,38 @@ def read_safetensors_header(path: str | Path) -> dict[str, Any]:
     return header
 
 
+def indexed_files(index: str | Path) -> dict[str, list[str]]:
+    """The files that a ``*.safetensors.index.json`` names, beside it, and the tensors that each is to hold.
+
+    Raises:
+        PlanError: ``bad-index`` for a file that is none, or that names a file outside of its own folder;
+            ``unreadable-file``.
+    """
+    path = Path(index)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        hint = "give an index that this rank can read"
+        raise PlanError(Problem("unreadable-file", str(path), found=str(error), hint=hint)) from None
+    try:
+        named = json.loads(text)["weight_map"]
+        pairs = [(name, file) for name, file in named.items()]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        _refuse_index(path, f"no weight_map: {type(error).__name__}: {str(error)[:200]}")
+    found: dict[str, list[str]] = {}
+    for name, file in pairs:
+        # A plain name and nothing else: no folder, drive or parent, in the manner of any system.
+        if not _is_text(file) or not file.endswith(".safetensors") or set(file) & {"/", "\\", ":", "\0"}:
+            _refuse_index(path, f"{name[:100]!r} in {ascii(file)[:200]}, which is no .safetensors file beside it")
+        found.setdefault(str(path.parent / file), []).append(name)
+    return dict(sorted(found.items()))
+
+
+def _refuse_index(path: Path, found: str) -> NoReturn:
+    hint = "an index names files of its own folder; pass files as a list to read others"
+    raise PlanError(Problem("bad-index", str(path), found=found, hint=hint))
+
+
 def file_table(path: str | Path) -> FileTable:
     """The checked table of a file; errors as in `read_safetensors_header`."""
     header, data_start, num_bytes = _header(str(path))

@@ -85,7 +85,7 @@ def values_row(facts: Facts, tensors: Mapping[str, Any]) -> bytes:
     plain = [name for name, known in facts.sources.items() if known.layout == "" and name in tensors]
     if not plain or is_fake(()):
         return bytes(8)
-    return hashlib.sha256(repr([(name, _checksum(tensors[name])) for name in plain]).encode()).digest()[:8]
+    return hashlib.sha256(repr([(name, checksum(tensors[name])) for name in plain]).encode()).digest()[:8]
 
 
 def agree_on_values(members: Members, facts: Facts, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
@@ -103,7 +103,7 @@ def agree_on_values(members: Members, facts: Facts, tensors: Mapping[str, Any], 
 def _plain_problems(members: Members, facts: Facts, tensors: Mapping[str, Any]) -> tuple[Problem, ...]:
     """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
     plain = [name for name, known in facts.sources.items() if known.layout == "" and name in tensors]
-    sums = {name: _checksum(tensors[name]) for name in plain}
+    sums = {name: checksum(tensors[name]) for name in plain}
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, sums, group=members.group)
     problems = []
@@ -119,7 +119,7 @@ def _plain_problems(members: Members, facts: Facts, tensors: Mapping[str, Any]) 
 _CHUNK = 1 << 19  # numbers that are summed at a time
 
 
-def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
+def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     """Two sums over a tensor's bytes, one of them weighted by position: equal tensors have equal ones."""
     local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
     if not local.numel():

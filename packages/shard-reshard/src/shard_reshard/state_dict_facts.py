@@ -88,7 +88,9 @@ def _with_ties(known: dict[str, Known], tensors: Mapping[str, Any]) -> dict[str,
     for name in sorted(known):
         local = local_tensor(tensors[name])
         if local.numel() and not is_fake((local,)):
-            key = (local.data_ptr(), local.device, local.stride(), *known[name][:3])
+            # On meta every tensor has address 0, so that one is known only by itself.
+            place = id(tensors[name]) if local.is_meta else local.data_ptr()
+            key = (place, local.device, local.stride(), *known[name][:3])
             tied[name] = known[name]._replace(tied_to=first.setdefault(key, name))
         else:
             tied[name] = known[name]._replace(tied_to="")  # says nothing either way, resolved below
@@ -113,9 +115,9 @@ def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: Members) -> torch.device:
-    """Where the tensors lie; for a rank without any, where the group's do."""
+    """Where the tensors lie; for a rank without any that have memory, where the group's do."""
     for value in (*state_dict.values(), *outs.values()):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not value.is_meta:
             return local_tensor(value).device
     return data_device(members.group)
 

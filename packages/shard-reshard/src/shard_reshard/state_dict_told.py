@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-
 from shard_spec import Box
 
 from shard_reshard._torch_compat import real_tensors
