@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -42,13 +42,15 @@ def plan_state_dict(
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
     sources = _merge("source", [facts.sources for facts in everyone], problems)
-    outs = _merge("out", [facts.outs for facts in everyone], problems)
     parts = _parts(sources, key_map or {}, problems)
     shapes = _target_shapes(sources, parts, problems)
+    given = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
+    located = {name for name, layout in given.items() if layout is not None}
+    outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets: dict[str, tuple[BoundLayout, str]] = {}
     for name, (shape, dtype) in shapes.items():
         try:
-            layout = _dst_layout(name, shape, dst_layouts, outs.get(name), to_group)
+            layout = _dst_layout(name, shape, given[name], outs.get(name), to_group)
             targets[name] = layout, outs[name].dtype if name in outs else dtype
         except PlanError as error:
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
@@ -65,8 +67,13 @@ def plan_state_dict(
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases)
 
 
-def _merge(side: str, tables: Sequence[Mapping[str, Known]], problems: list[Problem]) -> dict[str, Known]:
-    """One entry for each name, whose layout has the ranks of all."""
+def _merge(
+    side: str, tables: Sequence[Mapping[str, Known]], problems: list[Problem], located: Set[str] = frozenset()
+) -> dict[str, Known]:
+    """One entry for each name, whose layout has the ranks of all.
+
+    Plain tensors among ``located`` are shards of a layout that the caller gives, each of its own shape.
+    """
     by_name: dict[str, dict[int, Known]] = {}
     for rank, table in enumerate(tables):
         for name, known in table.items():
@@ -75,6 +82,8 @@ def _merge(side: str, tables: Sequence[Mapping[str, Known]], problems: list[Prob
     for name, by_rank in sorted(by_name.items()):
         first = next(iter(by_rank.values()))
         for rank, known in by_rank.items():
+            if name in located and known.layout == first.layout == "" and known.dtype == first.dtype:
+                continue
             if known[:2] != first[:2] or (known.layout == "") != (first.layout == ""):
                 kind = "a plain tensor" if known.layout == "" else "a sharded tensor"
                 found = f"rank {rank}: {kind} of {known.shape} {known.dtype}, before: {first.shape} {first.dtype}"
@@ -180,9 +189,8 @@ def _target_shapes(
 
 
 def _dst_layout(
-    name: str, shape: tuple[int, ...], dst_layouts: DstLayouts, out: Known | None, to_group: ToGroup | None
+    name: str, shape: tuple[int, ...], layout: LayoutLike | None, out: Known | None, to_group: ToGroup | None
 ) -> BoundLayout:
-    layout = given_layout(name, shape, dst_layouts)
     if layout is None and out is not None:
         return bound_from_json(shape, json.loads(out.layout))
     if layout is None:
