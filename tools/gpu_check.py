@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What only a machine with a GPU can tell, in one run.
+"""What only a machine with a GPU can raise_on_all_ranks, in one run.
 
     python3 tools/gpu_check.py --out FOLDER             on a GPU machine, from the source tree, nothing installed
     python3 tools/gpu_check.py --out FOLDER --dry-run   prints the plan and runs on the CPU, small, what can run there
@@ -168,8 +168,8 @@ def pack_bandwidth(settings: Settings) -> Result:
     """shard-reshard's packing and unpacking against a device-to-device copy of the same bytes; nothing is sent."""
     import torch
     from shard_reshard import plan_reshard
-    from shard_reshard.exchange import Exchange
-    from shard_reshard.program import build_program
+    from shard_reshard.execution.exchange import Exchange
+    from shard_reshard.lowering.program import build_program
 
     side, world, rank = (64 if settings.dry else 32768), 8, 3
     device = torch.device(settings.device)
@@ -287,8 +287,8 @@ def reshard_peak(settings: Settings, part: int | None) -> tuple[int, int]:
     """Promised and measured bytes of a change of layout, nothing sent; its workspace limited to 1 / part of a shard."""
     import torch
     from shard_reshard import plan_reshard
-    from shard_reshard.exchange import Exchange
-    from shard_reshard.program import build_program
+    from shard_reshard.execution.exchange import Exchange
+    from shard_reshard.lowering.program import build_program
 
     side, device = (64 if settings.dry else 16384), torch.device(settings.device)
     limit = None if part is None else side * side * 4 // 8 // part

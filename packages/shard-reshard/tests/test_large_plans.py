@@ -40,7 +40,7 @@ def test_every_element_has_one_way(shape: tuple[int, ...]) -> None:
         assert plan.wire_bytes == plan.lower_bound
         assert plan.wire_bytes <= total * 4 * 8
         assert ReshardPlan.from_json(plan.to_json()).digest == plan.digest
-        arriving = {rank: plan.own_part(rank)[0] for rank in range(8)}
+        arriving = {rank: plan.rank_schedule(rank)[0] for rank in range(8)}
         for _ in range(12):
             index = tuple(rng.randrange(size) for size in shape)
             for rank in range(8):
@@ -53,7 +53,7 @@ def test_every_element_has_one_way(shape: tuple[int, ...]) -> None:
                     for copy in found
                     if all(a <= at < a + n for a, at, n in zip(copy.start, index, copy.sizes, strict=True))
                 ]
-                assert len(copies) == plan.src.num_addends
+                assert len(copies) == plan.src.num_partials
                 for copy in copies:
                     shift = [at - a for at, a in zip(index, copy.start, strict=True)]
                     assert wanted == tuple(a + b for a, b in zip(copy.dst_start, shift, strict=True))

@@ -122,7 +122,7 @@ def test_a_failed_load_leaves_meta_as_it_was(ranks: Ranks, tmp_path: Path, monke
     def broken(*given: Any) -> None:
         raise OSError("a disk that is gone")
 
-    monkeypatch.setattr("shard_reshard.loading.read_rows", broken)
+    monkeypatch.setattr("shard_reshard.checkpoint.load.read_rows", broken)
     with pytest.raises(PlanError, match="a disk that is gone"):
         load_safetensors(folder, {"weight": "2: R"}, out=model)
     assert model.weight is kept

@@ -116,4 +116,4 @@ def test_random_layouts_include_sections() -> None:
 
     rng = random.Random(1)
     kinds = {type(random_layout(rng, random_shape(rng), 4)).__name__ for _ in range(200)}
-    assert "FusedBound" in kinds
+    assert "FusedShardMap" in kinds
