@@ -53,7 +53,7 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these tensors, or without tensors the mode that is on, have no data: nothing can be compared then."""
+    """Return True where tensors, or without any the mode that is on, are fake and hold no data."""
     if tensors:
         return any(isinstance(tensor, FakeTensor) for tensor in tensors)
     return detect_fake_mode() is not None
@@ -126,17 +126,17 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, so that its own memory says nothing."""
+    """Return True for a tensor that wraps others and has no memory of its own."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def is_transforming() -> bool:
-    """Whether a transformation of torch.func is under way: no tensor that is made meanwhile has memory to send."""
+    """Return True under a transformation of torch.func, whose tensors have no memory to send."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor is a dual number of forward-mode differentiation."""
+    """Return True where a tensor is a dual number of forward-mode differentiation."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
@@ -168,7 +168,7 @@ def declare_ordered_effect(operator: str) -> None:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether ``value`` is torch's ShardedTensor."""
+    """Return True for torch's ShardedTensor."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)

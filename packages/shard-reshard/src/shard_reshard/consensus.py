@@ -1,4 +1,4 @@
-"""Who is in a group, and where its small messages travel."""
+"""Consensus: ranks compare what they are about to do before the first byte of data moves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
 
 
 def data_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of this group lie, for ranks that have none to tell: the current GPU, or the CPU."""
+    """Return the device for ranks without tensors: the current GPU, or the CPU."""
     backends = _backends(group)
     if "cpu" not in backends and "cuda" in backends:
         return torch.device("cuda", torch.cuda.current_device())
@@ -67,7 +67,7 @@ def data_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
-    """Where small messages between ranks travel: on the CPU if the group can."""
+    """Return the device of small messages: the CPU if the group has a CPU backend."""
     return torch.device("cpu") if "cpu" in _backends(group) else data_device(group)
 
 
@@ -80,7 +80,7 @@ ROW_BYTES = 42
 
 
 class Topic(IntEnum):
-    """What a row is about."""
+    """Subject of a header."""
 
     CALL = 1  # a digest of what is about to be done
     DTYPES = 2  # the dtypes of tensors that not every rank has

@@ -15,7 +15,7 @@ from shard_reshard.plan.analyze import ReshardPlan
 
 
 def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
-    """What every rank would hold after the plan.
+    """Return the tensors of every rank after the plan.
 
     Packs, routes and unpacks exactly as ranks do; only the collective itself is replaced by copies.
 

@@ -21,7 +21,7 @@ _movers: dict[str, Mover] = {}
 
 
 class Operator(NamedTuple):
-    """What a compiled call has to know, all of it constant while it is traced."""
+    """Constants of a traced call."""
 
     key: str  # the name under which the operator finds its mover in this process
     shapes: tuple[Index, ...]  # of the results

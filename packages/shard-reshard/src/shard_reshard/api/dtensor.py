@@ -63,7 +63,7 @@ def redistribute(
 
 
 class _Route(NamedTuple):
-    """What repeated calls with one kind of DTensor share."""
+    """Mover and output of repeated calls with one kind of DTensor."""
 
     mover: Mover
     holds_source: bool  # this rank is in the source's mesh
@@ -74,7 +74,7 @@ _routes: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Route]] = WeakKeyDictio
 
 
 class _Redistribute(torch.autograd.Function):
-    """What a DTensor's gradient means differs from a plain tensor's: a replicated gradient is not added up."""
+    """Redistribute with DTensor's own gradients: a replicated gradient is one value and is not summed."""
 
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: dist.ProcessGroup) -> DTensor:
@@ -125,7 +125,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """How the gradient of a DTensor lies."""
+    """Return the placements of a DTensor's gradient."""
     return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
 
 

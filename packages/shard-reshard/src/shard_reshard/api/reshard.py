@@ -321,7 +321,7 @@ def _dtypes_of_all(headers: list[bytes]) -> tuple[str, str | None]:
 
 
 def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
-    """Whether every rank of the group is one of the source layout's."""
+    """Return True where every rank of the group is in the source layout."""
     try:
         ranks = resolve_layout(src, shape, members.to_group).rank_set
     except PlanError:

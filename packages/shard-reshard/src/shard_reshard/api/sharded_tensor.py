@@ -93,7 +93,7 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
 
 
 def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_size: int) -> tuple[list[Any], list[int]]:
-    """What lies where under a spec.
+    """Return the metadata of all shards of a spec, and their ranks.
 
     Args:
         st_size: Global shape.

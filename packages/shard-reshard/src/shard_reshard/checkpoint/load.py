@@ -46,7 +46,7 @@ class LoadedStateDict(dict[str, Any]):
     materialized: tuple[str, ...]
 
     def explain(self, name: str | None = None) -> str:
-        """What was read and moved, see `LoadPlan.explain`."""
+        """Return what was read and moved as text, see `LoadPlan.explain`."""
         chosen = [entry for entry in self.materialized if name in (None, entry)]
         text = self.plan.explain(name)
         return f"{text}\n{len(chosen)} tensors of out were on meta and got memory" if chosen else text

@@ -66,13 +66,13 @@ class Read(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes are read."""
+        """Number of bytes that are read."""
         return prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Who reads what, and how it is moved then.
+    """Reads of every rank, and the exchanges that follow.
 
     Attributes:
         moves: The exchanges that follow the reading.
@@ -104,7 +104,7 @@ class LoadPlan:
         return json.dumps({"reads": reads, "moves": json.loads(self.moves.to_json())}, sort_keys=True)
 
     def explain(self, name: str | None = None) -> str:
-        """What each rank reads, and what is sent then; ``name`` picks one tensor."""
+        """Return reads and exchanges as text; ``name`` picks one tensor."""
         lines = []
         for rank, table in enumerate(self.reads):
             chosen = [read for found in table.values() for read in found if name in (None, read.name)]

@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class FileTable(NamedTuple):
-    """What a file says it holds; plain data that travels between ranks."""
+    """Table of a file's tensors; plain data that travels between ranks."""
 
     path: str
     num_bytes: int
@@ -176,7 +176,7 @@ def check_header(path: str, header: dict[str, Any], data_bytes: int | None) -> N
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a text that has bytes: JSON can name halves of characters."""
+    """Return True for text that can be encoded: JSON can contain half a surrogate pair."""
     if not isinstance(value, str):
         return False
     try:

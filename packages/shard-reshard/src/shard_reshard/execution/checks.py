@@ -42,7 +42,7 @@ def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shar
 
 
 def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side: str = "src") -> list[Problem]:
-    """How the local tensors of ``rank`` differ from what the plan expects on ``side``."""
+    """Return the differences between local tensors of ``rank`` and the plan's ``side``."""
     shapes = plan.local_shapes(rank, side)
     dtype = plan.dtype if side == "src" else plan.out_dtype
     where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
@@ -122,12 +122,12 @@ def destination_problems(
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor begins; of a fake one, which lies nowhere, a number of its own."""
+    """Return the address of a tensor; for a fake one, which has none, a number of its own."""
     return id(tensor) if is_fake((tensor,)) else tensor.data_ptr()
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor have one place, as in expanded tensors and sliding windows."""
+    """Return True where two elements share memory, as in expanded tensors and sliding windows."""
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     if not tensor.numel() or not dims:
         return False
@@ -177,7 +177,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose spans of memory meet have a byte in common, not only gaps of each other."""
+    """Return True where tensors with overlapping spans share a byte, and not only gaps."""
     begin, end = min(one.data_ptr(), other.data_ptr()), max(_end(one), _end(other))
     grain = gcd(one.element_size(), other.element_size(), abs(one.data_ptr() - other.data_ptr()))
     taken = torch.zeros((end - begin) // grain, dtype=torch.bool)

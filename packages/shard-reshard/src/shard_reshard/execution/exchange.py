@@ -41,7 +41,7 @@ Collective = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], bool], 
 
 
 class SendSide(NamedTuple):
-    """What a step reads: regions to pack, bytes to send, and regions that stay on the rank."""
+    """Reads of a step: regions to pack, bytes to send, regions that stay on the rank."""
 
     places: list[torch.Tensor]  # in the buffer
     regions: list[torch.Tensor]  # of local tensors
@@ -51,7 +51,7 @@ class SendSide(NamedTuple):
 
 
 class RecvSide(NamedTuple):
-    """What a step writes."""
+    """Writes of a step."""
 
     arrived: list[torch.Tensor]  # all places in the buffer; some may be reduced
     places: list[torch.Tensor]  # those of them that are copied as they are
@@ -77,7 +77,7 @@ class InFlight(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What one step reads and writes, for tensors of known strides."""
+    """Reads and writes of one step, for tensors of known strides."""
 
     memory: StepMemory
     room: int  # bytes of buffer that any step of the call needs; 0 without a collective
@@ -263,7 +263,7 @@ class PreparedCall:
         self.buffers: Buffers = exchange.workspace if exchange.keeps else {}
 
     def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
-        """Whether what is held still lies where these tensors do; storage may have been resized or exchanged."""
+        """Return True while held tensors have the addresses of these; storage may have been resized."""
         if fresh_outs is not self.fresh_outs or pointers(sources) != pointers(self.src):
             return False
         return fresh_outs or pointers(outs) == pointers(self.dst)

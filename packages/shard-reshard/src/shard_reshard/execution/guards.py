@@ -19,7 +19,7 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class Match(IntEnum):
-    """How far the tensors of a call are those that a guard was recorded for."""
+    """Result of comparing the tensors of a call with a guard."""
 
     NONE = 0
     METADATA = 1  # types, shapes, strides, dtypes, devices, flags and modes: checks of single tensors stay valid

@@ -298,7 +298,7 @@ class ReshardWork(NotPicklable):
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether `wait` has been called."""
+        """Return True after `wait`."""
         return self._done
 
     def __del__(self) -> None:

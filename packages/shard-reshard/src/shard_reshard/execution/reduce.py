@@ -13,7 +13,7 @@ from shard_reshard.plan.plan import Plan
 
 
 class Reduction:
-    """Where the plans of a program reduce, for the tensors of one call.
+    """Accumulators of the reducing plans of a program, for one call.
 
     Args:
         plans: The plans of the program.

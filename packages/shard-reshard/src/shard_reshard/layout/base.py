@@ -41,12 +41,12 @@ class Cell(NamedTuple):
     tensors: Mapping[int, int] | None  # rank -> which local tensor; None: every rank has one
 
     def tensor_of(self, rank: int) -> int:
-        """Which of the local tensors of ``rank`` has this cell."""
+        """Return the number of the local tensor of ``rank`` that holds this cell."""
         return 0 if self.tensors is None else self.tensors[rank]
 
 
 class ShardMap(ABC):
-    """Which piece of a tensor of ``shape`` lies where in the local tensors of which rank."""
+    """Map from ranks to the pieces of a tensor of ``shape`` in their local tensors."""
 
     shape: Index
 
@@ -58,7 +58,7 @@ class ShardMap(ABC):
     @property
     @abstractmethod
     def num_partials(self) -> int:
-        """How many values are to be reduced; 1 where nothing is."""
+        """Number of partial values to reduce; 1 where nothing is."""
 
     @property
     @abstractmethod
@@ -81,7 +81,7 @@ class ShardMap(ABC):
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds; empty boxes left out."""
+        """Return the pieces of ``rank`` without empty boxes."""
 
     def places(self, rank: int) -> tuple[tuple[int, Index], ...] | None:
         """For each local tensor that planning counts, the actual tensor it lies in and where it starts there.
@@ -91,7 +91,7 @@ class ShardMap(ABC):
         return None
 
     def local_pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds, and where in its actual local tensors."""
+        """Return the pieces of ``rank`` with their places in its actual local tensors."""
         places = self.places(rank)
         if places is None:
             return self.pieces(rank)

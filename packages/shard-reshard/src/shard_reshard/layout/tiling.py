@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor: every hole and every overlap is found and named."""
+"""Tiling: every hole and overlap of boxes that should tile a tensor."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _overlaps(spans: list[Span]) -> list[tuple[Span, Span]]:
 
 
 def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
-    """What ``spans`` leave of ``whole``: slab by slab along ``dim``, the other dims within each slab."""
+    """Return the rest of ``whole`` beside ``spans``: slab by slab along ``dim``, recursively."""
     start, stop = whole
     if dim == len(start):
         return [] if spans else [whole]
@@ -101,6 +101,6 @@ def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
 
 
 def _joins(one: Span, other: Span, dim: int) -> bool:
-    """Whether ``other`` goes on along ``dim`` where ``one`` ends, equal in all other dims."""
+    """Return True where ``other`` continues ``one`` along ``dim`` and equals it in other dims."""
     same = all(at == dim or (one[0][at] == other[0][at] and one[1][at] == other[1][at]) for at in range(len(one[0])))
     return same and one[1][dim] == other[0][dim]

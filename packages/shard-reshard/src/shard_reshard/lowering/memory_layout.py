@@ -1,4 +1,4 @@
-"""Where a step's bytes lie in memory: which regions are copied, and which are sent or received where they are.
+"""Memory layout of a step: regions that are copied, and regions used in place.
 
 Pure: works on shapes, strides and numbers. `Exchange` turns the answer into tensor views.
 """
@@ -233,7 +233,7 @@ def _series(entries: list[Packed], itemsize: int) -> Iterator[Packed]:
 
 
 def _apart(one: Packed, other: Packed) -> tuple[int, int]:
-    """How far two entries are from each other: in elements of the tensor, in bytes of the buffer."""
+    """Return the distance of two entries: elements in the tensor, bytes in the buffer."""
     return other.region.offset - one.region.offset, other.byte_offset - one.byte_offset
 
 
@@ -260,7 +260,7 @@ def _span(regions: list[Region]) -> Span | None:
 
 
 def is_contiguous(sizes: Index, strides: Index) -> bool:
-    """Whether a strided view is one stretch of memory in row-major order."""
+    """Return True for a view that is one span of memory in row-major order."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1:

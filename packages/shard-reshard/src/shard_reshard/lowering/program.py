@@ -92,7 +92,7 @@ class Program:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the next step is packed and sent while a step is unpacked."""
+        """True where the next step is posted before a step is unpacked."""
         return any(plan.max_workspace_bytes is not None for plan in self.plans)
 
     @cached_property
@@ -106,12 +106,12 @@ class Program:
         )
 
     def plan_of(self, tensor: int) -> int:
-        """Which plan destination tensor ``tensor`` belongs to."""
+        """Return the plan of a destination tensor."""
         return next(at for at in range(len(self.plans)) if tensor < self.dst_base[at + 1])
 
 
 def accumulates_apart(plan: Plan) -> bool:
-    """Whether values are reduced in tensors of their own, because the result's dtype would round or cast each step."""
+    """Return True where the result's dtype would round each step of a reduction."""
     return plan.reduce_op is not None and (plan.dtype in REDUCED_IN_FLOAT32 or plan.out_dtype != plan.dtype)
 
 
@@ -212,7 +212,7 @@ class _Builder:
         return Step(stage > 0, exchanges, send_splits, receive_splits, sends, receives, own)
 
     def _place(self, at: int, base: tuple[int, ...], tensor: int, start: Index) -> tuple[int, Index]:
-        """Which of the program's tensors a copy of plan ``at`` is in, and where."""
+        """Return the program's tensor that a copy of plan ``at`` is in, and the start there."""
         places = (self.dst_places if base is self.dst_base else self.src_places)[at]
         if places is None:
             return base[at] + tensor, start

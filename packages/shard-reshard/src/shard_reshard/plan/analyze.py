@@ -23,7 +23,7 @@ from shard_reshard.plan.validate import check_plan
 
 
 class ReshardPlan(Plan):
-    """How one tensor gets from one layout to another. Made by `plan_reshard`."""
+    """Plan of one tensor from one layout to another. Made by `plan_reshard`."""
 
     @staticmethod
     def from_json(text: str) -> ReshardPlan:
@@ -45,7 +45,7 @@ class ReshardPlan(Plan):
     # ---- who moves what ---------------------------------------------------------------------------------------
 
     def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
-        """What ``rank`` sends, receives and keeps, one entry for each stage."""
+        """Return the sends, receives and local copies of ``rank`` by stage."""
         return schedule.rank_schedule(self, rank)
 
     def copies(self) -> Iterator[Copy]:
@@ -54,7 +54,7 @@ class ReshardPlan(Plan):
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing has to be sent at all, between any two ranks."""
+        """True where no rank has to send anything."""
         return schedule.is_local(self)
 
     # ---- how much ---------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class ReshardPlan(Plan):
         return out + self.workspace_bytes(rank)
 
     def explain(self, name: str | None = None) -> str:
-        """Who sends what to whom, in words and numbers; ``name`` heads the text."""
+        """Return the plan in words and numbers; ``name`` heads the text."""
         return explain(self, name)
 
 
@@ -117,7 +117,7 @@ _BUSIEST = 8
 
 
 def explain(plan: ReshardPlan, name: str | None = None) -> str:
-    """Who sends what to whom, bytes against the bound, and memory."""
+    """Return sends, bytes against the bound, and memory as text."""
     lines = [_headline(plan, name), f"  from  {plan.src.describe()}", f"  to    {plan.dst.describe()}"]
     if plan.is_local:
         lines.append("  nothing is sent: every rank has what it needs")

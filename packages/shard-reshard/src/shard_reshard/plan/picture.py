@@ -140,7 +140,7 @@ def _rectangle(cell: Cell, rows: int, columns: int, height: int) -> str:
 
 
 def _traffic(plan: ReshardPlan) -> Iterator[str]:
-    """Who sends how much to whom, and what it costs each rank."""
+    """Yield the matrix of bytes between ranks, and the cost of each rank."""
     if plan.world_size > _MOST_RANKS:
         yield f"<p>{plan.world_size} ranks are too many for a table; see the words below.</p>"
         return

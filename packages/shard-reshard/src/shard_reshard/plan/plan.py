@@ -24,7 +24,7 @@ SMALLEST_PART_BYTES = 16 * 1024
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one tensor gets from one layout to another.
+    """Plan of one tensor from one layout to another, as a value.
 
     Attributes:
         shape: Shape of the global tensor.
@@ -80,7 +80,7 @@ class Plan:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether source and destination are one layout: every rank copies what it has, reduced or not."""
+        """True where source and destination are one layout: every rank copies what it has."""
         return self.src == self.dst
 
     @cached_property
@@ -97,7 +97,7 @@ class Plan:
 
     @cached_property
     def reduce_op(self) -> str | None:
-        """How addends become one value on the way: "sum", "min", "max" or "product"; None where there is one."""
+        """Reduction on the way: "sum", "min", "max" or "product"; None for none."""
         if self.adjoint:
             return "sum"
         if self.is_identity or self.src.num_partials == 1:
@@ -107,7 +107,7 @@ class Plan:
 
     @cached_property
     def divisor(self) -> int:
-        """What a reduced value is divided by: the number of ranks that are averaged."""
+        """Divisor of a reduced value: the number of ranks that are averaged."""
         layout = self.dst if self.adjoint else self.src
         return 1 if self.is_identity or "avg" not in layout.reduce_ops else _averaged(layout)
 
@@ -118,7 +118,7 @@ class Plan:
 
     @cached_property
     def uses_scatter_allgather(self) -> bool:
-        """Whether replicated destinations get their value as scatter and all-gather (see `_busiest`)."""
+        """True where replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
         if self.is_identity or self.adjoint or self.dst.num_partials > 1:
             return False
         if self.dst.max_replicas == 1 or 0 in self.shape:
@@ -129,7 +129,7 @@ class Plan:
         return relayed + SMALLEST_PART_BYTES <= direct
 
     def identity_value(self, rank: int) -> int | None:
-        """What a rank of a partial destination that gets no value holds: 0 in a sum, 1 in a product, else None."""
+        """Return the value of a partial destination that gets none: 0 for a sum, 1 for a product."""
         if self.adjoint:
             return 0
         if self.is_identity or self.dst.num_partials == 1 or not set(self.dst.reduce_ops) & {"sum", "product"}:

@@ -1,4 +1,4 @@
-"""Who moves what: the part of a plan that one rank carries out, found without looking at other ranks' parts."""
+"""Schedules: sends and receives of one rank, found without looking at other ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shard_reshard.plan.plan import SMALLEST_PART_BYTES, Plan
 
 
 class RankSchedule(NamedTuple):
-    """What one rank does in one stage of a plan."""
+    """Sends and receives of one rank in one stage of a plan."""
 
     sends: Mapping[int, tuple[Copy, ...]]  # by receiving rank, ascending; without the rank itself
     receives: Mapping[int, tuple[Copy, ...]]  # by sending rank, ascending; without the rank itself
@@ -21,7 +21,7 @@ class RankSchedule(NamedTuple):
 
 
 def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
-    """What ``rank`` sends, receives and keeps, one entry for each stage. Looks at no other rank's schedule."""
+    """Return the sends, receives and local copies of ``rank`` by stage, from its own boxes alone."""
     cache: dict[int, tuple[RankSchedule, ...]] = plan.__dict__.setdefault("_schedules", {})
     if rank not in cache:
         if len(cache) >= 4:  # a process asks for one rank; only simulations ask for all
@@ -39,7 +39,7 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
 
 
 def is_local(plan: Plan) -> bool:
-    """Whether nothing has to be sent at all, between any two ranks."""
+    """True where no rank has to send anything."""
     if "_is_local" not in plan.__dict__:
         plan.__dict__["_is_local"] = _find_local(plan)
     found: bool = plan.__dict__["_is_local"]
@@ -55,7 +55,7 @@ def _find_local(plan: Plan) -> bool:
 
 
 def _lacks(plan: Plan, rank: int) -> bool:
-    """Whether ``rank`` needs an element that it does not hold."""
+    """Return True where ``rank`` needs an element that it does not hold."""
     held = plan.src.pieces(rank)
     for piece in plan.dst.pieces(rank):
         cell = next(plan.dst.cross(piece.start, piece.stop))
@@ -72,7 +72,7 @@ def _common(start: Index, stop: Index, other_start: Index, other_stop: Index) ->
 
 
 def make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
-    """What ``rank`` does, one entry for each stage."""
+    """Work out the schedule of ``rank``, one entry for each stage."""
     arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
     parts = []
     for stage in range(plan.stages):

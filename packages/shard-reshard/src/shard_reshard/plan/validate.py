@@ -1,4 +1,4 @@
-"""What keeps a plan from being carried out, and the making of plans that were checked."""
+"""Validation: everything that keeps a plan from being carried out."""
 
 from __future__ import annotations
 

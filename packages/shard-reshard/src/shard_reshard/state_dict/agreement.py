@@ -1,4 +1,4 @@
-"""What all ranks agree on before a state dict moves: one plan, and which version it is."""
+"""Agreement of ranks before a state dict moves: one plan, and one version."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _plans: WeakKeyDictionary[dist.ProcessGroup, _Plans] = WeakKeyDictionary()
 
 
 class Question(NamedTuple):
-    """What ranks are asked to move, beside the tensors: the same on every rank."""
+    """Arguments of a call beside its tensors, equal on every rank."""
 
     dst_layouts: DstLayouts
     key_map: KeyMap | None

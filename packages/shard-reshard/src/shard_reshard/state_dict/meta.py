@@ -1,4 +1,4 @@
-"""What a rank knows of the tensors of a state dict: shape, dtype, layout, and which are one memory."""
+"""Metadata of a rank's tensors: shape, dtype, layout, and ties."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def collect_metadata(
     shapes: Mapping[str, Any],
     members: GroupInfo,
 ) -> RankMeta:
-    """What this rank knows of its source and destination tensors, with the problems that it found."""
+    """Return the metadata of source and destination tensors, and the problems found."""
     given: list[Any] = [*state_dict, *outs]
     strange = [name for name in given if not isinstance(name, str)]
     if strange:
@@ -129,7 +129,7 @@ def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: GroupInfo) -> torch.device:
-    """Where the tensors lie; for a rank without any that have memory, where the group's do."""
+    """Return the device of the tensors; for a rank without any that have memory, the group's."""
     for value in (*state_dict.values(), *outs.values()):
         if isinstance(value, torch.Tensor) and not value.is_meta:
             return local_tensor(value).device
@@ -203,7 +203,7 @@ def _of_sections(
 
 
 def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInfo) -> list[Problem]:
-    """How what a tensor tells of itself differs, on this rank, from the layout that it is taken for."""
+    """Return a mismatch between a tensor's declared layout and ``wanted``, on this rank."""
     try:
         own = own_layout(name, value, members.to_group)
     except PlanError as error:
@@ -216,7 +216,7 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
 
 
 def same_here(one: ShardMap, other: ShardMap, rank: int) -> bool:
-    """Whether two layouts put the same on ``rank``."""
+    """Return True where two layouts put the same on ``rank``."""
     if one == other:
         return True
     alike = one.shape == other.shape and sorted(one.reduce_ops) == sorted(other.reduce_ops)
@@ -247,7 +247,7 @@ class LayoutChecker:
     def problems(
         self, tensors: Mapping[str, Any], sources: Mapping[str, torch.Tensor], targets: Mapping[str, Any]
     ) -> list[Problem]:
-        """What is wrong with tensors that are given (locally ``sources``) and with those that are to be filled."""
+        """Return the problems of source tensors (locally ``sources``) and of destinations."""
         problems: list[Problem] = []
         if not tensors.keys() <= self._known.keys():
             strange = sorted(tensors.keys() - self._known.keys())

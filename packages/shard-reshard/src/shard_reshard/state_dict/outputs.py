@@ -41,12 +41,12 @@ class MovedStateDict(dict[str, Any]):
     version: int | None
 
     def explain(self, name: str | None = None) -> str:
-        """What was moved, see `StateDictPlan.explain`."""
+        """Return the plan as text, see `StateDictPlan.explain`."""
         return self.plan.explain(name)
 
 
 class LocalTargets:
-    """What one rank has to do with a planned state dict: worked out once for all calls.
+    """Destinations and buckets of one rank in a planned state dict, for all calls.
 
     Attributes:
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
@@ -86,7 +86,7 @@ class LocalTargets:
         return problems
 
     def _misfits(self, name: str, out: torch.Tensor, strict: bool) -> list[Problem]:
-        """How a tensor of ``out`` differs from the one that the layout has on this rank."""
+        """Return the differences between a tensor of ``out`` and its layout on this rank."""
         layout, dtype = self.plan.targets[name]
         shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
         if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
@@ -173,7 +173,7 @@ def move_buckets(
 
 
 def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Problem]:
-    """What is wrong with the source tensors of this rank, each with its name."""
+    """Return the problems of this rank's source tensors by name."""
     problems = []
     for move in here.plan.moves:
         held = move.source in sources and move.plan.src.local_shapes(here.rank)
@@ -212,7 +212,7 @@ def mover_for_bucket(members: GroupInfo, plan: StateDictPlan, bucket: tuple[int,
 
 
 class OutputKinds:
-    """What results are made of: DTensors where a DeviceMesh was asked for, else local tensors; worked out once."""
+    """Kinds of results: DTensors for layouts of a DeviceMesh, else local tensors."""
 
     def __init__(self, plan: StateDictPlan, dst_layouts: DstLayouts) -> None:
         self._plan, self._dst_layouts = plan, dst_layouts

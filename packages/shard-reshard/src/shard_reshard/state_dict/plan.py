@@ -17,7 +17,7 @@ from shard_reshard.plan.analyze import ReshardPlan, human
 
 @dataclass(frozen=True)
 class Part:
-    """Where a tensor, or a stretch of one, goes in a tensor of another name: a value of ``key_map``.
+    """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
 
     ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
     ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` takes apart.
@@ -42,7 +42,7 @@ DstLayouts = Mapping[str, LayoutLike] | Callable[[str, tuple[int, ...]], LayoutL
 
 
 class TensorMeta(NamedTuple):
-    """What a rank knows of one of its tensors; plain data that travels between ranks."""
+    """Metadata of one tensor on a rank; plain data that travels between ranks."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,7 +52,7 @@ class TensorMeta(NamedTuple):
 
 @dataclass(frozen=True)
 class RankMeta:
-    """What one rank knows."""
+    """Metadata of all tensors of one rank."""
 
     sources: dict[str, TensorMeta]
     outs: dict[str, TensorMeta]
@@ -70,7 +70,7 @@ class TensorMove:
 
 @dataclass(frozen=True)
 class StateDictPlan:
-    """How all tensors of a state dict get to their layouts.
+    """Plan of all tensors of a state dict.
 
     Attributes:
         moves: Every move, in the order in which they are made.

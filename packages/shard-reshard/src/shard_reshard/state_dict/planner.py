@@ -126,7 +126,7 @@ def _ranks_of(layout: Mapping[str, Any]) -> list[int]:
 
 
 def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[tuple[str, Part]]:
-    """Where every source goes, normalised: dims counted from the front, sizes filled in."""
+    """Return the destination of every source, with dims counted from the front and sizes filled in."""
     parts: list[tuple[str, Part]] = []
     for name in key_map:
         if name not in sources:
@@ -200,7 +200,7 @@ def _dst_layout(
 
 
 def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> LayoutLike | None:
-    """What ``dst_layouts`` says of one tensor."""
+    """Return the layout of one tensor in ``dst_layouts``."""
     if isinstance(dst_layouts, Mapping):
         return dst_layouts.get(name)
     return dst_layouts(name, shape) if callable(dst_layouts) else dst_layouts

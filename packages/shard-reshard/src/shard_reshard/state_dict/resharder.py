@@ -337,7 +337,7 @@ class StateGuards:
         return self._guards.match([*sources.values(), *outs.values()])
 
     def same_ties(self, sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the same tensors are one memory."""
+        """Return True where the same tensors are tied."""
         return _ties(sources, outs) == self._ties
 
 
