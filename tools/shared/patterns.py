@@ -3,7 +3,7 @@ r"""Patterns: how a rule of a plan names tensors or modules.
 ========================  ===================================================================================
 ``fc1.weight``            exactly that one; ``""`` is the root module
 ``layers.*.wq.weight``    a glob: ``*`` and ``?`` stay within a segment, ``**`` is any number of full segments
-                          (none too), ``{wq,wk}`` either, ``[ab]`` one of these letters, ``[!ab]`` none of them
+                          (none too, beside others), ``{wq,wk}`` either, ``[ab]`` one of these letters, ``[!ab]`` none
 ``re:layers\.\d+\..*``    a regular expression that has to match the full name
 ========================  ===================================================================================
 
@@ -192,7 +192,7 @@ def _glob_regex(glob: str) -> str:
     # `**` in a row mean what one means; two would ask for a dot between nothing and nothing.
     segments = [part for at, part in enumerate(parts) if part != "**" or parts[at - 1 : at] != ["**"]]
     if segments == ["**"]:
-        return r".*"
+        return r".+"  # the root module has no name of segments; only `""` names it
     regex = ""
     for at, segment in enumerate(segments):
         last = at == len(segments) - 1

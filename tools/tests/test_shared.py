@@ -149,7 +149,7 @@ def test_patterns_match_as_segments_do() -> None:
             )
             assert Pattern(glob).matches(name) == by_segment, (glob, name)
     assert [n for n in ("", "a", "a.b", "b", "b.a") if Pattern("a.**").matches(n)] == ["a", "a.b"]
-    assert all(Pattern("**").matches(n) for n in ("", "a", "a.b"))
+    assert [n for n in ("", "a", "a.b") if Pattern("**").matches(n)] == ["a", "a.b"]
     assert [n for n in ("a", "b.a", "a.b") if Pattern("**.a").matches(n)] == ["a", "b.a"]
     assert Pattern(r"re:l\.\d+").matches("l.12")
 
@@ -157,7 +157,7 @@ def test_patterns_match_as_segments_do() -> None:
 def test_within_is_never_wrong() -> None:
     """What a pattern within another matches, the other matches: 2,000 random pairs on all names of three segments."""
     draw = random.Random(0)
-    names = ["", *(".".join(p) for n in (1, 2, 3) for p in itertools.product(("a", "ab", "b"), repeat=n))]
+    names = [".".join(p) for n in (1, 2, 3) for p in itertools.product(("a", "ab", "b"), repeat=n)]
     segments = ("a", "*", "a*", "?", "**", "b", "[ab]", "{a,b}")
     compared = 0
     for _ in range(2000):

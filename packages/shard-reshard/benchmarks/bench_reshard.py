@@ -358,7 +358,7 @@ def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _planning_rows() -> list[dict[str, str]]:
-    from shard_reshard.plan.planner import plan_reshard
+    from shard_reshard.planning.planner import plan_reshard
 
     def rank_schedule(src: str, dst: str) -> float:
         best = 1e9

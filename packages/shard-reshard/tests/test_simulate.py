@@ -12,7 +12,7 @@ from random_pairs import check_pairs
 from shard_reshard import PlanError, ShardMap, plan_reshard, simulate
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.parse import resolve_layout
-from shard_reshard.plan.planner import make_plan
+from shard_reshard.planning.planner import make_plan
 
 NUM_PAIRS = 600
 

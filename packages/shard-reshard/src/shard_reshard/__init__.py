@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from shard_reshard.layout.boxes import BoxShardMap
     from shard_reshard.layout.mesh import MeshShardMap
     from shard_reshard.layout.parse import LayoutLike, OnRank
-    from shard_reshard.plan.analyze import ReshardPlan
     from shard_reshard.plan.copies import Copy
-    from shard_reshard.plan.planner import plan_reshard
+    from shard_reshard.planning.analyze import ReshardPlan
+    from shard_reshard.planning.planner import plan_reshard
     from shard_reshard.state_dict.outputs import MovedStateDict, Progress
     from shard_reshard.state_dict.plan import Part, StateDictPlan
     from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict, state_version
@@ -83,8 +83,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "plan.planner": ("plan_reshard",),
-        "plan.analyze": ("ReshardPlan",),
+        "planning.planner": ("plan_reshard",),
+        "planning.analyze": ("ReshardPlan",),
         "plan.copies": ("Copy",),
         "layout.parse": ("OnRank", "LayoutLike"),
         "layout.base": ("ShardMap",),

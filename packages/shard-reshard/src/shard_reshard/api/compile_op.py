@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import assume_constant_result, declare_ordered_effect
+from shard_reshard._torch_compat import declare_ordered_effect
 from shard_reshard.consensus import data_device
 from shard_reshard.execution.checks import local_problems
 from shard_reshard.execution.mover import Mover
@@ -49,17 +49,6 @@ def key_of_pair(mover: Mover, backward: Mover) -> str:
         mover.pair(backward)
         _movers[key] = mover
     return key
-
-
-@assume_constant_result
-def not_compiled(what: str) -> None:
-    """Called where a tracer would get lost in ``what``.
-
-    Raises:
-        PlanError: ``not-compilable``, on every rank alike.
-    """
-    hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
-    raise PlanError(Problem("not-compilable", what, found="torch.compile traces the call", hint=hint))
 
 
 def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:

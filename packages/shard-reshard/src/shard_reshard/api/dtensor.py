@@ -20,7 +20,7 @@ from shard_reshard.api.reshard import find_mover, move
 from shard_reshard.consensus import group_info, raise_on_all_ranks
 from shard_reshard.execution.mover import Mover
 from shard_reshard.layout.dtypes import dtype_name
-from shard_reshard.plan.planner import cached_plan, resolve_layouts
+from shard_reshard.planning.planner import cached_plan, resolve_layouts
 
 
 def redistribute(

@@ -24,11 +24,11 @@ from shard_reshard.consensus import (
 )
 from shard_reshard.execution.checks import Shards, as_list, as_result
 from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork
+from shard_reshard.layout.declared import layout_mismatches
 from shard_reshard.layout.dtypes import ITEMSIZES, dtype_name
 from shard_reshard.layout.parse import LayoutLike, layout_value, resolve_layout
-from shard_reshard.plan.analyze import ReshardPlan
-from shard_reshard.plan.planner import cached_plan, resolve_layouts
-from shard_reshard.state_dict.meta import layout_mismatches
+from shard_reshard.planning.analyze import ReshardPlan
+from shard_reshard.planning.planner import cached_plan, resolve_layouts
 
 
 def reshard(

@@ -25,7 +25,7 @@ from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.parse import ToGroup
 from shard_reshard.layout.view import ShardMapView
-from shard_reshard.plan.analyze import human
+from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta
 from shard_reshard.state_dict.planner import plan_state_dict
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import PLAIN_TYPES, is_fake, is_wrapper, waited_for
+from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, is_fake, is_wrapper, waited_for
 from shard_reshard.plan.plan import Plan
 
 Shards = torch.Tensor | Sequence[torch.Tensor] | None
@@ -191,3 +191,14 @@ def _places(memory: torch.Tensor, tensor: torch.Tensor, begin: int, grain: int) 
     dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     sizes, strides = [size for size, _ in dims], [stride * width for _, stride in dims]
     return memory.as_strided((*sizes, width), (*strides, 1), (tensor.data_ptr() - begin) // grain)
+
+
+@assume_constant_result
+def not_compiled(what: str) -> None:
+    """Called where a tracer would get lost in ``what``.
+
+    Raises:
+        PlanError: ``not-compilable``, on every rank alike.
+    """
+    hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
+    raise PlanError(Problem("not-compilable", what, found="torch.compile traces the call", hint=hint))

@@ -1,5 +1,5 @@
-"""Plans: who sends which box to whom. Pure, and the same on every rank.
+"""Plans: which rank sends which box to whom. Pure, and the same on every rank.
 
-`plan` is the value, `schedule` answers what one rank sends and receives, `analyze` is the class with the convenient
-methods on top. No process group, no device, no data.
+`plan` is the value, `schedule` answers what one rank sends and receives, `validate` says what cannot be carried out. No
+process group, no device, no data.
 """

@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, real_tensors, waited_for
+from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, waited_for
 from shard_reshard.consensus import GroupInfo, data_device
 from shard_reshard.execution.checks import address
 from shard_reshard.layout.base import ShardMap
-from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.declared import layout_mismatches, own_layout
 from shard_reshard.layout.dtypes import dtype_name
-from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
+from shard_reshard.layout.parse import LayoutLike, resolve_layout
 from shard_reshard.layout.view import shard_map_from_json
 from shard_reshard.state_dict.plan import RankMeta, StateDictPlan, TensorMeta
 
@@ -144,83 +144,6 @@ def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None)
         out.pop(VERSION_KEY, None)  # no name that ``load_state_dict`` would not know
     elif isinstance(out, dict):
         out[VERSION_KEY] = version
-
-
-def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
-    """The layout that a tensor tells of itself: a DTensor, or a shard with ``_sharding_info``."""
-    if hasattr(value, "device_mesh") and hasattr(value, "placements"):
-        return resolve_layout((value.device_mesh, tuple(value.placements)), tuple(value.shape), to_group)
-    info = getattr(value, "_sharding_info", None)
-    if info is None:
-        return None
-    mesh, placements, shape = info[0], tuple(info[1]), tuple(info[2])
-    if len(info) > 4 and info[4]:
-        return _of_sections(name, mesh, placements, shape, tuple(info[4]), to_group)
-    return resolve_layout((mesh, placements), shape, to_group)
-
-
-def _of_sections(
-    name: str, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], sections: Any, to_group: ToGroup
-) -> ShardMap:
-    """The layout of a weight whose sections are sharded one by one, in units, and held by several ranks alike.
-
-    A section is ``(size, unit, copies)``: each run of ``unit`` rows stays together, and ``copies`` neighbouring ranks
-    hold the same; or a size alone.
-    """
-    from shard_spec import Replicate, Shard
-
-    sharded = [at for at, placement in enumerate(placements) if isinstance(placement, Shard)]
-    if len(sharded) != 1 or not all(isinstance(placement, Shard | Replicate) for placement in placements):
-        found = f"sections {sections} with placements {placements}"
-        hint = "give its layout in src_layouts: sections are cut by one axis"
-        raise PlanError(Problem("ambiguous-sections", name, found=found, hint=hint))
-    dim = placements[sharded[0]].dim % max(len(shape), 1)
-    triples = [(section, 1, 1) if isinstance(section, int) else tuple(section) for section in sections]
-    with real_tensors():
-        ranks = (
-            mesh.mesh.movedim(sharded[0], 0).flatten(1).tolist() if mesh.ndim > 1 else [[r] for r in mesh.mesh.tolist()]
-        )
-    if (
-        not shape
-        or sum(size for size, _, _ in triples) != shape[dim]
-        or any(unit < 1 or copies < 1 or size % unit or len(ranks) % copies for size, unit, copies in triples)
-    ):
-        found = f"sections {sections} of dim {dim} of {shape} on {len(ranks)} ranks"
-        hint = "sections add up to the dim, are whole numbers of units, and copies divide the ranks of the axis"
-        raise PlanError(Problem("bad-sections", name, dim, found=found, hint=hint))
-    boxes: dict[int, list[Box]] = {}
-    for place, replicas in enumerate(ranks):
-        held, begin = [], 0
-        for size, unit, copies in triples:
-            step = -(-(size // unit) // (len(ranks) // copies)) * unit  # as torch.chunk divides units
-            start = min(place // copies * step, size)
-            offsets, sizes = [0] * len(shape), list(shape)
-            offsets[dim], sizes[dim] = begin + start, min(start + step, size) - start
-            held.append(Box(tuple(offsets), tuple(sizes)))
-            begin += size
-        boxes |= {to_group(rank): held for rank in replicas}
-    return FusedShardMap(shape, boxes, dim)
-
-
-def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInfo) -> list[Problem]:
-    """Return a mismatch between a tensor's declared layout and ``wanted``, on this rank."""
-    try:
-        own = own_layout(name, value, members.to_group)
-    except PlanError as error:
-        return [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
-    if own is None or same_here(own, wanted, members.rank):
-        return []
-    found = f"it says that it lies as {own.describe()} of {own.shape}, not as {wanted.describe()} of {wanted.shape}"
-    hint = "leave out the layout of a tensor that tells its own, redistribute it, or pass its to_local()"
-    return [Problem("layout-differs", name, found=found, hint=hint)]
-
-
-def same_here(one: ShardMap, other: ShardMap, rank: int) -> bool:
-    """Return True where two layouts put the same on ``rank``."""
-    if one == other:
-        return True
-    alike = one.shape == other.shape and sorted(one.reduce_ops) == sorted(other.reduce_ops)
-    return alike and sorted(one.local_pieces(rank)) == sorted(other.local_pieces(rank))
 
 
 class LayoutChecker:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shard_reshard._shared.problems import Problem
 from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.parse import LayoutLike
-from shard_reshard.plan.analyze import ReshardPlan, human
+from shard_reshard.planning.analyze import ReshardPlan, human
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.view import ShardMapView, shard_map_from_json
-from shard_reshard.plan.planner import make_plan
+from shard_reshard.planning.planner import make_plan
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
 
 

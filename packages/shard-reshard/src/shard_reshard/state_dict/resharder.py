@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import declared_layouts
-from shard_reshard.api.compile_op import not_compiled
 from shard_reshard.consensus import (
     GroupInfo,
     assert_consistent,
@@ -20,6 +19,7 @@ from shard_reshard.consensus import (
     problems_of,
     raise_on_all_ranks,
 )
+from shard_reshard.execution.checks import not_compiled
 from shard_reshard.execution.guards import Match, TensorGuards, pointers, record_guards
 from shard_reshard.execution.mover import NotPicklable
 from shard_reshard.layout.parse import LayoutLike, layout_value

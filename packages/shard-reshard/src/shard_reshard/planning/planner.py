@@ -12,8 +12,8 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.dtypes import dtype_name
 from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup, resolve_layout
-from shard_reshard.plan.analyze import ReshardPlan
 from shard_reshard.plan.validate import check_plan
+from shard_reshard.planning.analyze import ReshardPlan
 
 if TYPE_CHECKING:
     import torch

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
-from shard_reshard.plan.analyze import explain, how, human
+from shard_reshard.planning.analyze import explain, how, human
 
 if TYPE_CHECKING:
     from shard_reshard.layout.base import Cell, ShardMap
-    from shard_reshard.plan.analyze import ReshardPlan
+    from shard_reshard.planning.analyze import ReshardPlan
 
 _WIDTH = 430  # of one tensor, in pixels
 _BAR = 160  # the longest bar, in pixels
