@@ -40,10 +40,6 @@ class Cell(NamedTuple):
     owners: tuple[tuple[int, ...], ...]  # for each partial_index, the ranks that hold it
     tensors: Mapping[int, int] | None  # rank -> which local tensor; None: every rank has one
 
-    def tensor_of(self, rank: int) -> int:
-        """Return the number of the local tensor of ``rank`` that holds this cell."""
-        return 0 if self.tensors is None else self.tensors[rank]
-
 
 class ShardMap(ABC):
     """Map from ranks to the pieces of a tensor of ``shape`` in their local tensors."""

@@ -57,16 +57,6 @@ class Step(NamedTuple):
     receives: tuple[Segment, ...]
     own: tuple[OwnCopy, ...]
 
-    @property
-    def send_bytes(self) -> int:
-        """Bytes that leave the rank."""
-        return sum(self.send_splits)
-
-    @property
-    def receive_bytes(self) -> int:
-        """Bytes that arrive."""
-        return sum(self.receive_splits)
-
 
 @dataclass(frozen=True)
 class Program:
