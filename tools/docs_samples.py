@@ -1,4 +1,4 @@
-"""The files that commands in the docs name: a user's model, a Hugging Face config, a safetensors file, two plans."""
+"""The files that pages of the docs name: a user's model, a Hugging Face config and folder, a safetensors file, plans."""
 
 from __future__ import annotations
 
@@ -80,3 +80,13 @@ def write(folder: Path) -> None:
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
     (folder / "before.json").write_text(MegatronPlanner({"tp": 8}).build_plan(model).to_json())
     (folder / "after.json").write_text(FullyShardPlanner({"dp": 8}).build_plan(model).to_json())
+    _write_huggingface(folder / "qwen3-tiny")
+
+
+def _write_huggingface(folder: Path) -> None:
+    """Write a model of two layers as a Hugging Face folder: config, index and several files."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 96}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(folder, max_shard_size="40KB")

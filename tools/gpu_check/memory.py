@@ -39,9 +39,10 @@ def allocator_peaks(settings: Settings) -> Result:
 def reshard_peak(settings: Settings, part: int | None) -> tuple[int, int]:
     """Promised and measured bytes of a change of layout, nothing sent; its workspace limited to 1 / part of a shard."""
     import torch
+
     from shard_reshard import plan_reshard
-    from shard_reshard.exchange import Exchange
-    from shard_reshard.program import build_program
+    from shard_reshard.execution.exchange import Exchange
+    from shard_reshard.lowering.program import build_program
 
     side, device = (64 if settings.dry else 16384), torch.device(settings.device)
     limit = None if part is None else side * side * 4 // 8 // part
@@ -50,7 +51,7 @@ def reshard_peak(settings: Settings, part: int | None) -> tuple[int, int]:
     sources = [torch.ones(shape, device=device) for shape in plan.src.local_shapes(3)]
 
     def call() -> None:
-        exchange.start(sources, exchange.allocate(device), lambda *_: None, device, False)()
+        exchange.prepare(sources, exchange.allocate(device), device).run(lambda *_: None, False)
 
     return plan.peak_bytes(3), peak_of(call, settings)
 

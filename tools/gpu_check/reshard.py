@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def pack_bandwidth(settings: Settings) -> Result:
     """shard-reshard's packing and unpacking against a device-to-device copy of the same bytes; nothing is sent."""
     import torch
+
     from shard_reshard import plan_reshard
-    from shard_reshard.exchange import Exchange
-    from shard_reshard.program import build_program
+    from shard_reshard.execution.exchange import Exchange
+    from shard_reshard.lowering.program import build_program
 
     side, world, rank = (64 if settings.dry else 32768), 8, 3
     device = torch.device(settings.device)
@@ -28,10 +29,10 @@ def pack_bandwidth(settings: Settings) -> Result:
             exchange = Exchange(build_program((plan,), rank, world), keep_workspace=True)
             sources = [torch.ones(shape, dtype=dtype, device=device) for shape in plan.src.local_shapes(rank)]
             outs = exchange.allocate(device)
-            copied = bytes_copied(exchange.memories(sources, outs), plan.itemsize)
+            copied = bytes_copied([recipe.memory for recipe in exchange.recipes(sources, outs)], plan.itemsize)
 
             def call(exchange: Any = exchange, sources: Any = sources, outs: Any = outs) -> None:
-                exchange.start(sources, outs, lambda *_: None, device, False)()
+                exchange.prepare(sources, outs, device).run(lambda *_: None, False)
 
             plain = torch.ones(max(copied // 4, 1), dtype=torch.float32, device=device)
             target = torch.empty_like(plain)
@@ -52,6 +53,6 @@ def bytes_copied(memories: Any, itemsize: int) -> int:
     """Bytes that packing, unpacking and own copies write."""
     total = 0
     for memory in memories:
-        total += sum(0 if side.run is not None else side.num_bytes for side in (memory.sends, memory.receives))
+        total += sum(0 if side.span is not None else side.num_bytes for side in (memory.sends, memory.receives))
         total += sum(math.prod(source.sizes) * itemsize for source, *_ in memory.own)
     return total

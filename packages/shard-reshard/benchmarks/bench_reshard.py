@@ -358,14 +358,14 @@ def _two_axes(rank: int, repeats: int) -> list[dict[str, str]]:
 
 
 def _planning_rows() -> list[dict[str, str]]:
-    from shard_reshard.planner import plan_reshard
+    from shard_reshard.planning.planner import plan_reshard
 
-    def own_part(src: str, dst: str) -> float:
+    def rank_schedule(src: str, dst: str) -> float:
         best = 1e9
         for _ in range(7):
             _forget_plans()
             begin = time.perf_counter()
-            plan_reshard((8192, 8192), "bfloat16", src, dst).own_part(3)
+            plan_reshard((8192, 8192), "bfloat16", src, dst).rank_schedule(3)
             best = min(best, time.perf_counter() - begin)
         return 1e3 * best
 
@@ -373,7 +373,7 @@ def _planning_rows() -> list[dict[str, str]]:
         _row(
             f"plan: own part at 512 ranks, {src} -> {dst}",
             "<= 5 ms",
-            f"{own_part(src, dst):.1f} ms",
+            f"{rank_schedule(src, dst):.1f} ms",
             "no peer plans; floor 0",
         )
         for src, dst in (("512: S(0)", "512: S(1)"), ("512: S(0)", "64x8: R, S(1)"), ("2x256: R, S(0)", "512: S(1)"))
@@ -389,7 +389,7 @@ def _planning_rows() -> list[dict[str, str]]:
         begin = time.perf_counter()
         for name, shape in shapes.items():
             dst = "8x8: R, R" if len(shape) == 1 else "8x8: R, S(1)" if name.endswith(("wo", "w2")) else "8x8: R, S(0)"
-            plan_reshard(shape, "bfloat16", "64: S(0)", dst).own_part(3)
+            plan_reshard(shape, "bfloat16", "64: S(0)", dst).rank_schedule(3)
         spent.append(time.perf_counter() - begin)
     rows.append(
         _row(

@@ -133,7 +133,7 @@ def _sixteen(repeats: int) -> list[dict[str, Any]]:
 def planning_curve(repeats: int) -> dict[str, Any]:
     """Own part of a plan of rows to columns, beside torch's metadata of both layouts."""
     from bench_reshard import _forget_plans, _torch_spec
-    from shard_reshard.planner import plan_reshard
+    from shard_reshard.planning.planner import plan_reshard
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
     series: Series = {"shard-reshard: own part of the plan": [], "torch: metadata of both layouts, no plan": []}
@@ -142,7 +142,7 @@ def planning_curve(repeats: int) -> dict[str, Any]:
 
         def plan(ranks: int = ranks) -> None:
             _forget_plans()
-            plan_reshard((8192, 8192), "bfloat16", f"{ranks}: S(0)", f"{ranks}: S(1)").own_part(3)
+            plan_reshard((8192, 8192), "bfloat16", f"{ranks}: S(0)", f"{ranks}: S(1)").rank_schedule(3)
 
         def metadata(ranks: int = ranks) -> None:
             for dim in (0, 1):

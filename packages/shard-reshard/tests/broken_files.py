@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from shard_reshard.safetensors_files import DTYPES, file_table
+from shard_reshard.checkpoint.safetensors import DTYPES, file_table
 from stored_files import file_bytes
 
 _GOOD = file_bytes(

@@ -68,7 +68,7 @@ def check_one(text: str) -> bool:
     assert again.digest == plan.digest
     if plan.world_size <= 64:
         for rank in {0, plan.world_size - 1}:
-            plan.own_part(rank)
+            plan.rank_schedule(rank)
         assert plan.explain()
         assert plan.wire_bytes >= 0
     return True

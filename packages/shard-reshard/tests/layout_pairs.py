@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import torch
-from shard_reshard import BoundLayout, BoxBound, MeshBound
+from shard_reshard import BoxShardMap, MeshShardMap, ShardMap
+from shard_reshard.layout.boxes import FusedShardMap
 from shard_spec import Box, Layout, MeshSpec
 
 _KINDS = ("R", "S({d})", "S({d})", "S({d})", "I({d},2)", "B({d},2)", "B({d},1,cyclic)")
@@ -19,12 +21,31 @@ def random_shape(rng: random.Random, most: int = 8) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def random_layout(rng: random.Random, shape: tuple[int, ...], world_size: int) -> BoundLayout:
-    """A mesh over some of the ranks in any order, or free boxes; either may replicate."""
+def random_layout(rng: random.Random, shape: tuple[int, ...], world_size: int) -> ShardMap:
+    """A mesh over some of the ranks in any order, free boxes, or sections of a dim; each may replicate."""
+    if shape and rng.random() < 0.15:
+        return _sections(rng, shape, world_size)
     return _on_mesh(rng, shape, world_size) if rng.random() < 0.7 else _free_boxes(rng, shape, world_size)
 
 
-def _on_mesh(rng: random.Random, shape: tuple[int, ...], world_size: int) -> BoundLayout:
+def _sections(rng: random.Random, shape: tuple[int, ...], world_size: int) -> ShardMap:
+    """A fused weight: runs of one dim, each divided on its own, some held by several ranks alike."""
+    count, dim = rng.randint(1, world_size), rng.randrange(len(shape))
+    ranks = rng.sample(range(world_size), count)
+    marks = sorted({0, shape[dim], *(rng.randint(0, shape[dim]) for _ in range(rng.randint(0, 2)))})
+    boxes: dict[int, list[Box]] = {rank: [] for rank in ranks}
+    for low, high in pairwise(marks) if len(marks) > 1 else [(0, 0)]:
+        copies = rng.choice([step for step in range(1, count + 1) if count % step == 0])
+        step = -(-(high - low) // (count // copies))
+        for place, rank in enumerate(ranks):
+            start = min(low + place // copies * step, high)
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = start, min(start + step, high) - start
+            boxes[rank].append(Box(tuple(offsets), tuple(sizes)))
+    return FusedShardMap(shape, boxes, dim)
+
+
+def _on_mesh(rng: random.Random, shape: tuple[int, ...], world_size: int) -> ShardMap:
     count = rng.randint(1, world_size)
     sizes = rng.choice([(count,), *[(a, count // a) for a in range(2, count) if count % a == 0]])
     texts = []
@@ -32,10 +53,10 @@ def _on_mesh(rng: random.Random, shape: tuple[int, ...], world_size: int) -> Bou
         dim = rng.randrange(-len(shape), len(shape)) if shape else 0
         texts.append(rng.choice(_KINDS).format(d=dim) if shape else "R")
     axes = {f"axis{at}": size for at, size in enumerate(sizes)}
-    return MeshBound(Layout(MeshSpec(axes, rng.sample(range(world_size), count)), ", ".join(texts)), shape)
+    return MeshShardMap(Layout(MeshSpec(axes, rng.sample(range(world_size), count)), ", ".join(texts)), shape)
 
 
-def _free_boxes(rng: random.Random, shape: tuple[int, ...], world_size: int) -> BoundLayout:
+def _free_boxes(rng: random.Random, shape: tuple[int, ...], world_size: int) -> ShardMap:
     boxes = [((0,) * len(shape), shape)]
     for _ in range(rng.randint(0, 4)):
         at = rng.randrange(len(boxes))
@@ -51,14 +72,17 @@ def _free_boxes(rng: random.Random, shape: tuple[int, ...], world_size: int) -> 
     for offsets, sizes in boxes:
         for rank in rng.sample(range(world_size), min(world_size, rng.choice([1, 1, 1, 2]))):
             held.setdefault(rank, []).append(Box(offsets, sizes))
-    return BoxBound(shape, held)
+    return BoxShardMap(shape, held)
 
 
-def local_tensors(layout: BoundLayout, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
+def local_tensors(layout: ShardMap, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
     """What `rank` holds of `full`, cut with plain indexing."""
-    if isinstance(layout, BoxBound):
+    if isinstance(layout, FusedShardMap):
+        held = layout.boxes.get(rank)
+        return [] if held is None else [torch.cat([full[box.slices()] for box in held], layout.dim)]
+    if isinstance(layout, BoxShardMap):
         return [full[box.slices()].clone() for box in layout.boxes.get(rank, ())]
-    assert isinstance(layout, MeshBound)
+    assert isinstance(layout, MeshShardMap)
     if rank not in layout.rank_set:
         return []
     local = full

@@ -13,12 +13,12 @@ from math import prod
 
 import torch
 from layout_pairs import local_tensors, random_layout, random_shape
-from shard_reshard import BoundLayout, MeshBound, ReshardPlan
-from shard_reshard.dtypes import ITEMSIZES, torch_dtype
-from shard_reshard.exchange import Exchange
-from shard_reshard.plan_checks import make_plan
-from shard_reshard.program import build_program
-from shard_reshard.simulation import _Mail
+from shard_reshard import MeshShardMap, ReshardPlan, ShardMap
+from shard_reshard.execution.exchange import Exchange
+from shard_reshard.layout.dtypes import ITEMSIZES, torch_dtype
+from shard_reshard.lowering.program import build_program
+from shard_reshard.planning.planner import make_plan
+from shard_reshard.testing import _Mail
 from shard_spec import Layout, MeshSpec
 
 # Where a cast or a sum of small whole numbers is exact, so that the reference need not know in which order it is done.
@@ -76,12 +76,13 @@ def _check(rng: random.Random, cases: list[_Case], world_size: int, counts: Coun
         framed = [_framed(rng, tensor, counts) for tensor in targets]
         outs.append([inside for inside, _ in framed])
         frames.append(framed)
-        running.append(exchange.steps(sources, outs[rank], mail.collective(rank), torch.device("cpu")))
+        call = exchange.prepare(sources, outs[rank], torch.device("cpu"))
+        running.append(call.steps(mail.collective(rank)))
     with torch.no_grad():
         waiting = running
         while waiting:
             waiting = [steps for steps in waiting if next(steps, None) is not None]
-            mail.deliver()
+            mail.write_outputs()
     for rank in range(world_size):
         at = 0
         for case in cases:
@@ -181,7 +182,7 @@ def _partial_case(
     shape: tuple[int, ...],
     dtype: str,
     out_dtype: str,
-    dst: BoundLayout,
+    dst: ShardMap,
     world_size: int,
     limit: int | None,
     counts: Counts,
@@ -220,7 +221,7 @@ def _has(op: str, dtype: str) -> bool:
 
 def _partial_layout(
     rng: random.Random, shape: tuple[int, ...], world_size: int, op: str
-) -> tuple[BoundLayout, dict[int, int], tuple[int, ...]]:
+) -> tuple[ShardMap, dict[int, int], tuple[int, ...]]:
     """A partial layout, which addend each rank has, and the sizes of the axes that are reduced."""
     count = rng.randint(1, world_size)
     ranks = rng.sample(range(world_size), count)
@@ -237,19 +238,19 @@ def _partial_layout(
         for axis in reduced:
             number = number * sizes[axis] + at[axis]
         coordinates[rank] = number
-    return MeshBound(layout, shape), coordinates, tuple(sizes[axis] for axis in reduced)
+    return MeshShardMap(layout, shape), coordinates, tuple(sizes[axis] for axis in reduced)
 
 
 def _pending_layout(
     rng: random.Random, shape: tuple[int, ...], world_size: int
-) -> tuple[BoundLayout, list[tuple[int, ...]]]:
+) -> tuple[ShardMap, list[tuple[int, ...]]]:
     """A destination with a pending sum over one axis, and the ranks along that axis."""
     count = rng.randint(1, world_size)
     ranks = rng.sample(range(world_size), count)
     pairs = [(a, count // a) for a in range(1, count + 1) if count % a == 0]
     size, other = rng.choice(pairs)
     mesh = MeshSpec({"axis0": size, "axis1": other}, ranks)
-    layout = MeshBound(Layout(mesh, f"P, {_term(rng, shape)}"), shape)
+    layout = MeshShardMap(Layout(mesh, f"P, {_term(rng, shape)}"), shape)
     return layout, [tuple(ranks[column::other]) for column in range(other)]
 
 
@@ -259,7 +260,7 @@ def _term(rng: random.Random, shape: tuple[int, ...]) -> str:
     return rng.choice(["R", "S({d})", "I({d},2)", "B({d},2,cyclic)"]).format(d=rng.randrange(-len(shape), len(shape)))
 
 
-def _held(layout: BoundLayout, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
+def _held(layout: ShardMap, rank: int, full: torch.Tensor) -> list[torch.Tensor]:
     """What `rank` holds of `full`, for dtypes that torch cannot concatenate too."""
     plain = full.resolve_conj().resolve_neg().contiguous()
     return [tensor.view(full.dtype) for tensor in local_tensors(layout, rank, _as_integers(plain))]

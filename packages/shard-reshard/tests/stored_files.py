@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from shard_reshard.safetensors_files import DTYPES
+from shard_reshard.checkpoint.safetensors import DTYPES
 
 WORDS = {name: word for word, name in DTYPES.items()}
 

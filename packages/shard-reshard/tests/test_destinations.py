@@ -10,7 +10,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, Resharder, plan_reshard, reshard_state_dict, state_version
-from shard_reshard.shared_memory import overlaps_itself, sharing
+from shard_reshard.execution.checks import overlaps_itself, sharing
 from shard_spec import Box
 
 

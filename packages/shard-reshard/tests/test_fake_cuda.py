@@ -18,8 +18,9 @@ from shard_reshard import (
     reshard_local_shard,
     reshuffle_local_shard,
 )
-from shard_reshard.members import Members
-from shard_reshard.state_dict_planning import plan_state_dict
+from shard_reshard.consensus import GroupInfo
+from shard_reshard.state_dict.agreement import Question
+from shard_reshard.state_dict.planner import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -62,7 +63,7 @@ def test_every_acting_path(src: str, dst: str, limit: int | None) -> None:
 
 def test_replicas_that_pass_parts_on() -> None:
     plan = plan_reshard((512, 512), torch.float16, "4: P", "4: R")
-    assert plan.relays
+    assert plan.uses_scatter_allgather
     with fake_cuda(rank=1, world_size=4, strict=True) as device:
         for _ in range(2):
             moved = Resharder(plan)(torch.empty(512, 512, dtype=torch.float16, device=device))
@@ -90,10 +91,11 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"q": (8, 6), "k": (4, 6), "norm": (6,)}
     key_map = {"q": Part("qk"), "k": Part("qk", 8)}
 
-    def agreed(members: Members, facts: Any, *given: Any) -> Any:
-        return plan_state_dict([facts] * 2, given[1], given[2], given[3], members.to_group, given[5]), None
+    def agreed(members: GroupInfo, facts: Any, digest: bytes, tensors: Any, asked: Question, version: Any) -> Any:
+        layouts, keys, size, strict = asked.dst_layouts, asked.key_map, asked.bucket_bytes, asked.strict
+        return plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict), None
 
-    monkeypatch.setattr("shard_reshard.state_dicts.agreed_plan", agreed)
+    monkeypatch.setattr("shard_reshard.state_dict.resharder.agreed_plan", agreed)
     with fake_cuda(rank=1, world_size=2, strict=True) as device:
         sizes = {"q": (4, 6), "k": (2, 6), "norm": (6,)}
         state = {name: torch.empty(size, device=device) for name, size in sizes.items()}

@@ -13,16 +13,24 @@ import pytest
 import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from ranktest import Ranks
-from shard_reshard import BoxBound, Part, PlanError, load_safetensors, read_safetensors_header, simulate, state_version
-from shard_reshard.load_plan import LoadPlan, plan_load
-from shard_reshard.loading import _read_boxes
-from shard_reshard.safetensors_files import DTYPES, file_table
-from shard_reshard.stored_tensors import ReadableFile, stored_tensors
+from shard_reshard import (
+    BoxShardMap,
+    Part,
+    PlanError,
+    load_safetensors,
+    read_safetensors_header,
+    simulate,
+    state_version,
+)
+from shard_reshard.checkpoint.load import _read_boxes
+from shard_reshard.checkpoint.plan import LoadPlan, plan_load
+from shard_reshard.checkpoint.safetensors import DTYPES, file_table
+from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
 from shard_spec import InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write
 from torch import nn
 
-NUM_PAIRS = 120
+NUM_PAIRS = 150
 CPU = torch.device("cpu")
 
 
@@ -52,14 +60,14 @@ def _loaded(plan: LoadPlan, world_size: int) -> dict[str, list[list[torch.Tensor
 @pytest.mark.parametrize("smallest", [1, 64 * 1024])
 def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small tensors are read whole by one rank; with a limit of one byte their rows are shared out.
-    monkeypatch.setattr("shard_reshard.load_plan._SMALLEST_READ_BYTES", smallest)
+    monkeypatch.setattr("shard_reshard.checkpoint.plan._SMALLEST_READ_BYTES", smallest)
     rng = random.Random(smallest)
     compared = read_bytes = shared = 0
     for number in range(NUM_PAIRS):
         world_size, shape = rng.randint(1, 4), random_shape(rng)
         src, dst = random_layout(rng, shape, world_size), random_layout(rng, shape, world_size)
-        if isinstance(src, BoxBound):
-            src = BoxBound(shape, {rank: boxes[:1] for rank, boxes in src.boxes.items()}) if _one_each(src) else src
+        if isinstance(src, BoxShardMap):
+            src = BoxShardMap(shape, {rank: boxes[:1] for rank, boxes in src.boxes.items()}) if _one_each(src) else src
             if not _one_each(src):
                 continue
         full = torch.randint(-1000, 1000, shape, dtype=torch.int16)
@@ -87,7 +95,7 @@ def test_files_of_any_layout_to_any_layout(tmp_path: Path, smallest: int, monkey
     assert shared > 20
 
 
-def _one_each(layout: BoxBound) -> bool:
+def _one_each(layout: BoxShardMap) -> bool:
     return all(len(boxes) == 1 for boxes in layout.boxes.values())
 
 
@@ -193,7 +201,7 @@ def test_no_file_does_more_than_be_refused(tmp_path: Path) -> None:
 
 
 def test_no_pickle() -> None:
-    import shard_reshard.safetensors_files as module
+    import shard_reshard.checkpoint.safetensors as module
 
     text = Path(module.__file__).read_text()
     assert not any(word in text for word in ("pickle", "eval(", "exec(", "torch.load"))
@@ -232,13 +240,13 @@ def test_from_two_writers_to_four_readers(ranks: Ranks, tmp_path: Path, monkeypa
     given: list[tuple[str, int, int]] = []
 
     def counted(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        from shard_reshard.safetensors_files import read_rows
+        from shard_reshard.checkpoint.safetensors import read_rows
 
         tensor = read_rows(path, num_bytes, offset, shape, dtype)
         given.append((path, offset, offset + tensor.numel() * tensor.element_size()))
         return tensor
 
-    monkeypatch.setattr("shard_reshard.loading.read_rows", counted)
+    monkeypatch.setattr("shard_reshard.checkpoint.load.read_rows", counted)
     stored_as = dict.fromkeys(cut, "2: S(0)")
     shapes = {name: tuple(full[name].shape) for name in cut}
     with ranks.record() as log, ranks.delayed():
@@ -324,14 +332,16 @@ def test_a_file_that_changes_meanwhile(ranks: Ranks, tmp_path: Path, monkeypatch
     if ranks.rank == 0:
         write(folder / "f", {"w": torch.arange(12.0).view(3, 4)})
     ranks.gather(None)
-    monkeypatch.setattr("shard_reshard.load_plan._SMALLEST_READ_BYTES", 1)  # rank 1 reads a row of this small tensor
+    monkeypatch.setattr(
+        "shard_reshard.checkpoint.plan._SMALLEST_READ_BYTES", 1
+    )  # rank 1 reads a row of this small tensor
     if ranks.rank == 1:
-        from shard_reshard import safetensors_files
+        from shard_reshard.checkpoint import safetensors as safetensors_files
 
         def shortened(path: str, num_bytes: int, *rest: Any) -> torch.Tensor:
             return safetensors_files.read_rows(path, num_bytes + 1, *rest)
 
-        monkeypatch.setattr("shard_reshard.loading.read_rows", shortened)
+        monkeypatch.setattr("shard_reshard.checkpoint.load.read_rows", shortened)
     model = nn.Linear(4, 3, bias=False)
     before = model.weight.detach().clone()
     with pytest.raises(PlanError, match="file-changed") as caught:

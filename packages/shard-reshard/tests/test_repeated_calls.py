@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -157,14 +158,13 @@ def test_what_is_held_on_to_and_when_it_is_let_go(ranks: Ranks) -> None:
         again = torch.empty(8, 3, device=ranks.device)
         resharder(leaf * leaf, out=again)
         assert torch.equal(again, expected)
-        assert resharder._mover.exchange.repeated is None
-        assert all(not views._anchors for views in resharder._mover.exchange.kept_views or ())
+        assert resharder._mover.exchange.prepared is None
         # Results belong to the caller alone: the allocator gives the same address out, and nothing is kept for it.
         for _ in range(4):
             resharder(again.view(4, 6))
-        kept = resharder._mover.exchange.kept_views
-        assert kept is not None
-        assert not kept[1]._anchors
+        kept: Any = resharder._mover.exchange.prepared
+        assert kept.fresh_outs
+        assert len(kept.dst) == len(kept.recvs) == 0
 
 
 @pytest.mark.ranks(2)

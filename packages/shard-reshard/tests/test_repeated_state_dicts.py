@@ -88,9 +88,9 @@ def test_whatever_happens_between_calls(ranks: Ranks) -> None:
     for _ in range(STEPS):
         rng.choice(trainer.changes())()
         out = generator() if rng.random() < 0.15 else out
-        before = kept._seen[0]
+        before = kept._guards
         moved = kept(trainer.state, out=out, atomic=rng.random() < 0.3)
-        came_again += before is not None and before is kept._seen[0]
+        came_again += before is not None and before is kept._guards
         for name in trainer.state:
             value = moved[name]
             assert value is out[name]

@@ -9,10 +9,10 @@ import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from random_moves import check_programs
 from random_pairs import check_pairs
-from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
-from shard_reshard.bind import bind
-from shard_reshard.dtypes import ITEMSIZES
-from shard_reshard.plan_checks import make_plan
+from shard_reshard import PlanError, ShardMap, plan_reshard, simulate
+from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard.layout.parse import resolve_layout
+from shard_reshard.planning.planner import make_plan
 
 NUM_PAIRS = 600
 
@@ -40,13 +40,13 @@ def test_random_programs_on_odd_tensors() -> None:
 
 def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     # Small tensors come whole from one holder and are not relayed; here they are, so that both ways are walked.
-    monkeypatch.setattr("shard_reshard.assign.SMALLEST_PART_BYTES", 1)
-    monkeypatch.setattr("shard_reshard.plan.SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr("shard_reshard.plan.schedule.SMALLEST_PART_BYTES", 1)
+    monkeypatch.setattr("shard_reshard.plan.plan.SMALLEST_PART_BYTES", 1)
     rng = random.Random(2)
     relayed = shared = reduced = 0
     for _ in range(200):
         world_size, shape = rng.randint(2, 6), random_shape(rng)
-        src: BoundLayout | str = random_layout(rng, shape, world_size)
+        src: ShardMap | str = random_layout(rng, shape, world_size)
         dst = rng.choice(["{n}: R", "2x{h}: R, S(0)", "2x{h}: S(-1), R", "{n}: P"]).format(
             n=world_size, h=world_size // 2
         )
@@ -55,33 +55,33 @@ def test_pieces_shared_out_and_relayed_however_small(monkeypatch: pytest.MonkeyP
         if rng.random() < 0.3:
             src = f"{world_size}: P" if rng.random() < 0.7 else f"2x{world_size // 2}: P, R"
         limit = rng.choice([None, None, 512])
-        plan = make_plan(bind(src, shape), bind(dst, shape), "int64", None, limit)
+        plan = make_plan(resolve_layout(src, shape), resolve_layout(dst, shape), "int64", None, limit)
         parts = [torch.randint(-50, 50, shape) for _ in range(world_size)]
         full, given = parts[0], []
-        if plan.src.num_addends > 1:
-            holders = [ranks[0] for ranks in next(iter(plan.src.cells())).holders] if full.numel() else [0]
-            replicas = next(iter(plan.src.cells())).holders if full.numel() else ()
+        if plan.src.num_partials > 1:
+            owners = [ranks[0] for ranks in next(iter(plan.src.cells())).owners] if full.numel() else [0]
+            replicas = next(iter(plan.src.cells())).owners if full.numel() else ()
             given = [
                 [parts[next(h[0] for h in replicas if rank in h)]] if any(rank in h for h in replicas) else [full]
                 for rank in range(world_size)
             ]
             given = [held if rank in plan.src.rank_set else [] for rank, held in enumerate(given)]
-            full = sum((parts[rank] for rank in holders), torch.zeros_like(full)) if full.numel() else full
+            full = sum((parts[rank] for rank in owners), torch.zeros_like(full)) if full.numel() else full
             reduced += 1
         else:
             given = [local_tensors(plan.src, rank, full) for rank in range(world_size)]
         moved = [as_listed(found) for found in simulate(plan, given)]
         total = torch.zeros_like(full)
         for rank in range(world_size):
-            if plan.dst.num_addends > 1:
+            if plan.dst.num_partials > 1:
                 total = total + moved[rank][0]
                 continue
             for found, wanted in zip(moved[rank], local_tensors(plan.dst, rank, full), strict=True):
                 assert torch.equal(found, wanted), (plan.src, plan.dst, rank)
-        if plan.dst.num_addends > 1 and not plan.keeps_place:
+        if plan.dst.num_partials > 1 and not plan.is_identity:
             assert torch.equal(total, full)
-        assert plan.wire_bytes == plan.lower_bound or (plan.reduce_op is not None and not plan.relays)
-        relayed += plan.relays
+        assert plan.wire_bytes == plan.lower_bound or (plan.reduce_op is not None and not plan.uses_scatter_allgather)
+        relayed += plan.uses_scatter_allgather
         shared += plan.src.max_replicas > 1
     assert min(relayed, shared, reduced) > 25
 
@@ -125,13 +125,13 @@ def test_partial_destination_holds_the_value_once() -> None:
 
 def test_wire_bytes_of_a_reduction_to_replicas_meet_the_bound() -> None:
     plan = plan_reshard((64, 64, 8), torch.float32, "4: P", "4: R")
-    assert plan.relays
+    assert plan.uses_scatter_allgather
     assert plan.wire_bytes == plan.lower_bound == 2 * 3 * 64 * 64 * 8 * 4
 
 
 def test_one_holder_scatters_and_receivers_pass_on() -> None:
     plan = plan_reshard((64, 64, 8), torch.float32, "whole on rank 0", "8: R")
-    assert plan.relays
+    assert plan.uses_scatter_allgather
     sent = [sum(row) for row in plan.bytes_matrix]
     assert max(sent) < 2 * 64 * 64 * 8 * 4  # not seven copies out of rank 0
     assert plan.wire_bytes == plan.lower_bound

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors
-from shard_reshard import BoundLayout, PlanError, plan_reshard, simulate
-from shard_reshard.bind import bind
+from shard_reshard import PlanError, ShardMap, plan_reshard, simulate
+from shard_reshard.layout.parse import resolve_layout
 from shard_spec import Box
 
 SHAPE = (7, 10)
@@ -32,7 +32,7 @@ README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 
 
-def _shards(layout: BoundLayout, full: torch.Tensor, whole: dict[int, torch.Tensor]) -> list[list[torch.Tensor]]:
+def _shards(layout: ShardMap, full: torch.Tensor, whole: dict[int, torch.Tensor]) -> list[list[torch.Tensor]]:
     """Local tensors; of a partial layout, whose value is `full`, parts that reduce to it."""
     return [local_tensors(layout, rank, whole.get(rank, full)) for rank in range(4)]
 
@@ -94,4 +94,4 @@ def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
 @pytest.mark.parametrize("layout", [3, object(), ("a", "b", "c"), "4 S(0)", "4: S(0) on ranks a..b"])
 def test_what_is_no_layout(layout: object) -> None:
     with pytest.raises(PlanError):
-        bind(layout, SHAPE)
+        resolve_layout(layout, SHAPE)

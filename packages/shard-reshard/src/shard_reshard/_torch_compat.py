@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, TypeVar
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
@@ -16,6 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,7 +53,7 @@ def foreach_copy_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> N
 
 
 def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these tensors, or without tensors the mode that is on, have no data: nothing can be compared then."""
+    """Return True where tensors, or without any the mode that is on, are fake and hold no data."""
     if tensors:
         return any(isinstance(tensor, FakeTensor) for tensor in tensors)
     return detect_fake_mode() is not None
@@ -58,32 +62,56 @@ def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def same_metadata(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """A test whether as many other tensors have the types, shapes, strides, dtypes, devices and flags of these.
+def same_metadata(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a test of as many other tensors for the types, shapes, strides, dtypes, devices and flags of these.
 
-    The guards of compiled code ask this in C++, a tenth of what it costs to ask tensors for each. They say no where one
-    tensor is passed twice.
+    The guards of compiled code, which are C++ and cost a tenth of asking each tensor. They fail where one tensor is
+    passed twice, and end the process at a nested tensor.
     """
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    count = len(tensors)
-    return lambda others: len(others) == count and guards.check(*others)
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
 
 
-def told_by(values: Sequence[Any]) -> tuple[list[torch.Tensor], list[object]]:
-    """The local parts of tensors and DTensors, and what each says of where it lies; other values are left out.
+def modes() -> tuple[object, ...]:
+    """Return what decides how a call behaves beside its tensors: grad and inference mode, transformations, tangents."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        forward_ad._current_level,
+        torch._C._functorch.peek_interpreter_stack() is None,
+    )
 
-    A DTensor's parts are read as it keeps them: its ``to_local`` and properties cost ten times as much.
-    """
+
+def declared_layouts(values: Sequence[Any]) -> list[object]:
+    """Return what tensors say of where they lie: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
+    public = sys.modules.get("torch.distributed.tensor")
+    dtensor = None if public is None else public.DTensor
+    if set(map(type, values)) == {dtensor}:
+        return [value._spec for value in values]
+    return [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
+
+
+def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
+    """Return the local tensors of DTensors and plain tensors, without graphs; None where another kind is among them."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
     kinds = set(map(type, values))
     if not kinds <= {*PLAIN_TYPES, dtensor}:
-        values = [value for value in values if type(value) in PLAIN_TYPES or type(value) is dtensor]
-    if kinds == {dtensor}:
-        return [value._local_tensor for value in values], [value._spec for value in values]
-    return [value._local_tensor if type(value) is dtensor else value for value in values], [
-        value._spec if type(value) is dtensor else value.__dict__.get("_sharding_info") for value in values
-    ]
+        return None
+    if dtensor in kinds:
+        values = [value._local_tensor if type(value) is dtensor else value for value in values]
+        if not PLAIN_TYPES.issuperset(map(type, values)):
+            return None
+    return [value.detach() if value.requires_grad else value for value in values]
+
+
+def dtensor_local(value: Any) -> torch.Tensor | None:
+    """Return the local tensor of a DTensor, which ``to_local`` costs ten times as much; None for anything else."""
+    public = sys.modules.get("torch.distributed.tensor")
+    if public is None or type(value) is not public.DTensor:
+        return None
+    local: torch.Tensor = value._local_tensor
+    return local
 
 
 def waited_for(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,17 +126,17 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, so that its own memory says nothing."""
+    """Return True for a tensor that wraps others and has no memory of its own."""
     return is_traceable_wrapper_subclass(tensor)
 
 
 def is_transforming() -> bool:
-    """Whether a transformation of torch.func is under way: no tensor that is made meanwhile has memory to send."""
+    """Return True under a transformation of torch.func, whose tensors have no memory to send."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor is a dual number of forward-mode differentiation."""
+    """Return True where a tensor is a dual number of forward-mode differentiation."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
@@ -140,7 +168,7 @@ def declare_ordered_effect(operator: str) -> None:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether ``value`` is torch's ShardedTensor."""
+    """Return True for torch's ShardedTensor."""
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)
@@ -159,3 +187,17 @@ def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], grou
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=group, sharding_spec=spec
     )
+
+
+def as_dtensor(local: torch.Tensor, mesh: Any, placements: Any, shape: Sequence[int]) -> DTensor:
+    """Return the DTensor of a local tensor; uneven shards do not tell the global shape and stride."""
+    from torch.distributed.tensor import DTensor
+
+    stride = tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def dtensor_maker(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
+    """Return what makes DTensors of the layout of ``like``; ``from_local`` costs ten times as much."""
+    kind, spec = type(like), like._spec
+    return lambda local: kind(local, spec, requires_grad=False)

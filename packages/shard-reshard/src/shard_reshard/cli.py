@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError:
         print(f"shard-reshard: --shape {arguments.shape!r} is not a list of numbers like 8192,8192", file=sys.stderr)
         return 2
-    from shard_reshard.planner import plan_reshard
-    from shard_reshard.problems import PlanError
+    from shard_reshard._shared.problems import PlanError
+    from shard_reshard.planning.planner import plan_reshard
 
     try:
         plan = plan_reshard(
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(text)
     if arguments.html is not None:
-        from shard_reshard.picture import picture
+        from shard_reshard.planning.picture import picture
 
         Path(arguments.html).write_text(picture(plan, arguments.name), encoding="utf-8")
         print(f"wrote {arguments.html}", file=sys.stderr)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _as_json(plan: object) -> str:
     import json
 
-    from shard_reshard.plan import ReshardPlan
+    from shard_reshard.planning.analyze import ReshardPlan
 
     assert isinstance(plan, ReshardPlan)
     data = {

@@ -1,0 +1,61 @@
+"""Autograd: gradients take the plan's way back, and may be differentiated again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shard_reshard._shared.problems import Problem
+from shard_reshard.execution.mover import Finish, Mover
+
+
+def gradient_problems(mover: Mover, has_out: bool) -> list[Problem]:
+    """Why gradients cannot flow through."""
+    problems = []
+    for plan in mover.plans:
+        if plan.reduce_op in ("min", "max", "product"):
+            found = f"a reduction by {plan.reduce_op}"
+            hint = "detach() the tensor; gradients flow through sums and averages"
+            problems.append(Problem("not-differentiable", "src", found=found, hint=hint))
+    if has_out:
+        hint = "leave out= away, or call under torch.no_grad()"
+        problems.append(Problem("out-with-grad", "out", found="a source that requires grad", hint=hint))
+    return problems
+
+
+def differentiable_start(
+    mover: Mover, tensors: list[torch.Tensor], async_op: bool
+) -> tuple[list[torch.Tensor], Finish | None]:
+    """As ``mover.start``, for tensors that require grad.
+
+    A rank without source tensors passes one empty tensor, and a rank without destination gets one: the ends of its
+    part of the graph, so that it takes part in the exchange of gradients.
+    """
+    finishing: list[Finish | None] = []
+    outs = _Move.apply(mover, async_op, finishing, *tensors)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return list(outs), finishing[0]
+
+
+class _Move(torch.autograd.Function):
+    """A linear map of all ranks' tensors; its derivative is the transposed plan, by the same class."""
+
+    @staticmethod
+    def forward(ctx: Any, mover: Mover, async_op: bool, finishing: list[Any], *tensors: torch.Tensor) -> Any:
+        num_sources = len(mover.exchange.program.src_shapes)
+        sources = list(tensors[:num_sources])
+        outs, finish = mover.start(sources, None, async_op)
+        finishing.append(finish)
+        ctx.mover, ctx.token = mover, (None if num_sources else tensors[0])
+        if not outs:
+            outs = [tensors[0].new_empty(0)]
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        found, finish = differentiable_start(ctx.mover.transposed, list(grads), False)
+        if finish is not None:
+            finish()
+        if ctx.token is not None:
+            found = [found[0].reshape(ctx.token.shape)]  # empty, but the end of this rank's part of the graph
+        return None, None, None, *found

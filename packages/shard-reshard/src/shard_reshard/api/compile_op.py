@@ -1,0 +1,109 @@
+"""Under torch.compile the exchange is one custom operator, declared as having effects.
+
+A functional operator whose result is unused on one rank would be dropped there, and the other ranks would wait for
+ever. An effect can be neither dropped nor reordered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import declare_ordered_effect
+from shard_reshard.consensus import data_device
+from shard_reshard.execution.checks import local_problems
+from shard_reshard.execution.mover import Mover
+from shard_reshard.layout.base import Index
+
+_movers: dict[str, Mover] = {}
+
+
+class Operator(NamedTuple):
+    """Constants of a traced call."""
+
+    key: str  # the name under which the operator finds its mover in this process
+    shapes: tuple[Index, ...]  # of the results
+    dtype: torch.dtype  # of the results
+    device: str  # for a rank that has no source tensor to tell it
+
+
+def operator_of(mover: Mover) -> Operator:
+    """The operator of ``mover``."""
+    (plan,) = mover.plans
+    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
+    if (
+        key not in _movers or _movers[key].members.group is not mover.members.group
+    ):  # without a kept workspace: compiled calls may overlap eager ones of the same Resharder
+        _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
+    shapes = plan.dst.local_shapes(mover.members.rank)
+    return Operator(key, shapes, plan.torch_dtypes()[2], str(data_device(mover.members.group)))
+
+
+def key_of_pair(mover: Mover, backward: Mover) -> str:
+    """The key of ``mover``, where its gradients are moved by ``backward`` instead of its own transposed one."""
+    (plan,), (back,) = mover.plans, backward.plans
+    key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}@{back.digest[:16]}"
+    if key not in _movers or _movers[key].members.group is not mover.members.group:
+        mover.pair(backward)
+        _movers[key] = mover
+    return key
+
+
+def mismatch(outs: list[torch.Tensor], operator: Operator) -> str:
+    """Why ``outs`` cannot be copied to, in words that a tracer takes; "" where they can. A copy would broadcast."""
+    if len(outs) != len(operator.shapes):
+        return "another number of tensors than the layout has"
+    for out, shape in zip(outs, operator.shapes, strict=True):
+        if tuple(out.shape) != shape:
+            return "another shape than the layout's"
+        if out.dtype != operator.dtype:
+            return "another dtype than the plan's"
+    return ""
+
+
+@torch.library.custom_op("shard_reshard::exchange", mutates_args=())
+def exchange(tensors: list[torch.Tensor], key: str, transposed: bool, mismatch: str) -> list[torch.Tensor]:
+    """Move tensors by the plans of the mover called ``key``; with a ``mismatch`` of ``out``, raise it on all ranks."""
+    mover = _mover(key, transposed)
+    program = mover.exchange.program
+    sources = list(tensors[: len(program.src_shapes)])
+    problems = mover.problems([sources], None)
+    if mismatch:
+        hint = "pass tensors of the destination's shape and dtype"
+        problems.append(Problem("local-shape", f"rank {mover.members.rank}, out", found=mismatch, hint=hint))
+    mover.assert_consistent(problems, mover.device(tensors))
+    outs, _ = mover.start(sources, None, False)
+    return outs or [tensors[0].new_empty(0)]
+
+
+@exchange.register_fake
+def _(tensors: list[torch.Tensor], key: str, transposed: bool, mismatch: str) -> list[torch.Tensor]:
+    mover = _mover(key, transposed)
+    (plan,) = mover.plans
+    rank = mover.members.rank
+    problems = local_problems(plan, rank, tensors[: len(plan.src.local_shapes(rank))])
+    if problems:
+        raise PlanError(problems)
+    dtype = plan.torch_dtypes()[2]
+    shapes = plan.dst.local_shapes(rank)
+    return [tensors[0].new_empty(shape, dtype=dtype) for shape in shapes] or [tensors[0].new_empty(0)]
+
+
+def _mover(key: str, transposed: bool) -> Mover:
+    return _movers[key].transposed if transposed else _movers[key]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    tensors, ctx.key, ctx.transposed, _ = inputs
+    ctx.num_inputs = len(tensors)
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, None, None, None]:
+    found = exchange(list(grads), ctx.key, not ctx.transposed, "")
+    return list(found), None, None, None
+
+
+exchange.register_autograd(_backward, setup_context=_remember)
+declare_ordered_effect("shard_reshard::exchange")

@@ -1,0 +1,200 @@
+"""DTensor in, DTensor out: any mesh to any mesh, in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import as_dtensor, assume_constant_result, dtensor_maker, real_tensors
+from shard_reshard.api.compile_op import exchange, key_of_pair
+from shard_reshard.api.reshard import find_mover, move
+from shard_reshard.consensus import group_info, raise_on_all_ranks
+from shard_reshard.execution.mover import Mover
+from shard_reshard.layout.dtypes import dtype_name
+from shard_reshard.planning.planner import cached_plan, resolve_layouts
+
+
+def redistribute(
+    dtensor: DTensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> DTensor:
+    """Redistribute a DTensor to placements on the same mesh or on another one.
+
+    One exchange with the fewest bytes, whatever the number of axes. ``DTensor.redistribute`` moves axis by axis and
+    ignores another mesh. Gradients come back in the source's placements, as DTensor's own do.
+
+    Args:
+        dtensor: What to move. Ranks outside of its mesh pass the DTensor that they have, which is empty.
+        device_mesh: The destination mesh.
+        placements: One for each of its axes.
+        group: A group that holds the ranks of both meshes; every member calls. None: the mesh's own group where that
+            is one, else the default group, which then may hold no other ranks.
+
+    Returns:
+        A new DTensor on ``device_mesh``, its local tensor in fresh memory.
+
+    Raises:
+        PlanError: On every rank alike, before any data moves.
+    """
+    placements, ndim = list(placements), dtensor.dim()
+    for at, p in enumerate(placements):  # DTensor itself counts dims from the front only
+        if isinstance(p, Shard) and -ndim <= p.dim < 0:
+            placements[at] = Shard(p.dim + ndim)
+    placements = tuple(placements)
+    if torch.compiler.is_compiling():
+        return _redistribute_compiled(dtensor, device_mesh, placements, group)
+    moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        dtensor, device_mesh, placements, group or _union_group(dtensor.device_mesh, device_mesh, dist.group.WORLD)
+    )
+    assert isinstance(moved, DTensor)
+    return moved
+
+
+class _Route(NamedTuple):
+    """Mover and output of repeated calls with one kind of DTensor."""
+
+    mover: Mover
+    holds_source: bool  # this rank is in the source's mesh
+    make: list[Callable[[torch.Tensor], DTensor]]  # what makes the result; filled by the first call
+
+
+_routes: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Route]] = WeakKeyDictionary()
+
+
+class _Redistribute(torch.autograd.Function):
+    """Redistribute with DTensor's own gradients: a replicated gradient is one value and is not summed."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: Any, group: dist.ProcessGroup) -> DTensor:
+        ctx.mesh, ctx.placements, ctx.group = dtensor.device_mesh, dtensor.placements, group
+        ctx.out_mesh = mesh
+        source, shape = (dtensor.device_mesh, dtensor.placements), dtensor.shape
+        key = (*source, mesh, placements, shape, dtensor.dtype)
+        route = _routes.get(group, {}).get(key)
+        if route is None:
+            members = group_info(group)
+            there = dtensor.device_mesh.get_coordinate() is not None
+            try:
+                given = [dtensor.to_local()] if there else []
+                mover, _ = find_mover(
+                    members, given, source, (mesh, placements), shape, [], dtensor.dtype, None, "first"
+                )
+            except Exception as error:
+                raise_on_all_ranks(members, error)
+            route = _Route(mover, there, [])
+            routes = _routes.setdefault(group, {})
+            routes[key] = route
+            while len(routes) > 1024:
+                routes.pop(next(iter(routes)))
+        local = dtensor.to_local()
+        moved = move(route.mover, local if route.holds_source else None, None, False)
+        if moved is None:
+            moved = torch.empty(0, dtype=dtensor.dtype, device=local.device)
+        if not route.make:
+            route.make.append(dtensor_maker(as_dtensor(moved, mesh, placements, shape)))
+        return route.make[0](moved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        ops = {p.reduce_op for p in ctx.placements if isinstance(p, Partial)}
+        if ops - {"sum", "avg"}:
+            found = f"a reduction by {', '.join(sorted(ops))}"
+            hint = "detach() the tensor; gradients flow through sums and averages"
+            raise PlanError(Problem("not-differentiable", "src", found=found, hint=hint))
+        # Every contributor to a sum has the gradient of the sum; to an average, its share of it.
+        back = _of_gradients(ctx.placements)
+        averaged = prod(
+            size
+            for size, p in zip(ctx.mesh.shape, ctx.placements, strict=True)
+            if isinstance(p, Partial) and p.reduce_op == "avg"
+        )
+        moved = redistribute(grad, ctx.mesh, back, group=ctx.group)
+        return (moved / averaged if averaged > 1 else moved), None, None, None
+
+
+def _of_gradients(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Return the placements of a DTensor's gradient."""
+    return tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
+
+
+def _redistribute_compiled(
+    dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
+) -> DTensor:
+    """The same while torch.compile traces: local tensors through the operator with effects."""
+    shape, grads = dtensor.shape, dtensor.requires_grad
+    key = _compiled_key(
+        dtensor.device_mesh, dtensor.placements, mesh, placements, tuple(shape), dtensor.dtype, group, grads
+    )
+    local = dtensor.to_local(grad_placements=_of_gradients(dtensor.placements))
+    return as_dtensor(exchange([local], key, False, "")[0], mesh, placements, shape)
+
+
+@assume_constant_result
+def _compiled_key(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    to_mesh: DeviceMesh,
+    to_placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None,
+    grads: bool,
+) -> str:
+    """The name of the operator's mover, whose transposed one moves gradients as DTensor means them.
+
+    Raises:
+        PlanError: On all ranks: ``resharder-needed`` where not every rank is in both meshes, ``not-differentiable``
+            where gradients are not moved by a plan alone.
+    """
+    members = group_info(group or _union_group(mesh, to_mesh, dist.group.WORLD))
+    if not set(_ranks_of(mesh)) == set(_ranks_of(to_mesh)) == set(members.global_ranks):
+        hint = "under torch.compile call a Resharder on the local tensors"
+        raise PlanError(Problem("resharder-needed", "device_mesh", found="meshes of other ranks", hint=hint))
+    pending = [p for p in placements if isinstance(p, Partial) and p.reduce_op != "sum"]
+    pending += [p for p in to_placements if isinstance(p, Partial)]
+    if grads and pending:
+        hint = "call it outside of the compiled function, or detach() the tensor"
+        raise PlanError(Problem("not-differentiable", "placements", found=str(pending[0]), hint=hint))
+    back = _of_gradients(placements)
+    movers = [
+        Mover(
+            (cached_plan(*resolve_layouts(shape, src, dst, members.to_group), dtype_name(dtype), None, None),), members
+        )
+        for src, dst in (((mesh, placements), (to_mesh, to_placements)), ((to_mesh, to_placements), (mesh, back)))
+    ]
+    return key_of_pair(*movers)
+
+
+@lru_cache(maxsize=64)
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh: plain numbers, also where tensors are fake."""
+    with real_tensors():
+        return tuple(mesh.mesh.flatten().tolist())
+
+
+@lru_cache(maxsize=64)
+def _union_group(src: DeviceMesh, dst: DeviceMesh, default: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a group of exactly the ranks of both meshes; ``default`` makes the answer one of this process group."""
+    wanted = set(_ranks_of(src)) | set(_ranks_of(dst))
+    candidates = [mesh.get_group() for mesh in (src, dst) if mesh.ndim == 1 and mesh.get_coordinate() is not None]
+    for group in candidates:
+        if set(dist.get_process_group_ranks(group)) == wanted:
+            return group
+    world = group_info(None)
+    if set(world.global_ranks) == wanted:
+        return world.group
+    found = f"meshes over {len(wanted)} of {world.size} ranks"
+    hint = "pass group=, a process group of exactly those ranks"
+    raise PlanError(Problem("group-needed", "group", found=found, hint=hint))

@@ -1,0 +1,357 @@
+"""Reshard one tensor: the one-shot function, and the object for repeated use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, has_tangent, is_transforming
+from shard_reshard.api.autograd import differentiable_start, gradient_problems
+from shard_reshard.api.compile_op import Operator, exchange, mismatch, operator_of
+from shard_reshard.consensus import (
+    GroupInfo,
+    Topic,
+    all_gather_header,
+    group_info,
+    problems_of,
+    raise_joined,
+    raise_on_all_ranks,
+)
+from shard_reshard.execution.checks import Shards, as_list, as_result
+from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork
+from shard_reshard.layout.declared import layout_mismatches
+from shard_reshard.layout.dtypes import ITEMSIZES, dtype_name
+from shard_reshard.layout.parse import LayoutLike, layout_value, resolve_layout
+from shard_reshard.planning.analyze import ReshardPlan
+from shard_reshard.planning.planner import cached_plan, resolve_layouts
+
+
+def reshard(
+    tensor: Shards,
+    src: LayoutLike | None,
+    dst: LayoutLike,
+    *,
+    shape: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: Shards = None,
+    async_op: bool = False,
+    dtype: torch.dtype | None = None,
+    max_workspace_bytes: int | None = None,
+    check: str = "first",
+) -> Any:
+    """Move a tensor from one layout to another: one all-to-all, differentiable.
+
+    Every rank of ``group`` calls it with the same layouts. Backward is an exchange too: a rank whose result does not
+    reach its loss adds ``0 * result.sum()`` to it, or the others wait for it.
+
+    Args:
+        tensor: This rank's local tensor (a list for several boxes, None where it has none), or a DTensor.
+        src: Where the tensor is, see `LayoutLike`. None for a DTensor, which knows.
+        dst: Where it is to be.
+        shape: Global shape. May be left out where a DTensor or boxes give it.
+        group: The union of the ranks of both layouts; None is the default group.
+        out: Tensors to fill instead of fresh ones.
+        async_op: Return a handle; its ``wait()`` returns the result.
+        dtype: The destination's dtype, where it is another than the source's. The same on every rank.
+        max_workspace_bytes: See `plan_reshard`.
+        check: "first" compares plans between ranks at their first use in a group, "always" at every call.
+
+    Returns:
+        The local tensor in the destination layout (a list for several boxes, None for none), or a `ReshardWork`.
+
+    Raises:
+        PlanError: On every rank alike, before any data moves.
+        RuntimeError: When the collective fails.
+    """
+    if torch.compiler.is_compiling():
+        given = as_list(tensor)
+        size = None if shape is None else tuple(shape)
+        operator = _operator_for(
+            given[0].dtype if given else None, src, dst, size, group, dtype, max_workspace_bytes, check
+        )
+        return _compiled_move(operator, tensor, out, async_op)
+    world: Any = dist.group.WORLD if group is None else group
+    key = _call_key(tensor, src, dst, shape, out, dtype, max_workspace_bytes, check)
+    mover = _movers.get(world, {}).get(key) if world is not None and key is not None else None
+    if mover is None:
+        members = group_info(group)
+        try:
+            tensor, src, shape = _unwrapped(tensor, src, shape, members)
+            tensor, out = as_list(tensor), None if out is None else as_list(out)  # once: they may be iterators
+            mover, alone = find_mover(members, tensor, src, dst, shape, out or [], dtype, max_workspace_bytes, check)
+        except Exception as error:
+            raise_on_all_ranks(members, error)
+        if key is not None and alone:  # else ranks exchange dtypes in every call, and no rank may leave that out
+            _remember(members.group, key, mover)
+    return move(mover, tensor, out, async_op)
+
+
+class Resharder(NotPicklable):
+    """Reshards tensors by one plan again and again: keeps views, buffers and the check between ranks.
+
+    ``copy.deepcopy`` (of a module that has one) makes another for the same plan and group, with buffers of its own;
+    it is not pickled, its ``plan`` is.
+
+    Args:
+        plan: From `plan_reshard`.
+        group: The union of the ranks of both layouts; None is the default group.
+        keep_workspace: Keep the buffers; a second call while a handle is in flight is then refused. Tensors that come
+            in the same memory again (and an ``out`` that does) are held on to as well, until a call with other memory.
+        check: "first" or "always", see `reshard`.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        group: dist.ProcessGroup | None = None,
+        *,
+        keep_workspace: bool = True,
+        check: str = "first",
+    ) -> None:
+        self.plan = plan
+        self._options = group, keep_workspace, check
+        self._mover = Mover((plan,), group_info(group), keep_workspace, check)
+        self._operator = operator_of(self._mover)
+
+    _instead = "pickle its plan, and make a Resharder of it where it is read"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
+        group, keep_workspace, check = self._options
+        return Resharder(self.plan, group, keep_workspace=keep_workspace, check=check)
+
+    def __copy__(self) -> Resharder:
+        return self.__deepcopy__({})
+
+    def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
+        """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
+        if torch.compiler.is_compiling():
+            return _compiled_move(self._operator, tensor, out, async_op)
+        return move(self._mover, tensor, out, async_op)
+
+
+_BACKWARD = "a reshard is differentiated by torch.autograd's backward; call it outside of this"
+
+
+def move(mover: Mover, tensor: Shards, out: Shards, async_op: bool) -> Any:
+    """Run one call: replayed while guards hold, else checked, compared and prepared."""
+    src_shapes, dst_shapes = mover.local_shapes
+    given: list[torch.Tensor] = [tensor] if type(tensor) in PLAIN_TYPES else []  # type: ignore[list-item]  # a tensor
+    outs: list[torch.Tensor] | None = [out] if type(out) in PLAIN_TYPES else None  # type: ignore[list-item]  # the same
+    simple = (given or tensor is None) and (outs is not None or out is None) and len(given) == len(src_shapes)
+    moved = mover.replay(given, outs, async_op) if simple else None
+    if moved is None:
+        moved = _checked_move(mover, tensor, out, async_op)
+    results, finish = moved
+    result = results[0] if len(results) == 1 else as_result(dst_shapes, results)
+    if not async_op:
+        return result
+    (plan,) = mover.plans
+    return ReshardWork(result, finish, f"a tensor of {plan.shape} by plan {plan.digest[:12]}")
+
+
+def _checked_move(
+    mover: Mover, tensor: Shards, out: Shards, async_op: bool
+) -> tuple[list[torch.Tensor], Finish | None]:
+    if is_transforming():  # not even the header that stops the other ranks can be sent
+        found = "a transformation of torch.func"
+        raise PlanError(Problem("not-transformable", "tensor", found=found, hint=_BACKWARD))
+    given: list[torch.Tensor] = []
+    sources, outs, grad = given, None, False
+    try:
+        given = as_list(tensor)
+        outs = None if out is None else as_list(out)
+        if has_tangent(given):
+            raise PlanError(Problem("not-transformable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
+        # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
+        sources = [] if not mover.local_shapes[0] and len(given) == 1 and given[0].numel() == 0 else given
+        problems = mover.problems([sources], None if outs is None else [outs])
+        grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if grad:
+            problems += gradient_problems(mover, outs is not None)
+    except Exception as error:
+        problems = list(problems_of(error))
+    device = mover.device(given, outs or ())
+    mover.assert_consistent(problems, device, " with gradients" if grad else "")
+    if grad:
+        return differentiable_start(mover, given, async_op)
+    mover.record(sources, outs, device)
+    return mover.start(sources, outs, async_op)
+
+
+def _compiled_move(operator: Operator, tensor: Shards, out: Shards, async_op: bool) -> Any:
+    """One call while torch.compile traces: an operator with effects, and nothing that the tracer cannot follow."""
+    if async_op:
+        raise RuntimeError("async_op=True has no meaning under torch.compile: leave it out")
+    given = as_list(tensor) or [torch.empty(0, device=operator.device)]
+    wrong = "" if out is None else mismatch(as_list(out), operator)
+    outs = exchange(given, operator.key, False, wrong)
+    if out is not None:
+        for target, value in zip(as_list(out), outs, strict=False) if not wrong and operator.shapes else ():
+            target.copy_(value)
+        return out
+    if len(operator.shapes) == 1:
+        return outs[0]
+    return outs if operator.shapes else None
+
+
+@assume_constant_result
+def _operator_for(
+    tensor_dtype: torch.dtype | None,
+    src: LayoutLike,
+    dst: LayoutLike,
+    shape: tuple[int, ...] | None,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
+    max_workspace_bytes: int | None,
+    check: str,
+) -> Operator:
+    """The operator of a call, worked out while it is compiled.
+
+    Raises:
+        PlanError: ``resharder-needed``, on all ranks, where some have no tensor that tells its dtype: while a call is
+            traced ranks cannot ask each other.
+    """
+    members = group_info(group)
+    if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
+        found = "a source that not every rank has" if src is not None else "a DTensor"
+        hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype, or redistribute for a DTensor"
+        raise PlanError(Problem("resharder-needed", "tensor", found=found, hint=hint))
+    plan = cached_plan(
+        *resolve_layouts(shape, src, dst, members.to_group),
+        dtype_name(tensor_dtype),
+        None if dtype is None else dtype_name(dtype),
+        max_workspace_bytes,
+    )
+    return operator_of(Mover((plan,), members, False, check))
+
+
+# ---- from arguments to movers ---------------------------------------------------------------------------------
+
+
+def _unwrapped(
+    tensor: Any, src: LayoutLike | None, shape: Sequence[int] | None, members: GroupInfo
+) -> tuple[Shards, Any, Any]:
+    """A DTensor as its local tensor, its layout and its shape.
+
+    Raises:
+        PlanError: ``layout-differs`` where ``src`` says of a DTensor what it does not say itself.
+    """
+    if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
+        size = tuple(tensor.shape) if shape is None else shape
+        differs = (
+            []
+            if src is None
+            else layout_mismatches("src", tensor, resolve_layout(src, size, members.to_group), members)
+        )
+        if differs:
+            raise PlanError(differs)
+        src = (tensor.device_mesh, tuple(tensor.placements)) if src is None else src
+        shape = tuple(tensor.shape) if shape is None else shape
+        tensor = tensor.to_local()
+    return tensor, src, shape
+
+
+def find_mover(
+    members: GroupInfo,
+    given: list[torch.Tensor],
+    src: LayoutLike | None,
+    dst: LayoutLike,
+    shape: Sequence[int] | None,
+    out: list[torch.Tensor],
+    dtype: torch.dtype | None,
+    max_workspace_bytes: int | None,
+    check: str,
+) -> tuple[Mover, bool]:
+    """Return the mover of a call, and whether this rank's arguments alone decided which it is."""
+    if src is None:
+        hint = "only a DTensor knows where it is"
+        raise PlanError(Problem("layout-needed", "src", found="src=None", hint=hint))
+    size = None if shape is None else tuple(shape)
+    everyone = dtype is not None or _everyone_holds(members, src, size)
+    if everyone:
+        names = _own_dtypes(given, out, dtype)
+    else:
+        what = f"a tensor {'of unknown' if size is None else f'of {size} from'} {src}"
+        names = _dtypes_of_all(_gather_dtypes(members, given, out, what))
+    plan = cached_plan(*resolve_layouts(size, src, dst, members.to_group), *names, max_workspace_bytes)
+    mover = _movers.get(members.group, {}).get((plan, check))
+    if mover is None:
+        mover = Mover((plan,), members, False, check)
+        _remember(members.group, (plan, check), mover)
+    return mover, everyone
+
+
+def _own_dtypes(
+    given: list[torch.Tensor], out: list[torch.Tensor], dtype: torch.dtype | None
+) -> tuple[str, str | None]:
+    """Return the dtype of the source, and of the destination where it is another, from this rank's arguments."""
+    if dtype is not None:
+        return dtype_name(given[0].dtype if given else dtype), dtype_name(dtype)
+    found = given or out
+    return dtype_name(found[0].dtype if found else torch.float32), (dtype_name(out[0].dtype) if out else None)
+
+
+_DTYPE_NAMES = sorted(ITEMSIZES)
+_NO_DTYPE = 255
+
+
+def _gather_dtypes(members: GroupInfo, given: list[torch.Tensor], out: list[torch.Tensor], what: str) -> list[bytes]:
+    """Gather the dtypes of source and ``out``, where some rank has no tensor that gives them; a collective."""
+    mine = [_DTYPE_NAMES.index(dtype_name(found[0].dtype)) if found else _NO_DTYPE for found in (given, out)]
+    headers = all_gather_header(members, Topic.DTYPES, bytes(mine))()
+    if headers is None:
+        raise_joined(members, what, ())
+    return [header[:2] for header in headers] + [bytes(mine)]
+
+
+def _dtypes_of_all(headers: list[bytes]) -> tuple[str, str | None]:
+    """Return the dtypes of source and destination; a rank that has a tensor plans with its own (the last header)."""
+    *everyone, mine = headers
+    sources, outs = ([header[at] for header in everyone if header[at] != _NO_DTYPE] for at in (0, 1))
+    if not sources:
+        hint = "the ranks of the source layout pass their local tensors"
+        raise PlanError(Problem("no-source", "tensor", found="no rank has a tensor", hint=hint))
+    own = mine[0] if mine[0] != _NO_DTYPE else sources[0]
+    return _DTYPE_NAMES[own], _DTYPE_NAMES[outs[0]] if outs else None
+
+
+def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] | None) -> bool:
+    """Return True where every rank of the group is in the source layout."""
+    try:
+        ranks = resolve_layout(src, shape, members.to_group).rank_set
+    except PlanError:
+        return True  # told later, when both layouts are bound
+    return len(ranks) == members.size
+
+
+# By group: call -> mover, so that a repeated call is found without resolving its layouts, and (plan, check) -> mover.
+_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
+
+
+def _remember(group: dist.ProcessGroup, key: Any, mover: Mover) -> None:
+    movers = _movers.setdefault(group, {})
+    movers[key] = mover
+    while len(movers) > 8192:
+        movers.pop(next(iter(movers)))
+
+
+def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: Any) -> tuple[Any, ...] | None:
+    """Return the arguments of a call as a value; None for those that have none, or that hold on to tensors."""
+    if not (tensor is None or type(tensor) in PLAIN_TYPES) or not (out is None or type(out) in PLAIN_TYPES):
+        return None
+    key = (
+        layout_value(src),
+        layout_value(dst),
+        None if shape is None else tuple(shape) if isinstance(shape, Sequence) else [shape],
+    )
+    key = (*key, None if tensor is None else tensor.dtype, None if out is None else out.dtype, *options)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if key[0] is None or key[1] is None else key

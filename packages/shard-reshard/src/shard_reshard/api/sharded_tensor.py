@@ -1,0 +1,191 @@
+"""Reshard torch's ShardedTensor; a new one comes out, the old one stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shard_spec.specs import RemoteDevice, ShardingSpec, ShardMetadata, as_spec, from_torch, to_torch
+
+from shard_reshard import _torch_compat
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.api.reshard import reshard
+from shard_reshard.consensus import group_info, raise_on_all_ranks
+from shard_reshard.execution.checks import Shards, as_list
+from shard_reshard.layout.boxes import BoxShardMap
+
+
+def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
+    """A new ShardedTensor with the data of ``st`` under another sharding spec.
+
+    Every rank of its process group calls. Works for several shards on a rank and for enumerable specs, which
+    ``ShardedTensor.reshard`` refuses, and does not change ``st``, which that does.
+
+    Args:
+        st: A ``torch.distributed._shard.sharded_tensor.ShardedTensor``.
+        spec: A chunk or enumerable spec, of shard-spec or of torch.
+
+    Returns:
+        A ``ShardedTensor`` in fresh memory.
+
+    Raises:
+        PlanError: On every rank alike, before any data moves.
+    """
+    if not _torch_compat.is_sharded_tensor(st):
+        hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
+        raise PlanError(Problem("not-a-sharded-tensor", "st", found=type(st).__qualname__, hint=hint))
+    metadata, group = _torch_compat.sharded_tensor_parts(st)
+    members = group_info(group)
+    wanted = as_spec(spec)
+    if wanted is None:
+        hint = "a chunk or enumerable spec, of shard-spec or torch"
+        raise_on_all_ranks(members, PlanError(Problem("unknown-spec", "spec", found=repr(spec), hint=hint)))
+    shape = tuple(metadata.size)
+    # What lies where is in the tensor's metadata, whatever spec it was made from.
+    boxes: dict[int, list[Any]] = {}
+    for shard in map(from_torch, metadata.shards_metadata):
+        boxes.setdefault(members.to_group(shard.rank), []).append(shard.box)
+    local = [shard.tensor for shard in st.local_shards()]
+    moved = reshard(local or None, BoxShardMap(shape, boxes), wanted, shape=shape, group=group, dtype=st.dtype)
+    own_rank = members.global_ranks[members.rank]
+    own = [shard for shard in wanted.shards_for(shape) if shard.rank == own_rank]
+    shards = [
+        _torch_compat.torch_shard(tensor, to_torch(shard)) for tensor, shard in zip(as_list(moved), own, strict=True)
+    ]
+    return _torch_compat.make_sharded_tensor(shards, to_torch(wanted, shape), shape, group, st)
+
+
+@dataclass
+class LocalShard:
+    """A shard that lies on this rank.
+
+    Attributes:
+        tensor: Its data.
+        metadata: Where it belongs in the global tensor, and on which device it lies.
+    """
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+
+class RankNotPlaced(PlanError, RuntimeError):
+    """A rank is asked for that no placement names."""
+
+
+def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int:
+    """The position of the first placement on global rank ``current_rank``.
+
+    Args:
+        placements: Remote devices, torch's or shard-spec's, or their text (``"rank:0/cuda:0"``).
+        current_rank: A global rank.
+
+    Raises:
+        RuntimeError: When no placement names the rank; also a `PlanError`.
+    """
+    for idx, placement in enumerate(placements):
+        if RemoteDevice(placement).rank() == current_rank:
+            return idx
+    found = f"rank {current_rank}, the placements are {', '.join(str(RemoteDevice(p)) for p in placements)}"
+    raise RankNotPlaced(Problem("rank-not-placed", "current_rank", found=found, hint="name the rank in the placements"))
+
+
+def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_size: int) -> tuple[list[Any], list[int]]:
+    """Return the metadata of all shards of a spec, and their ranks.
+
+    Args:
+        st_size: Global shape.
+        sharding_spec: A chunk or enumerable spec, or one of your own; of shard-spec or of torch.
+        world_size: Number of ranks of the group; the spec may name fewer.
+
+    Returns:
+        The metadata of every shard ordered by rank (shards of one rank in the order of the spec), and the rank of
+        every shard in the order of the spec. Metadata is torch's for a torch spec.
+
+    Raises:
+        PlanError: When the spec does not fit the shape or names more ranks than there are.
+    """
+    spec = _spec(sharding_spec, "sharding_spec")
+    shards = spec.shards_for(tuple(st_size))
+    ranks = [shard.rank for shard in shards if shard.rank is not None]
+    if len(set(ranks)) > world_size:
+        found = f"{len(set(ranks))} ranks, world_size={world_size}"
+        raise PlanError(Problem("group-too-small", "sharding_spec", found=found, hint="name fewer ranks"))
+    ordered = sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank)
+    return [_as_given(sharding_spec, shard) for shard in ordered], ranks
+
+
+def reshuffle_local_shard(
+    local_shard: Shards,
+    st_size: Sequence[int],
+    sharding_spec: Any,
+    resharding_spec: Any,
+    pg: dist.ProcessGroup | None,
+) -> tuple[list[Any], list[Any]]:
+    """Move shards to other ranks where the sharded dim stays: any permutation, any number of shards on a rank.
+
+    Arguments, result and errors as in `reshard_local_shard`, which does the same for every pair of specs.
+    """
+    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+
+
+def reshard_local_shard(
+    local_tensor: Shards,
+    st_size: Sequence[int],
+    sharding_spec: Any,
+    resharding_spec: Any,
+    pg: dist.ProcessGroup | None,
+) -> tuple[list[Any], list[Any]]:
+    """Reshard from one spec to another. Differentiable; ``local_tensor`` is left as it is.
+
+    Args:
+        local_tensor: This rank's shard; a list where it has several, None or an empty tensor where it has none.
+        st_size: Global shape.
+        sharding_spec: How the tensor is sharded: of shard-spec or of torch. Placements name global ranks.
+        resharding_spec: How it is to be sharded.
+        pg: The group that holds the ranks of both specs; every member calls.
+
+    Returns:
+        This rank's shards (none where the new spec does not name it), and the metadata of all shards ordered by rank.
+        They are torch's ``Shard`` and ``ShardMetadata`` when ``resharding_spec`` is torch's, else `LocalShard` and
+        shard-spec's ``ShardMetadata``.
+
+    Raises:
+        PlanError: On every rank alike, before any data moves.
+    """
+    moved = reshard(local_tensor, sharding_spec, resharding_spec, shape=tuple(st_size), group=pg)
+    metadata, own = _metadata_in(pg, tuple(st_size), resharding_spec)
+    make = _torch_compat.torch_shard if _is_torch(resharding_spec) else LocalShard
+    return [make(tensor, entry) for tensor, entry in zip(as_list(moved), own, strict=False)], metadata
+
+
+@_torch_compat.assume_constant_result
+def _metadata_in(pg: dist.ProcessGroup | None, shape: tuple[int, ...], spec: Any) -> tuple[list[Any], list[Any]]:
+    """The metadata of all shards, and of those on this rank."""
+    members = group_info(pg)
+    metadata, _ = build_reshard_metadata(shape, spec, members.size)
+    own_rank = members.global_ranks[members.rank]
+    return metadata, [entry for entry in metadata if entry.placement.rank() == own_rank]
+
+
+def _spec(given: Any, name: str) -> ShardingSpec:
+    spec = as_spec(given)
+    if spec is None:
+        hint = "a ChunkShardingSpec, an EnumerableShardingSpec or another ShardingSpec, of shard-spec or torch"
+        raise PlanError(Problem("unknown-spec", name, found=f"{given!r}", hint=hint))
+    return spec
+
+
+def _is_torch(spec: Any) -> bool:
+    return not isinstance(spec, ShardingSpec)
+
+
+def _as_given(spec: Any, shard: ShardMetadata) -> Any:
+    """Metadata of the family that the spec is of."""
+    if not _is_torch(spec):
+        return shard
+    from shard_spec.specs import to_torch
+
+    return to_torch(shard)

@@ -1,0 +1,307 @@
+"""Load safetensors files into any layout: ranks read the byte ranges that a plan gives them, peers send the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load
+from shard_reshard.checkpoint.safetensors import FileTable, file_table, indexed_files, read_rows
+from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
+from shard_reshard.consensus import GroupInfo, assert_consistent, group_info, problems_of, raise_on_all_ranks
+from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
+from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, stamp_version, tensors_of
+from shard_reshard.state_dict.outputs import (
+    LocalTargets,
+    OutputKinds,
+    Progress,
+    ReceiveBuffers,
+    mover_for_bucket,
+    size_of,
+    write_outputs,
+)
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, TensorMeta
+
+PathLike = str | Path
+Files = PathLike | Sequence[PathLike] | Mapping[int, PathLike | Sequence[PathLike]]
+
+
+class LoadedStateDict(dict[str, Any]):
+    """Name -> tensor on this rank, in its layout: a DTensor where the layout was a DeviceMesh's.
+
+    Attributes:
+        plan: Who read what, and what was moved.
+        read_bytes: How many bytes of tensors this rank read.
+        materialized: Names of tensors of ``out`` that lay on the meta device, and were given memory.
+    """
+
+    plan: LoadPlan
+    read_bytes: int
+    materialized: tuple[str, ...]
+
+    def explain(self, name: str | None = None) -> str:
+        """Return what was read and moved as text, see `LoadPlan.explain`."""
+        chosen = [entry for entry in self.materialized if name in (None, entry)]
+        text = self.plan.explain(name)
+        return f"{text}\n{len(chosen)} tensors of out were on meta and got memory" if chosen else text
+
+
+def load_safetensors(
+    files: Files,
+    dst_layouts: DstLayouts = None,
+    *,
+    stored_as: Mapping[str, LayoutLike] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    out: torch.nn.Module | Mapping[str, Any] | None = None,
+    key_map: KeyMap | None = None,
+    bucket_bytes: int = 64 * 2**20,
+    group: dist.ProcessGroup | None = None,
+    version: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    atomic: bool = True,
+    strict: bool = True,
+) -> LoadedStateDict:
+    """Load the tensors of safetensors files into the layouts that ranks want them in.
+
+    Every byte that is wanted is read once, by one rank: by the rank that wants it where only one does, else shared out
+    among those that want it. What a rank did not read itself comes from its peers in a few fused exchanges. Headers are
+    checked before they are believed; nothing in a file is executed. Every rank of ``group`` calls it.
+
+    Args:
+        files: A file, a folder of them, or a list, which every rank can read; or for each rank of the group the file
+            or files that it alone can read (on its own disk). Of a folder with a ``*.safetensors.index.json``, which
+            may be given itself, the files that it names.
+        dst_layouts: Layout by name, one for all, or a function of name and global shape. Names that it leaves out go
+            where the tensor of ``out`` lies.
+        stored_as: For tensors that are cut over files, the layout that they were written in. Its rank ``i`` is the
+            ``i``-th file of the list, or the rank that reads the file. All other tensors are whole in one file.
+        shapes: Global shapes of tensors in ``stored_as``, where the layout does not tell.
+        out: A module or mapping whose tensors are filled in place; its dtypes are cast to. Tensors of a module that
+            lie on the meta device get memory (``.materialized`` of the result names them), as new parameters: make
+            optimizers afterwards.
+        key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
+        bucket_bytes: About how many bytes a rank reads and exchanges at a time.
+        group: The ranks that load; None is the default group.
+        version: A number to stamp ``out`` with, see `state_version`.
+        progress: Called on each rank after each tensor.
+        atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`.
+        strict: A tensor of ``out`` that no file fills is a problem, and so is a buffer that is in no file and that
+            nothing has initialised; False leaves both as they are.
+
+    Returns:
+        The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
+
+    Raises:
+        PlanError: On every rank alike: ``bad-safetensors``, ``unreadable-file``, ``file-changed``, ``stored-twice``,
+            ``stored-missing``, ``stored-shape``, ``unknown-dtype``, ``bad-index``, ``uninitialized-buffer``, and the
+            problems of `reshard_state_dict`.
+        RuntimeError: When an exchange fails because a rank died.
+    """
+    members = group_info(group)
+    try:
+        targets = tensors_of(out)
+        facts = collect_metadata({}, targets, {}, {}, members)
+    except Exception as error:
+        raise_on_all_ranks(members, error)
+    plan = _agreed_load(
+        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out
+    )
+    device = device_of({}, targets, members)
+    with torch.no_grad():
+        made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
+        targets = made.targets or targets
+        # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed.
+        atomic = atomic and len(made.names) < len(targets)
+        outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
+        here = LocalTargets(plan.moves, members.rank)
+        assert_consistent(members, f"outs of load {plan.digest}", here.out_problems(outs, {}, atomic, strict), "always")
+        if out is not None and not (atomic or made.names):
+            stamp_version(out, None)
+        arriving = ReceiveBuffers(here, None if atomic else outs, device)
+        _read_and_move(plan, members, arriving, device, progress)
+        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts))
+    if isinstance(out, torch.nn.Module):
+        made.register(out)
+    result = LoadedStateDict(moved)
+    result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
+    if out is not None and version is not None:
+        stamp_version(out, version)
+    return result
+
+
+# ---- what all ranks agree on ----------------------------------------------------------------------------------
+
+
+def _agreed_load(
+    members: GroupInfo,
+    files: Files,
+    dst_layouts: DstLayouts,
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    facts: RankMeta,
+    key_map: KeyMap | None,
+    bucket_bytes: int,
+    strict: bool,
+    out: torch.nn.Module | Mapping[str, Any] | None,
+) -> LoadPlan:
+    """The plan, made on every rank from the tables that each read of some files, and compared."""
+    problems, sums = uninitialized_buffers(out) if strict else ([], {})
+    listed: list[tuple[str, int, tuple[int, ...]]] = []
+    indexed: dict[str, list[str]] = {}
+    asked = ""
+    try:
+        listed, indexed = _listed(files)
+        problems += _stranger_problems(listed, members)
+        asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
+    except Exception as error:
+        problems += problems_of(error)
+    tables: list[FileTable] = []
+    for at, (path, _, readers) in enumerate(listed):
+        if readers == (members.rank,) or (not readers and at % members.size == members.rank):
+            try:
+                tables.append(_as_indexed(file_table(path), indexed))
+            except PlanError as error:
+                problems += error.problems
+    assert_consistent(members, f"a load of {asked}", [*problems, *facts.problems], "always")
+    everyone: list[Any] = [None] * members.size
+    dist.all_gather_object(everyone, (tables, facts.outs, sums), group=members.group)
+    plan, problems = None, differing_buffers([found for _, _, found in everyone])
+    try:
+        plan = _planned(members, listed, everyone, dst_layouts, stored_as, shapes, key_map, bucket_bytes, strict)
+    except Exception as error:  # layouts may be a function of the caller's
+        problems += problems_of(error)
+    assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
+    assert plan is not None
+    return plan
+
+
+def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
+    """(path, number in the layout that was written, ranks that can read it) of every file, and what an index says."""
+    if isinstance(files, Mapping):
+        return [
+            (path, rank, (rank,))
+            for rank, given in sorted(files.items())
+            for path in ([str(given)] if isinstance(given, str | Path) else list(map(str, given)))
+        ], {}
+    if not isinstance(files, str | Path):
+        return [(str(path), number, ()) for number, path in enumerate(files)], {}
+    folder = Path(files)
+    if folder.name.endswith(".index.json"):
+        indexed = indexed_files(folder)
+    elif not folder.is_dir():
+        return [(str(files), 0, ())], {}
+    elif len(indices := sorted(folder.glob("*.safetensors.index.json"))) == 1:
+        indexed = indexed_files(indices[0])
+    else:  # none, or several variants of the weights: then whoever calls names the one
+        indexed = {str(path): [] for path in sorted(folder.glob("*.safetensors"))}
+    if not indexed:
+        hint = "give a folder with .safetensors files"
+        raise PlanError(Problem("unreadable-file", str(files), found="a folder without any", hint=hint))
+    return [(path, number, ()) for number, path in enumerate(indexed)], indexed
+
+
+def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileTable:
+    """The table of a file, which holds every tensor that the index says.
+
+    Raises:
+        PlanError: ``stored-missing``.
+    """
+    hint = "get the files again: the index is of others"
+    missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
+    if missing:
+        found = f"not in {table.path}, where the index says it is"
+        raise PlanError([Problem("stored-missing", name, found=found, hint=hint) for name in missing])
+    return table
+
+
+def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], members: GroupInfo) -> list[Problem]:
+    """Files that are given to a rank that the group does not have."""
+    hint = f"name ranks of the group, 0 to {members.size - 1}"
+    return [
+        Problem("bad-rank", "files", found=f"{path} on rank {rank}", hint=hint)
+        for path, rank, readers in listed
+        if readers and not 0 <= rank < members.size
+    ]
+
+
+def _planned(
+    members: GroupInfo,
+    listed: Sequence[tuple[str, int, tuple[int, ...]]],
+    everyone: Sequence[tuple[list[FileTable], dict[str, TensorMeta], Any]],
+    dst_layouts: DstLayouts,
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    key_map: KeyMap | None,
+    bucket_bytes: int,
+    strict: bool,
+) -> LoadPlan:
+    found = {(table.path, rank): table for rank, (tables, _, _) in enumerate(everyone) for table in tables}
+    files = [
+        ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
+        for at, (path, number, readers) in enumerate(listed)
+    ]
+    stored = stored_tensors(files, stored_as, shapes, None)
+    return plan_load(
+        stored,
+        dst_layouts,
+        members.size,
+        outs=[outs for _, outs, _ in everyone],
+        key_map=key_map,
+        bucket_bytes=bucket_bytes,
+        to_group=members.to_group,
+        strict=strict,
+    )
+
+
+# ---- reading and moving ---------------------------------------------------------------------------------------
+
+
+def _read_and_move(
+    plan: LoadPlan,
+    members: GroupInfo,
+    arriving: ReceiveBuffers,
+    device: torch.device,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    """Bucket by bucket: read, tell each other that it went well, exchange."""
+    moves = plan.moves.moves
+    last = {moves[at].source: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
+    held: dict[str, list[torch.Tensor]] = {}
+    done = done_bytes = 0
+    total_bytes = sum(size_of(move.plan) for move in moves)
+    for number, bucket in enumerate(plan.moves.buckets):
+        problems: list[Problem] = []
+        for name in dict.fromkeys(moves[at].source for at in bucket):
+            if name not in held:
+                try:
+                    held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device)
+                except Exception as error:
+                    problems += problems_of(error)
+        assert_consistent(members, f"bucket {number} of load {plan.digest}", problems, "always")
+        sources = [tensor for at in bucket for tensor in held[moves[at].source]]
+        outs = [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]]
+        mover_for_bucket(members, plan.moves, bucket, "first", keep=False).start(sources, outs, False, fresh_outs=True)
+        for at in bucket:
+            done, done_bytes = done + 1, done_bytes + size_of(moves[at].plan)
+            if progress is not None:
+                progress(Progress(moves[at].source, done, len(moves), done_bytes, total_bytes))
+        held = {name: tensors for name, tensors in held.items() if last[name] > number}
+
+
+def _read_boxes(reads: Sequence[Read], device: torch.device) -> list[torch.Tensor]:
+    """The boxes of a tensor that this rank reads, as views of the rows that it read."""
+    boxes = []
+    for read in reads:
+        rows = read_rows(read.path, read.file_bytes, read.offset, read.shape, read.dtype).to(device)
+        for start, sizes in read.boxes:
+            view = rows
+            for dim, (low, size) in enumerate(zip(start, sizes, strict=True)):
+                view = view.narrow(dim, low, size)
+            boxes.append(view)
+    return boxes

@@ -1,0 +1,268 @@
+"""Plans for loading safetensors files: who reads which bytes, and how they get from there to where they are wanted.
+
+Each byte that is wanted is read once, by one rank, in ranges of whole rows. Who reads is chosen among the ranks that
+want the rows, so that what a rank wants alone it reads itself and nothing of it is sent; rows that several ranks want
+(replicas, or a cut along another dim) are shared out among them, and the exchange does the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+from shard_spec import Box
+
+from shard_reshard._shared.problems import Problem
+from shard_reshard.layout.base import Piece, ShardMap
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard.layout.parse import ToGroup
+from shard_reshard.layout.view import ShardMapView
+from shard_reshard.planning.analyze import human
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta
+from shard_reshard.state_dict.planner import plan_state_dict
+
+_SMALLEST_READ_BYTES = 64 * 1024  # rows are not shared out among ranks in parts of less
+
+
+class Stored(NamedTuple):
+    """A tensor, or a rank's part of one, in a file."""
+
+    path: str
+    file_bytes: int
+    begin: int  # first byte in the file
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # which boxes of the global tensor it is, and where in it they lie
+    readers: tuple[int, ...]  # ranks that can read the file; none: every rank can
+
+
+class Read(NamedTuple):
+    """One contiguous range of a file, read by one rank.
+
+    Attributes:
+        name: The stored tensor.
+        path: The file.
+        file_bytes: Length of the file.
+        offset: First byte.
+        shape: Shape of the rows that are read.
+        dtype: Of the elements, by name.
+        boxes: For each box of the global tensor that the rows hold, where in them it begins, and its sizes.
+    """
+
+    name: str
+    path: str
+    file_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes that are read."""
+        return prod(self.shape) * ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Reads of every rank, and the exchanges that follow.
+
+    Attributes:
+        moves: The exchanges that follow the reading.
+        reads: For each rank of the group, its reads by tensor.
+        problems: Always empty; a plan with problems is not made.
+    """
+
+    moves: StateDictPlan
+    reads: tuple[Mapping[str, tuple[Read, ...]], ...]
+    problems: tuple[Problem, ...] = ()
+
+    def read_bytes(self, rank: int) -> int:
+        """Bytes that ``rank`` reads."""
+        return sum(read.num_bytes for found in self.reads[rank].values() for read in found)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that are sent between ranks after reading."""
+        return self.moves.wire_bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest; equal on every rank."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Reads and moves as JSON, byte-stable."""
+        reads = [[read for found in table.values() for read in found] for table in self.reads]
+        return json.dumps({"reads": reads, "moves": json.loads(self.moves.to_json())}, sort_keys=True)
+
+    def explain(self, name: str | None = None) -> str:
+        """Return reads and exchanges as text; ``name`` picks one tensor."""
+        lines = []
+        for rank, table in enumerate(self.reads):
+            chosen = [read for found in table.values() for read in found if name in (None, read.name)]
+            size = human(sum(read.num_bytes for read in chosen))
+            files = len({read.path for read in chosen})
+            lines.append(f"rank {rank} reads {size} in {len(chosen)} ranges of {files} files")
+        return "\n".join([*lines, self.moves.explain(name)])
+
+
+def plan_load(
+    stored: Mapping[str, tuple[tuple[int, ...], str, Sequence[Stored]]],
+    dst_layouts: DstLayouts,
+    world_size: int,
+    *,
+    outs: Sequence[Mapping[str, TensorMeta]] = (),
+    key_map: KeyMap | None = None,
+    bucket_bytes: int = 64 * 2**20,
+    to_group: ToGroup | None = None,
+    strict: bool = True,
+) -> LoadPlan:
+    """Plan how stored tensors get to their layouts. Pure, the same answer on every rank.
+
+    Args:
+        stored: From `stored_tensors`.
+        dst_layouts: As in `reshard_state_dict`.
+        world_size: Size of the group.
+        outs: What each rank knows of its destination tensors.
+        key_map: As in `reshard_state_dict`.
+        bucket_bytes: About how many buffer bytes a rank may use for one exchange.
+        to_group: See `bind`.
+        strict: A destination tensor that nothing fills is a problem.
+
+    Raises:
+        PlanError: With the problems of all tensors.
+    """
+    targets = [dict(table) for table in outs] or [{}]
+
+    def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
+        sources = {
+            name: TensorMeta(shape, dtype, json.dumps(layouts[name].to_json()), name)
+            for name, (shape, dtype, _) in stored.items()
+        }
+        facts = [RankMeta(sources if rank == 0 else {}, table) for rank, table in enumerate(targets)]
+        return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
+
+    # Who wants what does not depend on who reads: a first plan, in which one rank reads everything, tells it.
+    wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})
+    demand = _demand(wanted)
+    load = [0] * world_size
+    reads: list[dict[str, tuple[Read, ...]]] = [{} for _ in range(world_size)]
+    readers: dict[str, ShardMap] = {}
+    for name, (shape, dtype, parts) in stored.items():
+        if name not in demand or 0 in shape:  # nothing to read
+            readers[name] = BoxShardMap(shape, {0: ()}) if 0 in shape else BoxShardMap.whole(shape, 0)
+            continue
+        boxes: dict[int, list[Box]] = {}
+        for part in _once(parts, load):
+            for rank, low, high in _shared_out(part, dtype, demand[name], load):
+                read, held = _read(name, dtype, part, low, high)
+                reads[rank][name] = (*reads[rank].get(name, ()), read)
+                boxes.setdefault(rank, []).extend(held)
+        readers[name] = BoxShardMap(shape, boxes)
+    return LoadPlan(planned(readers), tuple(reads))
+
+
+class Wanted(NamedTuple):
+    """Rows of a source tensor, and the ranks that want any of them."""
+
+    start: int
+    stop: int
+    ranks: tuple[int, ...]
+
+
+def _demand(plan: StateDictPlan) -> dict[str, list[Wanted]]:
+    """For each source, its rows cut where the ranks that want them change."""
+    found: dict[str, dict[tuple[int, int], set[int]]] = {}
+    for move in plan.moves:
+        offset = move.plan.src.start if isinstance(move.plan.src, ShardMapView) else (0,) * len(move.plan.shape)
+        table = found.setdefault(move.source, {})
+        for cell in move.plan.dst.cells():
+            low, high = (offset[0] + cell.start[0], offset[0] + cell.stop[0]) if cell.start else (0, 1)
+            table.setdefault((low, high), set()).update(rank for ranks in cell.owners for rank in ranks)
+    return {name: list(_cut_rows(table)) for name, table in found.items()}
+
+
+def _cut_rows(table: Mapping[tuple[int, int], set[int]]) -> Iterator[Wanted]:
+    marks = sorted({mark for rows in table for mark in rows})
+    ranks: list[set[int]] = [set() for _ in marks]
+    for (low, high), owners in table.items():
+        for at in range(bisect_left(marks, low), bisect_left(marks, high)):
+            ranks[at] |= owners
+    for at, (low, high) in enumerate(pairwise(marks)):
+        yield Wanted(low, high, tuple(sorted(ranks[at])))
+
+
+def _once(parts: Sequence[Stored], load: Sequence[int]) -> Iterator[Stored]:
+    """Of parts that several files hold alike, one: that of the rank that reads least so far."""
+    alike: dict[tuple[object, ...], list[Stored]] = {}
+    for part in parts:
+        alike.setdefault(tuple((piece.start, piece.stop) for piece in part.pieces), []).append(part)
+    for same in alike.values():
+        yield min(same, key=lambda part: load[part.readers[0]] if part.readers else 0)
+
+
+def _shared_out(part: Stored, dtype: str, demand: Iterable[Wanted], load: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(rank, first row, last row) of every read of a stored part; adjacent rows of one rank come as one."""
+    rows = part.shape[0] if part.shape else 1
+    row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
+    if part.readers:
+        load[part.readers[0]] += rows * row_bytes
+        yield part.readers[0], 0, rows
+        return
+    last: tuple[int, int, int] | None = None
+    for low, high, ranks in _rows_wanted(part, demand):
+        count = max(1, min(len(ranks), high - low, (high - low) * row_bytes // _SMALLEST_READ_BYTES))
+        chosen = ranks if count == len(ranks) else sorted(sorted(ranks, key=lambda rank: (load[rank], rank))[:count])
+        for number, rank in enumerate(chosen):
+            begin, end = (low + at * (high - low) // count for at in (number, number + 1))
+            load[rank] += (end - begin) * row_bytes
+            if last is not None and last[0] == rank and last[2] == begin:
+                last = rank, last[1], end
+                continue
+            if last is not None:
+                yield last
+            last = rank, begin, end
+    if last is not None:
+        yield last
+
+
+def _rows_wanted(part: Stored, demand: Iterable[Wanted]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Rows of a stored part, cut where the ranks that want them change."""
+    if not part.shape:
+        yield from ((0, 1, wanted.ranks) for wanted in demand)
+        return
+    found: dict[tuple[int, int], set[int]] = {}
+    for piece in part.pieces:
+        shift = piece.local_start[0] - piece.start[0]
+        for wanted in demand:
+            low, high = max(piece.start[0], wanted.start), min(piece.stop[0], wanted.stop)
+            if low < high:
+                found.setdefault((low + shift, high + shift), set()).update(wanted.ranks)
+    yield from _cut_rows(found)
+
+
+def _read(name: str, dtype: str, part: Stored, low: int, high: int) -> tuple[Read, list[Box]]:
+    """Rows ``low`` to ``high`` of a stored part, and the boxes of the global tensor that they hold."""
+    if not part.shape:
+        return Read(name, part.path, part.file_bytes, part.begin, (), dtype, (((), ()),)), [Box((), ())]
+    row_bytes = prod(part.shape[1:]) * ITEMSIZES[dtype]
+    places, boxes = [], []
+    for piece in part.pieces:
+        first = max(low, piece.local_start[0])
+        last = min(high, piece.local_start[0] + piece.stop[0] - piece.start[0])
+        if first < last:
+            start = (piece.start[0] + first - piece.local_start[0], *piece.start[1:])
+            sizes = (last - first, *(b - a for a, b in zip(piece.start[1:], piece.stop[1:], strict=True)))
+            places.append(((first - low, *piece.local_start[1:]), sizes))
+            boxes.append(Box(start, sizes))
+    shape = (high - low, *part.shape[1:])
+    read = Read(name, part.path, part.file_bytes, part.begin + low * row_bytes, shape, dtype, tuple(places))
+    return read, boxes

@@ -1,0 +1,203 @@
+"""Checkpoint files as layouts: what lies in which file is where each tensor is, on the rank that reads the file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shard_spec import Box
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.checkpoint.plan import Stored
+from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable, check_header, read_safetensors_header
+from shard_reshard.layout.base import Piece, ShardMap
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.dtypes import dtype_name
+from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
+
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp\Z")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: BoxShardMap
+
+
+def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor]:
+    """The tensors of safetensors files, each whole on the rank that reads its file.
+
+    Args:
+        files: For each rank of the group that reads, a path, a header from `read_safetensors_header`, or a list of
+            these.
+
+    Raises:
+        PlanError: ``stored-twice`` when two files hold one name, ``unknown-dtype``, ``bad-safetensors``.
+    """
+    found: dict[str, StoredTensor] = {}
+    problems: list[Problem] = []
+    for rank, given in sorted(files.items()):
+        for entry in given if isinstance(given, list | tuple) else [given]:
+            header = entry if isinstance(entry, Mapping) else read_safetensors_header(entry)
+            check_header(f"header of rank {rank}", dict(header), None)
+            for name, about in header.items():
+                if name == "__metadata__":
+                    continue
+                if name in found:
+                    hint = "a tensor that is cut over files needs its boxes: pass {rank: Box} as its layout"
+                    problems.append(Problem("stored-twice", name, found="two files with this name", hint=hint))
+                    continue
+                dtype = DTYPES.get(about["dtype"])
+                if dtype is None:
+                    hint = f"one of {', '.join(DTYPES)}"
+                    problems.append(Problem("unknown-dtype", name, found=about["dtype"], hint=hint))
+                    continue
+                shape = tuple(about["shape"])
+                found[name] = StoredTensor(shape, dtype, BoxShardMap.whole(shape, rank))
+    if problems:
+        raise PlanError(problems)
+    return found
+
+
+def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) -> dict[str, StoredTensor]:
+    """The tensors of a distributed checkpoint, each chunk on the rank that reads the file it is in.
+
+    Args:
+        metadata: From ``torch.distributed.checkpoint``: what ``FileSystemReader(path).read_metadata()`` returns.
+        reader: Which rank of the group reads what rank ``i`` wrote; None: rank ``i``.
+
+    Raises:
+        PlanError: ``unknown-writer`` where the name of a file does not tell who wrote it.
+    """
+    held: dict[str, dict[int, list[Box]]] = {}
+    problems: list[Problem] = []
+    for index, stored in metadata.storage_data.items():
+        if index.offset is None:
+            continue  # bytes that are no tensor
+        match = _WRITER.search(stored.relative_path)
+        if match is None:
+            found = f"file {stored.relative_path}"
+            problems.append(
+                Problem("unknown-writer", index.fqn, found=found, hint="files are called __<rank>_<n>.distcp")
+            )
+            continue
+        written_by = int(match[1])
+        rank = written_by if reader is None else reader(written_by)
+        chunk = next(
+            c for c in metadata.state_dict_metadata[index.fqn].chunks if tuple(c.offsets) == tuple(index.offset)
+        )
+        held.setdefault(index.fqn, {}).setdefault(rank, []).append(Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+    if problems:
+        raise PlanError(problems)
+    tensors: dict[str, StoredTensor] = {}
+    for name, boxes in sorted(held.items()):
+        about = metadata.state_dict_metadata[name]
+        shape = tuple(about.size)
+        tensors[name] = StoredTensor(shape, dtype_name(about.properties.dtype), BoxShardMap(shape, boxes))
+    return tensors
+
+
+class ReadableFile(NamedTuple):
+    """A file and who can read it."""
+
+    table: FileTable
+    number: int  # the rank, in the layout that the file's tensors were written in, whose part it holds
+    readers: tuple[int, ...]  # none: every rank
+
+
+def stored_tensors(
+    files: Sequence[ReadableFile],
+    stored_as: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Sequence[int]],
+    to_group: ToGroup | None = None,
+) -> dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]]:
+    """Name -> global shape, dtype, and the parts that files hold.
+
+    Args:
+        files: In the order of the ranks that wrote them.
+        stored_as: Layouts of tensors that are cut over files; all others are whole in one file.
+        shapes: Global shapes, where a layout in ``stored_as`` does not tell.
+        to_group: See `bind`.
+
+    Raises:
+        PlanError: ``stored-twice``, ``stored-missing``, ``stored-shape``, ``stored-partial``, ``unknown-dtype``,
+            ``unknown-key``.
+    """
+    held: dict[str, list[tuple[ReadableFile, Entry]]] = {}
+    for file in files:
+        for name, entry in file.table.entries.items():
+            held.setdefault(name, []).append((file, entry))
+    problems = [
+        Problem("unknown-key", "stored_as", found=repr(name), hint="stored_as names tensors of the files")
+        for name in stored_as
+        if name not in held
+    ]
+    found: dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]] = {}
+    for name, entries in sorted(held.items()):
+        try:
+            dtype = _dtype(name, entries)
+            shape, parts = (
+                _cut(name, entries, resolve_layout(stored_as[name], shapes.get(name), to_group))
+                if name in stored_as
+                else _whole(name, entries)
+            )
+            found[name] = shape, dtype, parts
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    if problems:
+        raise PlanError(problems)
+    return found
+
+
+def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
+    words = sorted({entry.dtype for _, entry in entries})
+    if len(words) > 1:
+        hint = "write all parts of a tensor in one dtype"
+        raise PlanError(Problem("parts-differ", name, found=", ".join(words), hint=hint))
+    if words[0] not in DTYPES:
+        raise PlanError(Problem("unknown-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
+    return DTYPES[words[0]]
+
+
+def _whole(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
+    if len(entries) > 1:
+        listed = ", ".join(file.table.path for file, _ in entries)
+        hint = "say in stored_as (and shapes) how the tensor is cut over the files, or leave all but one file out"
+        raise PlanError(Problem("stored-twice", name, found=f"in {len(entries)} files: {listed}", hint=hint))
+    ((file, entry),) = entries
+    zero = (0,) * len(entry.shape)
+    return entry.shape, (_stored(file, entry, (Piece(zero, entry.shape, 0, zero),)),)
+
+
+def _cut(
+    name: str, entries: Sequence[tuple[ReadableFile, Entry]], layout: ShardMap
+) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
+    if layout.num_partials > 1:
+        hint = "reduce before writing: files hold values, not addends"
+        raise PlanError(Problem("stored-partial", name, found=layout.describe(), hint=hint))
+    parts: list[Stored] = []
+    problems: list[Problem] = []
+    numbers = [file.number for file, _ in entries]
+    for file, entry in entries:
+        shapes = layout.local_shapes(file.number)
+        if numbers.count(file.number) > 1 or shapes != (entry.shape,):
+            wanted = "none" if not shapes else " and ".join(map(str, shapes))
+            found = f"{entry.shape} in {file.table.path}, the layout gives rank {file.number} {wanted}"
+            hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
+            problems.append(Problem("stored-shape", name, found=found, hint=hint))
+            continue
+        parts.append(_stored(file, entry, layout.local_pieces(file.number)))
+    for number in sorted(set(layout.ranks) - set(numbers)):
+        if layout.pieces(number):
+            hint = "pass all files, or the layout that these were written in"
+            problems.append(Problem("stored-missing", name, found=f"no file with the part of rank {number}", hint=hint))
+    if problems:
+        raise PlanError(problems)
+    return layout.shape, tuple(parts)
+
+
+def _stored(file: ReadableFile, entry: Entry, pieces: tuple[Piece, ...]) -> Stored:
+    return Stored(file.table.path, file.table.num_bytes, entry.begin, entry.shape, pieces, file.readers)

@@ -1,0 +1,204 @@
+"""The local tensors of a rank: one as itself, several as a list, and whether they are what a plan expects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import gcd
+from typing import Any
+
+import torch
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, is_fake, is_wrapper, waited_for
+from shard_reshard.plan.plan import Plan
+
+Shards = torch.Tensor | Sequence[torch.Tensor] | None
+
+
+def as_list(shards: Shards) -> list[torch.Tensor]:
+    """Local tensors as a list, however few there are.
+
+    Raises:
+        PlanError: ``not-a-tensor``.
+    """
+    if shards is None:
+        return []
+    if isinstance(shards, torch.Tensor):
+        return [shards if type(shards) in PLAIN_TYPES else waited_for(shards)]
+    given: Any = shards  # whatever the caller has passed
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    for value in listed:
+        if not isinstance(value, torch.Tensor):
+            hint = "pass a tensor, a list of tensors for several boxes, or None"
+            raise PlanError(Problem("not-a-tensor", found=f"a {type(value).__qualname__}", hint=hint))
+    return [value if type(value) in PLAIN_TYPES else waited_for(value) for value in listed]
+
+
+def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shards:
+    """One tensor as itself, none as None, several as a list."""
+    if len(shapes) == 1:
+        return tensors[0]
+    return list(tensors) if shapes else None
+
+
+def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side: str = "src") -> list[Problem]:
+    """Return the differences between local tensors of ``rank`` and the plan's ``side``."""
+    shapes = plan.local_shapes(rank, side)
+    dtype = plan.dtype if side == "src" else plan.out_dtype
+    where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
+    if len(shapes) != len(tensors):
+        found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
+        return [Problem("local-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
+    problems = []
+    for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
+        which = where if len(shapes) == 1 else f"{where} {number}"
+        if tensor.is_nested:  # it has neither a shape nor strides to look at
+            hint = "pass a padded tensor, or its values() by a plan of their own"
+            problems.append(Problem("local-layout", which, found="a nested tensor", hint=hint))
+            continue
+        if tuple(tensor.shape) != shape:
+            found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} says {shape}"
+            hint = "pass the local tensor, and the global shape with shape="
+            problems.append(Problem("local-shape", which, found=found, hint=hint))
+        if str(tensor.dtype) != f"torch.{dtype}":
+            found = f"{tensor.dtype}, the plan is for {dtype}"
+            hint = "plan for this dtype, or pass dtype= to cast on the way"
+            problems.append(Problem("local-dtype", which, found=found, hint=hint))
+        if hasattr(tensor, "device_mesh"):
+            hint = "pass its to_local(), or use redistribute()"
+            problems.append(Problem("local-layout", which, found="a DTensor", hint=hint))
+        elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
+            found = f"a {type(tensor).__qualname__}, which wraps other tensors"
+            hint = "pass the tensors that it wraps, each by a plan of its own"
+            problems.append(Problem("local-layout", which, found=found, hint=hint))
+        if tensor.is_meta:
+            hint = "give it memory with values first: to_empty() and loading, or materialising it"
+            problems.append(Problem("no-data", which, found="a tensor on the meta device", hint=hint))
+        if tensor.layout != torch.strided:
+            found = f"a {tensor.layout} tensor"
+            problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))
+    return problems
+
+
+def destination_problems(
+    outs: Sequence[torch.Tensor], names: Sequence[str], sources: Sequence[torch.Tensor], in_place: bool = True
+) -> list[Problem]:
+    """Why destination tensors cannot be filled.
+
+    Args:
+        outs: All destination tensors of this rank that are filled by one call.
+        names: What each is called in messages.
+        sources: All source tensors of the call.
+        in_place: They are filled while sources are still read; False: at the end, by copies.
+    """
+    problems = []
+    for tensor, name in zip(outs, names, strict=True):
+        if overlaps_itself(tensor):
+            hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
+            problems.append(Problem("out-overlaps", name, found=f"strides {tensor.stride()}", hint=hint))
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            hint = "write to it under torch.inference_mode(), or pass its clone()"
+            problems.append(Problem("out-inference", name, found="a tensor made in inference mode", hint=hint))
+        if in_place and (tensor.is_conj() or tensor.is_neg()):
+            hint = "its memory holds other values than it shows; pass a tensor of its own"
+            found = "a view that conjugates or negates on reading"
+            problems.append(Problem("out-lazy-view", name, found=found, hint=hint))
+        if tensor.requires_grad and torch.is_grad_enabled():
+            # A leaf torch would refuse; another one would keep the graph of the values that it had.
+            hint = "write into parameters under torch.no_grad(); pass the detach() of what was computed"
+            found = f"a {'leaf' if tensor.is_leaf else 'result'} that requires grad"
+            problems.append(Problem("out-requires-grad", name, found=found, hint=hint))
+    if is_fake((*outs, *sources)) or problems:
+        return problems
+    for first, second in sharing(outs, sources if in_place else ()):
+        if second < len(outs):
+            found = f"memory of {names[first]}" if names[first] != names[second] else "memory of another one"
+            hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
+            problems.append(Problem("out-shares-memory", names[second], found=found, hint=hint))
+        else:
+            hint = "the source is still read while out is written; pass other memory"
+            problems.append(Problem("out-is-source", names[first], found="memory of a source", hint=hint))
+    return list(dict.fromkeys(problems))
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor; for a fake one, which has none, a number of its own."""
+    return id(tensor) if is_fake((tensor,)) else tensor.data_ptr()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return True where two elements share memory, as in expanded tensors and sliding windows."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    if not tensor.numel() or not dims:
+        return False
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False  # every step leads out of what the smaller steps reach
+    if dims[0][0] == 0:
+        return True
+    places = torch.zeros((), dtype=torch.int64)
+    for stride, size in dims:
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    places = places.reshape(-1).sort().values
+    return bool((places[1:] == places[:-1]).any())
+
+
+def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[tuple[int, int]]:
+    """The pairs of tensors that have bytes in common: two of ``tensors``, or one of them and one of ``others``.
+
+    Pairs of positions, the smaller one first; ``others`` are counted after ``tensors``.
+    """
+    everything = [*tensors, *others]
+    spans = sorted(
+        (tensor.data_ptr(), _end(tensor), str(tensor.device), at)
+        for at, tensor in enumerate(everything)
+        if tensor.numel()
+    )
+    found: list[tuple[int, int]] = []
+    reaching: list[tuple[int, int, str, int]] = []
+    for span in spans:
+        reaching = [other for other in reaching if other[1] > span[0]]
+        for other in reaching:
+            first, second = sorted((other[3], span[3]))
+            asked = first < len(tensors) and other[2] == span[2]
+            if asked and _have_common_bytes(everything[first], everything[second]):
+                found.append((first, second))
+        reaching.append(span)
+    return sorted(found)
+
+
+def _end(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True where tensors with overlapping spans share a byte, and not only gaps."""
+    begin, end = min(one.data_ptr(), other.data_ptr()), max(_end(one), _end(other))
+    grain = gcd(one.element_size(), other.element_size(), abs(one.data_ptr() - other.data_ptr()))
+    taken = torch.zeros((end - begin) // grain, dtype=torch.bool)
+    _places(taken, one, begin, grain).fill_(True)
+    return bool(_places(taken, other, begin, grain).any())
+
+
+def _places(memory: torch.Tensor, tensor: torch.Tensor, begin: int, grain: int) -> torch.Tensor:
+    """The places of a tensor's bytes in ``memory``, which has an element for each ``grain`` bytes."""
+    width = tensor.element_size() // grain
+    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    sizes, strides = [size for size, _ in dims], [stride * width for _, stride in dims]
+    return memory.as_strided((*sizes, width), (*strides, 1), (tensor.data_ptr() - begin) // grain)
+
+
+@assume_constant_result
+def not_compiled(what: str) -> None:
+    """Called where a tracer would get lost in ``what``.
+
+    Raises:
+        PlanError: ``not-compilable``, on every rank alike.
+    """
+    hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
+    raise PlanError(Problem("not-compilable", what, found="torch.compile traces the call", hint=hint))

@@ -1,0 +1,417 @@
+"""The exchange: prepare a call, then run it. The only module that sends tensor data.
+
+`Exchange.prepare` makes every view that a call needs: of local tensors, of buffers, and where they meet. A
+`PreparedCall` then packs, posts one all-to-all for each step, copies what stays on the rank meanwhile, waits and
+unpacks. There is no other way: one-shot, kept, bounded, reducing and simulated calls differ in what is prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._torch_compat import foreach_copy_
+from shard_reshard.execution.guards import pointers
+from shard_reshard.execution.reduce import Reduction, region_views
+from shard_reshard.layout.dtypes import torch_dtype
+from shard_reshard.lowering.memory_layout import (
+    Region,
+    Side,
+    Span,
+    StepMemory,
+    aligned_bytes,
+    buffer_room,
+    lay_out_step,
+)
+from shard_reshard.lowering.program import Program, Step
+from shard_reshard.plan.plan import Plan
+
+# What these hold is moved as plain integers of the same size: not every copy kernel knows them.
+_WIRE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+_PLAIN |= {"complex64", "complex128"}
+
+Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
+
+# Sends `input` cut into `input_splits` bytes, receives `output`; returns a work to wait for, or None when it is done.
+Collective = Callable[[torch.Tensor, torch.Tensor, list[int], list[int], bool], "dist.Work | None"]
+
+
+class SendSide(NamedTuple):
+    """Reads of a step: regions to pack, bytes to send, regions that stay on the rank."""
+
+    places: list[torch.Tensor]  # in the buffer
+    regions: list[torch.Tensor]  # of local tensors
+    sent: torch.Tensor | None  # None where nothing is exchanged
+    splits: list[int]
+    staying: list[torch.Tensor]
+
+
+class RecvSide(NamedTuple):
+    """Writes of a step."""
+
+    arrived: list[torch.Tensor]  # all places in the buffer; some may be reduced
+    places: list[torch.Tensor]  # those of them that are copied as they are
+    regions: list[torch.Tensor]
+    received: torch.Tensor | None
+    splits: list[int]
+    staying: list[torch.Tensor]
+    written: torch.Tensor | None  # a destination that the collective itself writes to
+
+
+class InFlight(NamedTuple):
+    """A posted collective, and everything that has to stay alive until it is unpacked."""
+
+    work: dist.Work | None
+    number: int  # of the step
+    send: SendSide
+    recv: RecvSide
+
+    def wait(self) -> None:
+        """Wait for the collective."""
+        if self.work is not None:
+            self.work.wait()
+
+
+class Recipe(NamedTuple):
+    """Reads and writes of one step, for tensors of known strides."""
+
+    memory: StepMemory
+    room: int  # bytes of buffer that any step of the call needs; 0 without a collective
+    send_room: int  # bytes of it that this step sends from
+    recv_room: int
+    send_regions: list[Region]
+    recv_regions: list[Region]  # those that are copied as they are
+    staying_from: list[Region]
+    staying_to: list[Region]
+    plain: list[int] | None  # which places of the buffer `recv_regions` are copied from; None: all
+
+
+class Exchange:
+    """A program on real tensors.
+
+    Args:
+        program: What to do.
+        keep_workspace: Keep buffers from call to call, and the last call once its tensors came again; the caller sees
+            to it that one call ends before the next.
+    """
+
+    def __init__(self, program: Program, keep_workspace: bool = False) -> None:
+        self.program, self.keeps = program, keep_workspace
+        self.workspace: Buffers = {}
+        self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
+        self._recipes: dict[tuple[object, ...], tuple[Recipe, ...]] = {}
+        self._places: dict[tuple[int, torch.device, int], list[torch.Tensor]] = {}  # by slot, device and side
+        self.wire_dtypes = [
+            torch_dtype(plan.wire_dtype) if _as_values(plan) else _WIRE_INTEGERS[plan.itemsize]
+            for plan in program.plans
+        ]
+        self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
+        # No dtype that could be conjugated, none that travels as integers: tensors are copied as they are.
+        self._as_they_are = all(
+            _as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex32", "complex64", "complex128"}
+            for plan in program.plans
+        )
+        self.reducing = [plan.reduce_op is not None for plan in program.plans]
+        self.reduces = any(self.reducing)
+        self.overlaps = program.overlaps
+        self.num_direct = sum(not step.relayed for step in program.steps)
+        self.num_exchanges = sum(step.exchanges for step in program.steps)
+        self.identity_values = [
+            (range(program.dst_base[at], program.dst_base[at + 1]), value)
+            for at, plan in enumerate(program.plans)
+            if (value := plan.identity_value(program.rank)) is not None
+        ]
+        self.src_plan = _plan_numbers(program.src_base)
+        self.dst_plan = _plan_numbers(program.dst_base)
+        self._fresh = list(zip(program.dst_shapes, [self._out_dtypes[at] for at in self.dst_plan], strict=True))
+
+    def allocate(self, device: torch.device) -> list[torch.Tensor]:
+        """Return fresh destination tensors."""
+        found = []
+        for shape, dtype in self._fresh:
+            found.append(torch.empty(shape, dtype=dtype, device=device))
+        return found
+
+    def prepare(
+        self,
+        sources: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        device: torch.device,
+        fresh_outs: bool = True,
+        unchanged: bool = False,
+    ) -> PreparedCall:
+        """Return the call that moves ``sources`` into ``outs``.
+
+        Args:
+            sources: This rank's source tensors.
+            outs: Its destination tensors.
+            device: Where buffers are to be.
+            fresh_outs: No call will come with the memory of these ``outs``, so nothing is kept for them.
+            unchanged: Guards hold: tensors of the same metadata and memory as those of the call before.
+        """
+        call = self.prepared
+        if not (unchanged and call is not None and call.is_of(sources, outs, fresh_outs)):
+            # A call is kept from the second time its memory comes: what comes once is not held on to.
+            call = PreparedCall(self, sources, device, fresh_outs)
+            self.prepared = call if unchanged and self.keeps else None
+            call.receive_into(outs)
+        elif fresh_outs:
+            call.receive_into(outs)
+        return call
+
+    # ---- memory -----------------------------------------------------------------------------------------------
+
+    def recipes(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[Recipe, ...]:
+        """Return what each step reads and writes, for tensors of these strides."""
+        key = tuple(map(torch.Tensor.stride, sources)), tuple(map(torch.Tensor.stride, outs))
+        found = self._recipes.get(key)
+        if found is None:
+            src, dst = key
+            plans, rank = self.program.plans, self.program.rank
+            memories = [
+                lay_out_step(step, plans, rank, dst if step.relayed else src, dst) for step in self.program.steps
+            ]
+            room = buffer_room(memories)
+            found = self._recipes[key] = tuple(
+                self._recipe(step, memory, room) for step, memory in zip(self.program.steps, memories, strict=True)
+            )
+        return found
+
+    def _recipe(self, step: Step, memory: StepMemory, room: int) -> Recipe:
+        packed, plain = memory.receives.packed, None
+        own = memory.own
+        if self.reduces:  # what is reduced waits for its turn in `Reduction.add`
+            own = tuple(entry for entry in own if not self.reducing[entry[2]])
+            if not step.relayed:
+                plain = [at for at, entry in enumerate(packed) if not self.reducing[entry.plan]]
+                packed = tuple(packed[at] for at in plain)
+        return Recipe(
+            memory,
+            room if step.exchanges else 0,
+            aligned_bytes(memory.sends),
+            aligned_bytes(memory.receives),
+            [entry.region for entry in memory.sends.packed],
+            [entry.region for entry in packed],
+            [entry[0] for entry in own],
+            [entry[1] for entry in own],
+            plain,
+        )
+
+    def buffer(self, slot: int, room: int, device: torch.device, buffers: Buffers) -> torch.Tensor:
+        """Return the buffer of a slot, at least ``room`` bytes of it."""
+        key = slot, device
+        buffer = buffers.get(key)
+        if buffer is None or buffer.numel() < room:
+            with torch.inference_mode(False):  # a kept buffer is written to in any mode
+                buffer = buffers[key] = torch.empty(room, dtype=torch.uint8, device=device)
+            if self._places:
+                self._places = {view: tensors for view, tensors in self._places.items() if view[:2] != key}
+        return buffer
+
+    def places(self, slot: int, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
+        """Return the places of a side's regions in its part of a buffer, as tensors of their shapes."""
+        key = slot, part.device, id(side)  # sides live as long as the exchange, in `_recipes`
+        found = self._places.get(key) if self.keeps else None
+        if found is None:
+            typed: dict[torch.dtype, torch.Tensor] = {}
+            found = []
+            for entry in side.packed:
+                dtype = self.wire_dtypes[entry.plan]
+                if dtype not in typed:
+                    typed[dtype] = part.view(dtype)
+                place = typed[dtype].storage_offset() + entry.byte_offset // dtype.itemsize
+                found.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
+            if self.keeps:
+                self._places[key] = found
+        return found
+
+    def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
+        """Return tensors, without graphs, in the dtype in which they are copied: theirs, or integers of that size."""
+        # The memory itself, where nothing is negated.
+        found = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.detach, tensors)))
+        if not self._as_they_are:
+            for at, plan in enumerate(plans):
+                found[at] = found[at].resolve_conj()
+                if not _as_values(self.program.plans[plan]):
+                    found[at] = found[at].view(self.wire_dtypes[plan])
+        return found
+
+
+class PreparedCall:
+    """A call with all its views. It holds its source tensors, and destinations that come again too, without graphs.
+
+    Args:
+        exchange: What is run.
+        sources: Source tensors.
+        device: Where buffers are to be.
+        fresh_outs: Destinations are others in every call.
+    """
+
+    def __init__(
+        self, exchange: Exchange, sources: Sequence[torch.Tensor], device: torch.device, fresh_outs: bool
+    ) -> None:
+        self.exchange, self.device, self.fresh_outs = exchange, device, fresh_outs
+        self.src = exchange.as_wire_dtype(sources, exchange.src_plan)
+        self.dst: list[torch.Tensor] = []
+        self.recipes: tuple[Recipe, ...] = ()
+        self.sends: list[SendSide] = []
+        self.recvs: list[RecvSide] = []
+        self.buffers: Buffers = exchange.workspace if exchange.keeps else {}
+
+    def is_of(self, sources: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], fresh_outs: bool) -> bool:
+        """Return True while held tensors have the addresses of these; storage may have been resized."""
+        if fresh_outs is not self.fresh_outs or pointers(sources) != pointers(self.src):
+            return False
+        return fresh_outs or pointers(outs) == pointers(self.dst)
+
+    def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
+        """Make the views of destinations, and those of sources unless they are there already."""
+        exchange = self.exchange
+        self.dst = exchange.as_wire_dtype(outs, exchange.dst_plan)
+        recipes = exchange.recipes(self.src, self.dst)
+        if recipes is not self.recipes:
+            self.recipes, self.sends = recipes, []
+        self.recvs = []
+        for number, (step, recipe) in enumerate(zip(exchange.program.steps, recipes, strict=True)):
+            slot = number % 2 if exchange.overlaps else 0
+            buffer = exchange.buffer(slot, recipe.room, self.device, self.buffers) if step.exchanges else None
+            self.recvs.append(self._recv_side(slot, recipe, buffer))
+            if len(self.sends) <= number or step.relayed:  # relayed steps send out of destinations, and come last
+                del self.sends[number:]
+                self.sends.append(self._send_side(slot, step, recipe, buffer))
+
+    def _release_outs(self) -> None:
+        """Let go of destinations that belong to the caller alone."""
+        if self.fresh_outs:
+            self.dst, self.recvs = [], []
+            del self.sends[self.exchange.num_direct :]  # relayed steps send out of them
+
+    def _send_side(self, slot: int, step: Step, recipe: Recipe, buffer: torch.Tensor | None) -> SendSide:
+        side, tensors = recipe.memory.sends, self.dst if step.relayed else self.src
+        staying = region_views(tensors, recipe.staying_from) if recipe.staying_from else []
+        if buffer is None:
+            return SendSide([], [], None, [], staying)
+        splits = list(side.splits)
+        if side.span is not None:
+            return SendSide([], [], _bytes_of(tensors[side.span.tensor], side.span), splits, staying)
+        # Steps that mostly send and steps that mostly receive share one buffer: first what is sent.
+        part = buffer[: recipe.send_room]
+        regions = region_views(tensors, recipe.send_regions) if recipe.send_regions else []
+        places = self.exchange.places(slot, part, side) if regions else []
+        return SendSide(places, regions, part[: side.num_bytes], splits, staying)
+
+    def _recv_side(self, slot: int, recipe: Recipe, buffer: torch.Tensor | None) -> RecvSide:
+        side = recipe.memory.receives
+        staying = region_views(self.dst, recipe.staying_to) if recipe.staying_to else []
+        if buffer is None:
+            return RecvSide([], [], [], None, [], staying, None)
+        splits = list(side.splits)
+        if side.span is not None:
+            written = self.dst[side.span.tensor]
+            return RecvSide([], [], [], _bytes_of(written, side.span), splits, staying, written)
+        part = buffer[recipe.send_room : recipe.send_room + recipe.recv_room]
+        arrived = self.exchange.places(slot, part, side) if side.packed else []
+        places = arrived if recipe.plain is None else [arrived[at] for at in recipe.plain]
+        regions = region_views(self.dst, recipe.recv_regions) if recipe.recv_regions else []
+        return RecvSide(arrived, places, regions, part[: side.num_bytes], splits, staying, None)
+
+    # ---- run --------------------------------------------------------------------------------------------------
+
+    def run(self, collective: Collective, async_op: bool) -> Callable[[], None] | None:
+        """Move the tensors.
+
+        Args:
+            collective: What sends.
+            async_op: Return when the last collective is posted.
+
+        Returns:
+            With ``async_op`` a function that waits for the last collective and unpacks it; None when all is done.
+        """
+        steps, left = self.steps(collective, async_op), self.exchange.num_exchanges
+        for in_flight in steps:
+            left -= 1
+            if left == 0 and async_op:
+
+                def finish(last: InFlight = in_flight) -> None:
+                    last.wait()
+                    for _ in steps:
+                        raise AssertionError("one collective more than the program has")
+                    self._release_outs()
+
+                return finish
+            in_flight.wait()
+            del in_flight  # its buffers are not to outlive their unpacking: the next step's are alive already
+        self._release_outs()
+        return None
+
+    def steps(self, collective: Collective, async_op: bool = False) -> Iterator[InFlight]:
+        """Run step by step; yields each collective when it is time to wait for it."""
+        exchange = self.exchange
+        reduction = Reduction(exchange.program.plans, self.dst, exchange.dst_plan) if exchange.reduces else None
+        targets = self.dst if reduction is None else reduction.targets
+        for tensors, value in exchange.identity_values:
+            for at in tensors:
+                targets[at].fill_(value)
+        in_flight: InFlight | None = None
+        for number, step in enumerate(exchange.program.steps):
+            # A relayed step sends what earlier ones wrote. Bounded steps have two slots: one may stay in flight.
+            if in_flight is not None and (step.relayed or not exchange.overlaps):
+                yield in_flight
+                self._unpack(in_flight, reduction)
+                in_flight = None
+            if step.relayed and reduction is not None:
+                reduction.finalize()  # what is passed on is the reduced value
+            posted = self._post(number, collective, async_op or exchange.overlaps, reduction)
+            if in_flight is not None:
+                yield in_flight
+                self._unpack(in_flight, reduction)
+            in_flight = posted
+        if in_flight is not None:
+            yield in_flight
+            self._unpack(in_flight, reduction)
+        if reduction is not None:
+            reduction.finalize()
+
+    def _post(
+        self, number: int, collective: Collective, async_op: bool, reduction: Reduction | None
+    ) -> InFlight | None:
+        """Pack and send; copy what stays while it is in flight."""
+        send, recv = self.sends[number], self.recvs[number]
+        if send.sent is None or recv.received is None:
+            foreach_copy_(recv.staying, send.staying)
+            if reduction is not None and not self.exchange.program.steps[number].relayed:
+                reduction.add(self.recipes[number].memory, [], self.src)
+            return None
+        if send.places:
+            foreach_copy_(send.places, send.regions)
+        if recv.written is not None and not recv.written.is_inference():
+            # Autograd does not see what a collective writes: a graph that saved the tensor is stale now.
+            torch.autograd.graph.increment_version(recv.written)
+        work = collective(recv.received, send.sent, recv.splits, send.splits, async_op)
+        if recv.staying:
+            foreach_copy_(recv.staying, send.staying)
+        return InFlight(work, number, send, recv)
+
+    def _unpack(self, landed: InFlight, reduction: Reduction | None) -> None:
+        if landed.recv.regions:
+            foreach_copy_(landed.recv.regions, landed.recv.places)
+        if reduction is not None and not self.exchange.program.steps[landed.number].relayed:
+            reduction.add(self.recipes[landed.number].memory, landed.recv.arrived, self.src)
+
+
+def _bytes_of(tensor: torch.Tensor, span: Span) -> torch.Tensor:
+    flat = tensor.as_strided((span.numel,), (1,), tensor.storage_offset() + span.offset)
+    return flat.view(torch.uint8)
+
+
+def _as_values(plan: Plan) -> bool:
+    return plan.dtype != plan.out_dtype or plan.reduce_op is not None or plan.dtype in _PLAIN
+
+
+def _plan_numbers(base: Sequence[int]) -> list[int]:
+    """Return the number of its plan for each tensor."""
+    return [at for at in range(len(base) - 1) for _ in range(base[at], base[at + 1])]

@@ -1,0 +1,310 @@
+"""Mover: carries out one plan or several fused ones in a group, again and again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import is_fake
+from shard_reshard.consensus import GroupInfo, assert_consistent, check_mode, data_device
+from shard_reshard.execution.checks import destination_problems, local_problems
+from shard_reshard.execution.exchange import Exchange
+from shard_reshard.execution.guards import Match, TensorGuards, record_guards
+from shard_reshard.layout.base import Index
+from shard_reshard.lowering.program import build_program
+from shard_reshard.plan.plan import Plan
+
+Finish = Callable[[], None]
+
+
+class NotPicklable:
+    """An object that is neither copied nor pickled, and says what to do instead."""
+
+    _instead = ""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: a copy would share the collectives of this object, or have none.
+
+        Raises:
+            TypeError: Always.
+        """
+        kind = type(self).__name__
+        raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")
+
+
+class Mover:
+    """The acting side of one or several fused plans.
+
+    Args:
+        plans: What to carry out, in one collective (or one for each stage or round).
+        members: The group.
+        keep_workspace: Keep the buffers between calls.
+        check: "first" or "always", see `assert_consistent`.
+    """
+
+    def __init__(
+        self, plans: Sequence[Plan], members: GroupInfo, keep_workspace: bool = False, check: str = "first"
+    ) -> None:
+        self.plans = tuple(plans)
+        self.members = members
+        self.check = check_mode(check)
+        self.keep_workspace = keep_workspace
+        self.num_calls = 0
+        self.facts = "\n".join(plan.to_json() for plan in self.plans)
+        self._transposed: Mover | None = None
+        self._agreed: set[tuple[str, str]] = set()  # devices (and more) that all ranks have compared
+        self._in_flight = False
+        self._guards: TensorGuards | None = None  # on the last call that needed no gradient and had no problem
+        self._guarded_outs = -1  # how many of the guarded tensors were destinations; -1: none were passed
+        self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """The program on torch, made at the first call."""
+        return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.keep_workspace)
+
+    @property
+    def transposed(self) -> Mover:
+        """The mover of gradients. What it does follows from this one's plans, so that it has nothing to compare."""
+        if self._transposed is None:
+            turned = [plan.transpose() for plan in self.plans]
+            self.pair(Mover(turned, self.members, self.keep_workspace, self.check))
+            assert self._transposed is not None
+        return self._transposed
+
+    def pair(self, backward: Mover) -> None:
+        """Move gradients by ``backward``, and its by this one."""
+        self._transposed, backward._transposed = backward, self
+
+    @cached_property
+    def local_shapes(self) -> tuple[tuple[Index, ...], tuple[Index, ...]]:
+        """Shapes of this rank's local tensors: the sources of all plans, and the destinations."""
+        rank = self.members.rank
+        src = tuple(shape for plan in self.plans for shape in plan.src.local_shapes(rank))
+        return src, tuple(shape for plan in self.plans for shape in plan.dst.local_shapes(rank))
+
+    # ---- guards and checks ------------------------------------------------------------------------------------
+
+    def replay(
+        self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, async_op: bool
+    ) -> tuple[list[torch.Tensor], Finish | None] | None:
+        """Run without checks, if guards hold and ranks need not compare again.
+
+        Returns:
+            As `start`; None where this is another call, and nothing was done.
+        """
+        guards = self._guards
+        if guards is None or (-1 if outs is None else len(outs)) != self._guarded_outs:
+            return None
+        match = guards.match(sources if outs is None else sources + outs)
+        # In other memory a destination may overlap a source; sources alone need no second look.
+        if match is Match.NONE or (match is Match.METADATA and outs):
+            return None
+        return self.start(sources, outs, async_op, unchanged=match is Match.MEMORY)
+
+    def record(self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, device: torch.device) -> None:
+        """Guard the tensors of a checked call; where ranks compare in every call there is nothing to skip."""
+        self._guards = None
+        if (device.type, "") in self._agreed:
+            self._guards = record_guards(sources if outs is None else sources + outs)
+            self._guarded_outs = -1 if outs is None else len(outs)
+
+    def problems(self, sources: list[list[torch.Tensor]], outs: list[list[torch.Tensor]] | None) -> list[Problem]:
+        """Return what is wrong with the tensors of this rank, listed by plan."""
+        rank: int = self.members.rank
+        found: list[Problem] = []
+        for number, plan in enumerate(self.plans):
+            if plan.world_size > self.members.size:
+                named = f"the plan names rank {plan.world_size - 1}, the group has {self.members.size} ranks"
+                found.append(Problem("group-too-small", "group", found=named, hint="pass a larger group="))
+                continue
+            found += local_problems(plan, rank, sources[number])
+            if outs is not None:
+                found += local_problems(plan, rank, outs[number], "dst")
+        found += self._lazy_problems(sources)
+        if outs is not None and not found:
+            written = [tensor for tensors in outs for tensor in tensors]
+            names = [f"rank {rank}, out"] * len(written)
+            found += destination_problems(written, names, [tensor for tensors in sources for tensor in tensors])
+        devices = {tensor.device for tensors in (*sources, *(outs or ())) for tensor in tensors}
+        if len(devices) > 1:
+            listed = ", ".join(sorted(map(str, devices)))
+            found.append(Problem("mixed-devices", f"rank {rank}", found=listed, hint="one device on each rank"))
+        return found
+
+    def _lazy_problems(self, sources: Sequence[Sequence[torch.Tensor]]) -> list[Problem]:
+        """Return sources that have to be copied in full, where the bytes of copies are bounded."""
+        hint = "pass its resolve_conj() or resolve_neg(): that is a copy which max_workspace_bytes does not count"
+        found = "a view that conjugates or negates on reading"
+        return [
+            Problem("source-lazy-view", f"rank {self.members.rank}, source", found=found, hint=hint)
+            for plan, tensors in zip(self.plans, sources, strict=True)
+            if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in tensors)
+        ]
+
+    def assert_consistent(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
+        """Compare with all ranks; see `shard_reshard.consensus.assert_consistent`."""
+        if (device.type, more) in self._agreed:
+            # After the first checked call ranks no longer compare: peers see this failure as a collective timeout.
+            if problems:
+                raise PlanError(problems)
+            return
+        assert_consistent(self.members, f"{self.facts}\non {device.type}{more}", problems, self.check)
+        if self.check == "first" and not is_fake(()):
+            self._agreed.add((device.type, more))
+
+    # ---- moving -----------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        sources: list[torch.Tensor],
+        outs: list[torch.Tensor] | None,
+        async_op: bool,
+        fresh_outs: bool = False,
+        unchanged: bool = False,
+    ) -> tuple[list[torch.Tensor], Finish | None]:
+        """Move checked tensors.
+
+        Args:
+            sources: This rank's source tensors.
+            outs: Tensors to fill; None for fresh ones.
+            async_op: Return when the last collective is posted.
+            fresh_outs: ``outs`` were allocated for this call, so that nothing made for them is of use again.
+            unchanged: Guards hold: the metadata and memory of the call before.
+
+        Returns:
+            The destination tensors, and a function that has to be called before they are read; None for none.
+
+        Raises:
+            RuntimeError: When a call whose workspace is kept is still in flight, and when the collective fails.
+        """
+        if self._in_flight:
+            raise RuntimeError(
+                "this Resharder has a call in flight that uses its workspace; wait() for that handle first, "
+                "or use a second Resharder"
+            )
+        if torch.is_inference_mode_enabled() and not any(out.is_inference() for out in outs or ()):
+            # What is kept is used outside of inference mode too. Only tensors of that mode ask for it.
+            with torch.inference_mode(False):
+                return self.start(sources, outs, async_op, fresh_outs, False)
+        exchange, given = self.exchange, sources or outs
+        device = given[0].device if given else data_device(self.members.group)
+        self.num_calls += 1
+        self._in_flight = self.keep_workspace
+        if self._freed is not None:
+            torch.cuda.current_stream(device).wait_event(self._freed)
+        finish: Finish | None = None
+        try:
+            with torch.no_grad():
+                targets = exchange.allocate(device) if outs is None else outs
+                call = exchange.prepare(sources, targets, device, fresh_outs or outs is None, unchanged)
+                finish = call.run(self._collective, async_op)
+        finally:
+            if finish is None:
+                self._release(device)
+        return targets, None if finish is None else _Finish(
+            self, finish, device, any(out.is_inference() for out in targets)
+        )
+
+    def _release(self, device: torch.device) -> None:
+        """Let the next call use the workspace."""
+        self._in_flight = False
+        if device.type == "cuda" and self.keep_workspace and not is_fake(()):
+            # The next call may run on another stream: it waits for the last copy out of the workspace.
+            if self._freed is None:
+                self._freed = torch.cuda.Event()
+            self._freed.record(torch.cuda.current_stream(device))
+
+    def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
+        """Return where this rank's tensors lie; for a rank without any, where the group's lie."""
+        for found in tensors:
+            for tensor in found:
+                return tensor.device
+        return data_device(self.members.group)
+
+    def _collective(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        async_op: bool,
+    ) -> Any:
+        """Send; the collective of the call that was started last."""
+        group, call = self.members.group, self.num_calls
+        try:
+            work = dist.all_to_all_single(output, input, output_splits, input_splits, group=group, async_op=async_op)
+        except RuntimeError as error:
+            raise self._failed(call) from error
+        return None if work is None else _NamedWork(work, self, call)
+
+    def _failed(self, call: int) -> RuntimeError:
+        digest = self.plans[0].digest[:12]
+        return RuntimeError(
+            f"all_to_all_single of call {call} of reshard plan {digest} failed on rank {self.members.rank}: another "
+            "rank died, left the call out or made another one; the destination tensors are not complete"
+        )
+
+
+class _Finish:
+    """The end of an asynchronous call, on the waiter's current stream."""
+
+    def __init__(self, mover: Mover, finish: Finish, device: torch.device, inference: bool) -> None:
+        self._mover, self._finish, self._device, self._inference = mover, finish, device, inference
+
+    def __call__(self) -> None:
+        try:
+            # Inference tensors may be written to in that mode only; writes to others have to count as versions.
+            with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self._inference):
+                self._finish()
+        finally:
+            self._mover._release(self._device)
+
+
+class _NamedWork:
+    """A work whose failure says which plan and call it was."""
+
+    def __init__(self, work: dist.Work, mover: Mover, call: int) -> None:
+        self._work, self._mover, self._call = work, mover, call
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._mover._failed(self._call) from error
+
+
+class ReshardWork(NotPicklable):
+    """A reshard in flight. Holds all its tensors until `wait`."""
+
+    _instead = "wait() for it and copy the result"
+
+    def __init__(self, result: Any, finish: Finish | None, what: str) -> None:
+        self._result, self._finish, self._what = result, finish, what
+        self._done = False
+
+    def wait(self) -> Any:
+        """Wait, unpack on the current stream, and return the destination tensor (a list for several boxes)."""
+        if not self._done:
+            self._done = True
+            if self._finish is not None:
+                self._finish()
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Return True after `wait`."""
+        return self._done
+
+    def __del__(self) -> None:
+        if not getattr(self, "_done", True):
+            warnings.warn(
+                f"a reshard of {self._what} was started and never waited for: its destination is not filled",
+                RuntimeWarning,
+                stacklevel=2,
+            )

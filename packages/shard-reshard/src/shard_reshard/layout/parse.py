@@ -1,0 +1,182 @@
+"""From what users write to bound layouts: every way of saying where a tensor lies becomes one form."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from shard_spec import Box, Layout, MeshSpec
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.mesh import MeshShardMap
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """The whole tensor on one rank of the group."""
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        rank: object = self.rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise PlanError(Problem("bad-rank", "rank", found=repr(rank), hint="ranks are counted from 0"))
+
+
+LayoutLike: TypeAlias = Any
+"""What says where a tensor lies: a shard-spec `Layout`, a sharding spec of shard-spec or torch, a DTensor, a pair of
+DeviceMesh and placements, boxes by rank, `OnRank(r)`, or text such as ``"2x4: S(1), R"``."""
+
+ToGroup = Callable[[int], int]
+
+_TEXT = re.compile(
+    r"\s*(?P<mesh>\d+(?:\s*x\s*\d+)*|[A-Za-z_][\w.\-]*\s*=\s*\d+(?:\s*,\s*[A-Za-z_][\w.\-]*\s*=\s*\d+)*)\s*:"
+    r"\s*(?P<layout>.*?)(?:\s+on\s+ranks?\s+(?P<ranks>[\d,.\s]+))?\s*",
+    re.DOTALL,
+)
+_WHOLE = re.compile(r"\s*(?:whole\s+on\s+)?rank\s+(\d+)\s*")
+_TEXT_HINT = (
+    "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)', '4: S(0) on ranks 4..7', 'whole on rank 0'"
+)
+
+
+def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: ToGroup | None = None) -> ShardMap:
+    """The bound layout that ``layout`` means for a tensor of ``shape``.
+
+    Args:
+        layout: See :data:`LayoutLike`.
+        shape: Global shape; None where the layout itself tells it.
+        to_group: Turns a global rank into a rank of the group. Layouts, boxes and `OnRank` count in ranks of the
+            group; DeviceMeshes and sharding specs name global ranks. None: the group is the default group.
+
+    Raises:
+        PlanError: When it is none of these, does not fit the shape, or the shape is missing.
+    """
+    turn = to_group or (lambda rank: rank)
+    if isinstance(layout, ShardMap):
+        return _same_shape(layout, shape)
+    if isinstance(layout, Layout):
+        return MeshShardMap(layout, _needed(shape, "a Layout"))
+    if isinstance(layout, OnRank):
+        return BoxShardMap.whole(_needed(shape, "OnRank"), layout.rank)
+    if isinstance(layout, str):
+        return _from_text(layout, _needed(shape, "a text"))
+    if isinstance(layout, Mapping):
+        boxes = {rank: (found,) if isinstance(found, Box) else tuple(found) for rank, found in layout.items()}
+        return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
+    if _is_mesh_pair(layout):
+        mesh, placements = layout
+        return MeshShardMap(_from_mesh(mesh, placements, turn), _needed(shape, "a mesh with placements"))
+    if _is_dtensor(layout):
+        same = _from_mesh(layout.device_mesh, layout.placements, turn)
+        return _same_shape(MeshShardMap(same, layout.shape), shape)
+    return _from_spec(layout, shape, turn)
+
+
+def layout_value(layout: Any) -> Any:
+    """Return a layout that is a plain value, to be kept and compared; None for one that may hold on to tensors."""
+    if type(layout) is str or isinstance(layout, Layout | OnRank | ShardMap):
+        return layout
+    if isinstance(layout, tuple) and len(layout) == 2 and isinstance(layout[1], Sequence):
+        return layout[0], tuple(layout[1])
+    return None
+
+
+def _needed(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
+    if shape is None:
+        hint = "pass shape=, the global shape: local rows alone do not tell it"
+        raise PlanError(Problem("shape-needed", "shape", found=f"{what}, which says nothing of the size", hint=hint))
+    return tuple(int(size) for size in shape)
+
+
+def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
+    if shape is not None and tuple(shape) != bound.shape:
+        found = f"shape={tuple(shape)}, the layout is of a tensor of {bound.shape}"
+        raise PlanError(Problem("shape-mismatch", "shape", found=found, hint="leave shape= out, or correct it"))
+    return bound
+
+
+def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
+    """The smallest shape that holds all boxes."""
+    if not boxes:
+        hint = "list at least one box, or pass shape="
+        raise PlanError(Problem("shape-needed", "shape", found="no boxes", hint=hint))
+    if len({box.ndim for box in boxes}) > 1:
+        hint = "boxes of one tensor have the same number of dims"
+        raise PlanError(
+            Problem("box-rank-mismatch", found=f"boxes of {sorted({b.ndim for b in boxes})} dims", hint=hint)
+        )
+    return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
+
+
+def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
+    whole = _WHOLE.fullmatch(text)
+    if whole is not None:
+        return BoxShardMap.whole(shape, int(whole[1]))
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise PlanError(Problem("bad-layout-text", found=repr(text), hint=_TEXT_HINT))
+    mesh = MeshSpec.parse(match["mesh"])
+    if match["ranks"] is not None:
+        mesh = MeshSpec(mesh.axes, _listed(match["ranks"], text))
+    return MeshShardMap(Layout.parse(match["layout"], mesh), shape)
+
+
+def _listed(text: str, whole: str) -> list[int]:
+    ranks: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)
+        if match is None:
+            raise PlanError(Problem("bad-layout-text", found=repr(whole), hint=_TEXT_HINT))
+        first = int(match[1])
+        ranks.extend(range(first, int(match[2] or first) + 1))
+    return ranks
+
+
+def _is_mesh_pair(layout: object) -> bool:
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    return (
+        isinstance(layout, tuple)
+        and len(layout) == 2
+        and device_mesh is not None
+        and isinstance(layout[0], device_mesh.DeviceMesh)
+    )
+
+
+def _is_dtensor(layout: object) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(layout, module.DTensor)
+
+
+def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
+    from shard_reshard._torch_compat import real_tensors
+
+    with real_tensors():
+        spec = MeshSpec.from_device_mesh(mesh)
+    return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
+
+
+def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> ShardMap:
+    from shard_spec.specs import EnumerableShardingSpec, as_spec
+
+    spec = as_spec(layout)
+    if spec is None:
+        found = f"{layout!r} of type {type(layout).__qualname__}"
+        hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank, OnRank or a text"
+        raise PlanError(Problem("unknown-layout", found=found, hint=hint))
+    if shape is None and isinstance(spec, EnumerableShardingSpec):
+        shape = _extent([shard.box for shard in spec.shards])
+    shape = _needed(shape, f"a {type(spec).__name__}")
+    boxes: dict[int, tuple[Box, ...]] = {}
+    for rank, held in spec.boxes(shape).items():
+        boxes[turn(rank)] = held
+    return BoxShardMap(shape, boxes)

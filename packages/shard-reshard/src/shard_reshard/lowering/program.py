@@ -1,0 +1,279 @@
+"""Programs: what one rank packs, exchanges and unpacks, in bytes; still pure.
+
+A program carries out one plan or several fused ones. Its steps are the collectives, the same number on every rank.
+Within a step the bytes for one peer lie together: fused plans in order of falling element size (so that every segment
+is aligned), the copies of a plan in the order that both ends agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from operator import add
+from typing import NamedTuple
+
+from shard_reshard.layout.base import Index
+from shard_reshard.layout.dtypes import ITEMSIZES, REDUCED_IN_FLOAT32
+from shard_reshard.lowering.chunking import num_rounds, row_major_boxes
+from shard_reshard.plan.copies import Copy
+from shard_reshard.plan.plan import Plan
+from shard_reshard.plan.schedule import RankSchedule, is_local, rank_schedule
+
+
+class Segment(NamedTuple):
+    """A region of a local tensor and the bytes of a buffer that it is packed into or unpacked from."""
+
+    plan: int  # which of the fused plans
+    tensor: int  # which of the program's local tensors
+    start: Index
+    sizes: Index
+    offset: int  # bytes from the start of the buffer
+    num_bytes: int
+    partial_index: int
+
+
+class OwnCopy(NamedTuple):
+    """A region that stays on the rank."""
+
+    plan: int
+    src_tensor: int
+    src_start: Index
+    dst_tensor: int
+    dst_start: Index
+    sizes: Index
+    partial_index: int
+
+
+class Step(NamedTuple):
+    """One collective and the copies around it."""
+
+    relayed: bool  # what is sent comes out of destination tensors
+    exchanges: bool  # False where no rank has anything to send: no collective then
+    send_splits: tuple[int, ...]  # bytes for each rank of the group; 0 for the rank itself
+    receive_splits: tuple[int, ...]
+    sends: tuple[Segment, ...]
+    receives: tuple[Segment, ...]
+    own: tuple[OwnCopy, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All steps of one rank.
+
+    Attributes:
+        plans: The plans that are carried out together.
+        rank: Whose program it is, in the group.
+        world_size: Size of the group.
+        src_shapes, dst_shapes: Shapes of the local tensors, those of all plans one after the other.
+        src_base, dst_base: For each plan, where its tensors begin in these lists; one more entry closes the last.
+        steps: What to do.
+    """
+
+    plans: tuple[Plan, ...]
+    rank: int
+    world_size: int
+    src_shapes: tuple[Index, ...]
+    dst_shapes: tuple[Index, ...]
+    src_base: tuple[int, ...]
+    dst_base: tuple[int, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def overlaps(self) -> bool:
+        """True where the next step is posted before a step is unpacked."""
+        return any(plan.max_workspace_bytes is not None for plan in self.plans)
+
+    @cached_property
+    def accumulator_bytes(self) -> int:
+        """Bytes of the tensors in which values are reduced that the result could not hold meanwhile."""
+        return sum(
+            ITEMSIZES[reduction_dtype(plan)]
+            * sum(map(prod, self.dst_shapes[self.dst_base[at] : self.dst_base[at + 1]]))
+            for at, plan in enumerate(self.plans)
+            if accumulates_apart(plan)
+        )
+
+    def plan_of(self, tensor: int) -> int:
+        """Return the plan of a destination tensor."""
+        return next(at for at in range(len(self.plans)) if tensor < self.dst_base[at + 1])
+
+
+def accumulates_apart(plan: Plan) -> bool:
+    """Return True where the result's dtype would round each step of a reduction."""
+    return plan.reduce_op is not None and (plan.dtype in REDUCED_IN_FLOAT32 or plan.out_dtype != plan.dtype)
+
+
+def reduction_dtype(plan: Plan) -> str:
+    """Name of the dtype in which values are reduced: float32 for everything that is smaller and floating."""
+    return "float32" if plan.dtype in REDUCED_IN_FLOAT32 else plan.dtype
+
+
+def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
+    """The program of ``rank`` in a group of ``world_size`` for ``plans``, fused into the same collectives."""
+    plans = tuple(plans)
+    src_shapes = [plan.src.local_shapes(rank) for plan in plans]
+    dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]
+    src_base, dst_base = _bases(src_shapes), _bases(dst_shapes)
+    order = sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at))
+    builder = _Builder(plans, rank, world_size, src_base, dst_base, order)
+    return Program(
+        plans,
+        rank,
+        world_size,
+        tuple(shape for shapes in src_shapes for shape in shapes),
+        tuple(shape for shapes in dst_shapes for shape in shapes),
+        src_base,
+        dst_base,
+        tuple(builder.steps()),
+    )
+
+
+def _bases(shapes: Sequence[Sequence[Index]]) -> tuple[int, ...]:
+    bases = [0]
+    for found in shapes:
+        bases.append(bases[-1] + len(found))
+    return tuple(bases)
+
+
+class _Builder:
+    """Turns the own parts of fused plans into steps."""
+
+    def __init__(
+        self,
+        plans: tuple[Plan, ...],
+        rank: int,
+        world_size: int,
+        src_base: tuple[int, ...],
+        dst_base: tuple[int, ...],
+        order: list[int],
+    ) -> None:
+        self.plans, self.rank, self.world_size = plans, rank, world_size
+        self.src_base, self.dst_base, self.order = src_base, dst_base, order
+        self.src_places = [plan.src.places(rank) for plan in plans]
+        self.dst_places = [plan.dst.places(rank) for plan in plans]
+        sizes = {plan.itemsize for plan in plans}
+        self.padding = max(sizes) if len(sizes) > 1 else 1
+
+    def steps(self) -> Iterator[Step]:
+        if len(self.plans) == 1 and self.plans[0].max_workspace_bytes is not None:
+            yield from self._bounded(self.plans[0])
+            return
+        for stage in range(max(plan.stages for plan in self.plans)):
+            parts = {
+                at: rank_schedule(plan, self.rank)[stage] for at, plan in enumerate(self.plans) if stage < plan.stages
+            }
+            exchanges = any(not is_local(self.plans[at]) for at in parts)
+            yield self._step(stage, parts, exchanges)
+
+    def _bounded(self, plan: Plan) -> Iterator[Step]:
+        """Steps whose buffers, two steps at a time, stay within the plan's bound."""
+        assert plan.max_workspace_bytes is not None
+        for stage, part in enumerate(rank_schedule(plan, self.rank)):
+            # One partial value after the other: then the order of additions is that of the unbounded plan.
+            addends = range(plan.src.num_partials) if plan.reduce_op and not plan.adjoint and stage == 0 else [None]
+            for partial_index in addends:
+                chosen = part if partial_index is None else _only(part, partial_index)
+                if is_local(plan):
+                    yield self._step(stage, {0: chosen}, exchanges=False)
+                    continue
+                rounds = num_rounds(plan, stage, partial_index)
+                for number in range(rounds):
+                    yield self._step(stage, {0: _round(chosen, number, rounds)}, exchanges=True)
+
+    def _step(self, stage: int, parts: dict[int, RankSchedule], exchanges: bool) -> Step:
+        send_base = self.dst_base if stage else self.src_base
+        sends, send_splits = self._lay_out({at: part.sends for at, part in parts.items()}, send_base, sending=True)
+        receives, receive_splits = self._lay_out(
+            {at: part.receives for at, part in parts.items()}, self.dst_base, sending=False
+        )
+        own = tuple(
+            OwnCopy(
+                at,
+                *self._place(at, send_base, copy.src_tensor, copy.src_start),
+                *self._place(at, self.dst_base, copy.dst_tensor, copy.dst_start),
+                copy.sizes,
+                copy.partial_index,
+            )
+            for at, part in parts.items()
+            for copy in part.own
+        )
+        return Step(stage > 0, exchanges, send_splits, receive_splits, sends, receives, own)
+
+    def _place(self, at: int, base: tuple[int, ...], tensor: int, start: Index) -> tuple[int, Index]:
+        """Return the program's tensor that a copy of plan ``at`` is in, and the start there."""
+        places = (self.dst_places if base is self.dst_base else self.src_places)[at]
+        if places is None:
+            return base[at] + tensor, start
+        number, shift = places[tensor]
+        return base[at] + number, tuple(map(add, start, shift))
+
+    def _lay_out(
+        self, by_plan: Mapping[int, Mapping[int, tuple[Copy, ...]]], base: tuple[int, ...], sending: bool
+    ) -> tuple[tuple[Segment, ...], tuple[int, ...]]:
+        segments: list[Segment] = []
+        splits = [0] * self.world_size
+        offset = 0
+        peers = sorted({peer for found in by_plan.values() for peer in found})
+        for peer in peers:
+            begin = offset
+            for at in self.order:
+                itemsize = self.plans[at].itemsize
+                for copy in by_plan[at].get(peer, ()) if at in by_plan else ():
+                    tensor, start = (copy.src_tensor, copy.src_start) if sending else (copy.dst_tensor, copy.dst_start)
+                    size = prod(copy.sizes) * itemsize
+                    tensor, start = self._place(at, base, tensor, start)
+                    segments.append(Segment(at, tensor, start, copy.sizes, offset, size, copy.partial_index))
+                    offset += size
+            offset += -offset % self.padding
+            splits[peer] = offset - begin
+        return tuple(segments), tuple(splits)
+
+
+def _only(part: RankSchedule, partial_index: int) -> RankSchedule:
+    """The copies of one partial_index."""
+
+    def chosen(copies: Iterable[Copy]) -> tuple[Copy, ...]:
+        return tuple(copy for copy in copies if copy.partial_index == partial_index)
+
+    return RankSchedule(
+        {peer: chosen(found) for peer, found in part.sends.items() if chosen(found)},
+        {peer: chosen(found) for peer, found in part.receives.items() if chosen(found)},
+        chosen(part.own),
+    )
+
+
+def _round(part: RankSchedule, number: int, rounds: int) -> RankSchedule:
+    """Round ``number`` of a part: an equal share of the elements of each message; own copies go with the first."""
+    return RankSchedule(
+        {peer: _share(found, number, rounds) for peer, found in part.sends.items()},
+        {peer: _share(found, number, rounds) for peer, found in part.receives.items()},
+        part.own if number == 0 else (),
+    )
+
+
+def _share(copies: tuple[Copy, ...], number: int, rounds: int) -> tuple[Copy, ...]:
+    total = sum(copy.numel for copy in copies)
+    low, high = number * total // rounds, (number + 1) * total // rounds
+    found: list[Copy] = []
+    position = 0
+    for copy in copies:
+        begin, end = max(low - position, 0), min(high - position, copy.numel)
+        if begin < end:
+            for offset, sizes in row_major_boxes(copy.sizes, begin, end):
+                found.append(_part(copy, offset, sizes))
+        position += copy.numel
+    return tuple(found)
+
+
+def _part(copy: Copy, offset: Index, sizes: Index) -> Copy:
+    if sizes == copy.sizes:
+        return copy
+
+    def moved(start: Index) -> Index:
+        return tuple(a + b for a, b in zip(start, offset, strict=True))
+
+    return copy._replace(
+        start=moved(copy.start), sizes=sizes, src_start=moved(copy.src_start), dst_start=moved(copy.dst_start)
+    )

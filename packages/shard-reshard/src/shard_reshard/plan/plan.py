@@ -1,0 +1,186 @@
+"""The plan of one tensor as a value: layouts, dtypes, and what follows from them alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Self
+
+from shard_reshard.layout.base import Index, ShardMap
+from shard_reshard.layout.dtypes import ITEMSIZES, torch_dtype
+from shard_reshard.layout.mesh import MeshShardMap
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = 1
+
+# Below this a part is not worth a message of its own: boxes are split among owners in parts of at least so much.
+SMALLEST_PART_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Plan of one tensor from one layout to another, as a value.
+
+    Attributes:
+        shape: Shape of the global tensor.
+        dtype: Name of the source's dtype, for example ``"float32"``.
+        out_dtype: Name of the destination's dtype.
+        src: Where the tensor is.
+        dst: Where it is to be.
+        max_workspace_bytes: The most bytes of temporary buffers a rank may use, or None.
+        adjoint: The plan moves gradients backwards: what arrives at one place from several ranks is added up.
+    """
+
+    shape: Index
+    dtype: str
+    out_dtype: str
+    src: ShardMap
+    dst: ShardMap
+    max_workspace_bytes: int | None = None
+    adjoint: bool = False
+
+    # ---- identity ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of everything the plan says; equal plans have equal digests on every rank."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def to_json(self) -> str:
+        """The plan as JSON, byte-stable."""
+        data = {
+            "format": FORMAT,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "out_dtype": self.out_dtype,
+            "src": self.src.to_json(),
+            "dst": self.dst.to_json(),
+            "max_workspace_bytes": self.max_workspace_bytes,
+            "adjoint": self.adjoint,
+        }
+        return json.dumps(data, separators=(",", ":"), sort_keys=True)
+
+    # ---- facts ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of ranks that the plan needs: one more than the largest rank it names."""
+        return max(self.src.max_rank, self.dst.max_rank) + 1
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """True where source and destination are one layout: every rank copies what it has."""
+        return self.src == self.dst
+
+    @cached_property
+    def wire_dtype(self) -> str:
+        """Name of the dtype on the wire: the smaller of both; the source's where values are still reduced."""
+        if self.reduce_op is not None or ITEMSIZES[self.dtype] < ITEMSIZES[self.out_dtype]:
+            return self.dtype
+        return self.out_dtype
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one element on the wire."""
+        return ITEMSIZES[self.wire_dtype]
+
+    @cached_property
+    def reduce_op(self) -> str | None:
+        """Reduction on the way: "sum", "min", "max" or "product"; None for none."""
+        if self.adjoint:
+            return "sum"
+        if self.is_identity or self.src.num_partials == 1:
+            return None
+        op = self.src.reduce_ops[0]
+        return "sum" if op == "avg" else op
+
+    @cached_property
+    def divisor(self) -> int:
+        """Divisor of a reduced value: the number of ranks that are averaged."""
+        layout = self.dst if self.adjoint else self.src
+        return 1 if self.is_identity or "avg" not in layout.reduce_ops else _averaged(layout)
+
+    @cached_property
+    def stages(self) -> int:
+        """Number of exchanges: 2 where replicas pass parts on to each other."""
+        return 2 if self.uses_scatter_allgather else 1
+
+    @cached_property
+    def uses_scatter_allgather(self) -> bool:
+        """True where replicated destinations are filled by scatter and all-gather (see `_busiest`)."""
+        if self.is_identity or self.adjoint or self.dst.num_partials > 1:
+            return False
+        if self.dst.max_replicas == 1 or 0 in self.shape:
+            return False
+        if self.src.num_partials > 1 and self.dtype != self.out_dtype:
+            return False  # what is passed on would be rounded to the dtype on the wire, replicas would differ
+        direct, relayed = _busiest(self)
+        return relayed + SMALLEST_PART_BYTES <= direct
+
+    def identity_value(self, rank: int) -> int | None:
+        """Return the value of a partial destination that gets none: 0 for a sum, 1 for a product."""
+        if self.adjoint:
+            return 0
+        if self.is_identity or self.dst.num_partials == 1 or not set(self.dst.reduce_ops) & {"sum", "product"}:
+            return None
+        return 1 if self.dst.reduce_ops[0] == "product" else 0
+
+    def local_shapes(self, rank: int, side: str) -> tuple[Index, ...]:
+        """Shapes of the local tensors of ``rank`` on ``side``, ``"src"`` or ``"dst"``."""
+        return (self.src if side == "src" else self.dst).local_shapes(rank)
+
+    def transpose(self) -> Self:
+        """The plan of the way back, as gradients take it: every copy turned round, arrivals added up.
+
+        ``plan.transpose().transpose() == plan``.
+        """
+        return self._transposed
+
+    @cached_property
+    def _transposed(self) -> Self:
+        turned = type(self)(
+            self.shape, self.out_dtype, self.dtype, self.dst, self.src, self.max_workspace_bytes, not self.adjoint
+        )
+        turned.__dict__["_transposed"] = self
+        return turned
+
+    def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """The torch dtypes of source, wire and destination."""
+        return torch_dtype(self.dtype), torch_dtype(self.wire_dtype), torch_dtype(self.out_dtype)
+
+
+def _averaged(layout: ShardMap) -> int:
+    assert isinstance(layout, MeshShardMap)
+    return prod(
+        size
+        for size, term in zip(layout.layout.mesh.shape, layout.layout.terms, strict=True)
+        if term.kind == "P" and term.arg == "avg"
+    )
+
+
+def _busiest(plan: Plan) -> tuple[int, int]:
+    """About how many bytes the busiest rank sends or receives: directly, and with a relay among the replicas.
+
+    Directly a holder sends what it has to every replica (its share, where several hold it), and a replica receives
+    every partial value. With a relay an owner sends what it has once, and a replica passes on and receives its own.
+    """
+    replicas, owners, addends = plan.dst.max_replicas, plan.src.max_replicas, plan.src.num_partials
+    has, gets = plan.src.largest * plan.itemsize, plan.dst.largest * plan.itemsize
+    if addends > 1:
+        direct = max(has * (replicas - 1), gets * (addends - 1))
+        relayed = max(has, gets * addends // replicas) * (replicas - 1) // replicas + gets * (replicas - 1) // replicas
+        return direct, relayed
+    if plan.src.rank_set >= plan.dst.rank_set and owners >= replicas:
+        return 0, 0  # mostly own copies
+    return has * replicas // owners, has // owners + gets

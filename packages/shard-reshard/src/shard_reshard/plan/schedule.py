@@ -1,0 +1,319 @@
+"""Schedules: sends and receives of one rank, found without looking at other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from operator import add, attrgetter, sub
+from typing import NamedTuple
+
+from shard_reshard.layout.base import Cell, Index, new_tuple
+from shard_reshard.plan.copies import Copy, Move, cut_cell, make_copy, merge_copies, split_box
+from shard_reshard.plan.plan import SMALLEST_PART_BYTES, Plan
+
+
+class RankSchedule(NamedTuple):
+    """Sends and receives of one rank in one stage of a plan."""
+
+    sends: Mapping[int, tuple[Copy, ...]]  # by receiving rank, ascending; without the rank itself
+    receives: Mapping[int, tuple[Copy, ...]]  # by sending rank, ascending; without the rank itself
+    own: tuple[Copy, ...]  # copies that stay on the rank
+
+
+def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
+    """Return the sends, receives and local copies of ``rank`` by stage, from its own boxes alone."""
+    cache: dict[int, tuple[RankSchedule, ...]] = plan.__dict__.setdefault("_schedules", {})
+    if rank not in cache:
+        if len(cache) >= 4:  # a process asks for one rank; only simulations ask for all
+            cache.pop(next(iter(cache)))
+        cache[rank] = make_schedule(plan, rank)
+    return cache[rank]
+
+
+def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
+    """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
+    if plan.adjoint:
+        yield from (turned(copy) for copy in all_copies(plan.transpose(), relay=False))
+    else:
+        yield from all_copies(plan, plan.uses_scatter_allgather)
+
+
+def is_local(plan: Plan) -> bool:
+    """True where no rank has to send anything."""
+    if "_is_local" not in plan.__dict__:
+        plan.__dict__["_is_local"] = _find_local(plan)
+    found: bool = plan.__dict__["_is_local"]
+    return found
+
+
+def _find_local(plan: Plan) -> bool:
+    if plan.adjoint:
+        return is_local(plan.transpose())
+    if plan.is_identity:
+        return True
+    return plan.src.num_partials == 1 and not any(_lacks(plan, rank) for rank in plan.dst.ranks)
+
+
+def _lacks(plan: Plan, rank: int) -> bool:
+    """Return True where ``rank`` needs an element that it does not hold."""
+    held = plan.src.pieces(rank)
+    for piece in plan.dst.pieces(rank):
+        cell = next(plan.dst.cross(piece.start, piece.stop))
+        if rank in receivers_of(plan, cell):
+            common = sum(_common(piece.start, piece.stop, other.start, other.stop) for other in held)
+            if common < prod(sizes_of(piece.start, piece.stop)):
+                return True
+    return False
+
+
+def _common(start: Index, stop: Index, other_start: Index, other_stop: Index) -> int:
+    """Number of elements that two boxes share."""
+    return prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in zip(start, stop, other_start, other_stop, strict=True))
+
+
+def make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
+    """Work out the schedule of ``rank``, one entry for each stage."""
+    arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
+    parts = []
+    for stage in range(plan.stages):
+        here = [copy for copy in arriving if copy.stage == stage]
+        own = _ordered(plan, [copy for copy in here if copy.src_rank == rank])
+        receives = _by_peer(plan, [copy for copy in here if copy.src_rank != rank], attrgetter("src_rank"))
+        sends = _by_peer(plan, [copy for copy in leaving if copy.stage == stage], attrgetter("dst_rank"))
+        parts.append(RankSchedule(sends, receives, own))
+    return tuple(parts)
+
+
+def copies_of(plan: Plan, rank: int, relay: bool) -> tuple[list[Copy], list[Copy]]:
+    """All copies that end on ``rank``, and all that begin there and end elsewhere."""
+    if plan.adjoint:
+        forward_in, forward_out = copies_of(plan.transpose(), rank, relay=False)
+        turned_in = [turned(copy) for copy in forward_out]
+        turned_out = [turned(copy) for copy in forward_in if copy.src_rank != rank]
+        own = [turned(copy) for copy in forward_in if copy.src_rank == rank]
+        return own + turned_in, turned_out
+    if plan.is_identity:
+        return [
+            Copy(0, 0, p.start, sizes_of(p.start, p.stop), rank, rank, p.tensor, p.local_start, p.tensor, p.local_start)
+            for p in plan.src.pieces(rank)
+        ], []
+    if not relay and plan.src.num_partials == plan.dst.num_partials == 1:
+        return _direct_copies_of(plan, rank)
+    arriving: list[Copy] = []
+    leaving: list[Copy] = []
+    for piece in plan.dst.pieces(rank):
+        for whole in plan.dst.cross(piece.start, piece.stop):
+            receivers = receivers_of(plan, whole)
+            if rank in receivers:
+                for src in plan.src.cross(piece.start, piece.stop):
+                    dst = cut_cell(whole, src.start, src.stop)
+                    for move in moves(src, dst, receivers, plan.itemsize, relay, rank):
+                        if move.dst_rank == rank:
+                            arriving.append(make_copy(move, src, dst))
+                        elif move.stage == 1:
+                            leaving.append(make_copy(move, src, dst))
+    for piece in plan.src.pieces(rank):
+        for whole in plan.src.cross(piece.start, piece.stop):
+            for dst in plan.dst.cross(piece.start, piece.stop):
+                src = cut_cell(whole, dst.start, dst.stop)
+                for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay, rank):
+                    if move.src_rank == rank and move.dst_rank != rank and move.stage == 0:
+                        leaving.append(make_copy(move, src, dst))
+    return arriving, leaving
+
+
+def _direct_copies_of(plan: Plan, rank: int) -> tuple[list[Copy], list[Copy]]:
+    """The same where values go straight from a holder to who needs them: the case of large worlds, kept lean."""
+    arriving: list[Copy] = []
+    leaving: list[Copy] = []
+    for start, stop, tensor, local_start in plan.dst.pieces(rank):
+        shift = tuple(map(sub, local_start, start))
+        for low, high, there, (owners,), tensors in plan.src.cross(start, stop):
+            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
+            sender = owners[0]
+            if len(owners) > 1:
+                if rank not in owners and num_shares(owners, sizes, plan.itemsize) > 1:
+                    src = Cell(low, high, there, (owners,), tensors)
+                    dst = Cell(low, high, here, ((rank,),), {rank: tensor})
+                    arriving += [make_copy(move, src, dst) for move in fetch_moves(owners, rank, sizes, plan.itemsize)]
+                    continue
+                sender = rank if rank in owners else owners[rank % len(owners)]
+            number = 0 if tensors is None else tensors[sender]
+            arriving.append(new_tuple(Copy, (0, 0, low, sizes, sender, rank, number, there, tensor, here)))
+    for start, stop, tensor, local_start in plan.src.pieces(rank):
+        shift = tuple(map(sub, local_start, start))
+        (owners,) = next(plan.src.cross(start, stop)).owners
+        count, holding = len(owners), frozenset(owners)
+        for low, high, there, (receivers,), tensors in plan.dst.cross(start, stop):
+            sizes, here = tuple(map(sub, high, low)), tuple(map(add, low, shift))
+            shared = count > 1 and num_shares(owners, sizes, plan.itemsize) > 1
+            for receiver in receivers:
+                if receiver in holding:
+                    continue
+                if shared:
+                    src = Cell(low, high, here, (owners,), {rank: tensor})
+                    dst = Cell(low, high, there, (receivers,), tensors)
+                    parts = fetch_moves(owners, receiver, sizes, plan.itemsize)
+                    leaving += [make_copy(move, src, dst) for move in parts if move.src_rank == rank]
+                elif count == 1 or owners[receiver % count] == rank:
+                    number = 0 if tensors is None else tensors[receiver]
+                    leaving.append(new_tuple(Copy, (0, 0, low, sizes, rank, receiver, tensor, here, number, there)))
+    return arriving, leaving
+
+
+def _between(plan: Plan, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool) -> Iterator[Copy]:
+    """The copies of the common box of two cells, given cut to it."""
+    for move in moves(src, dst, receivers, plan.itemsize, relay):
+        yield make_copy(move, src, dst)
+
+
+def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
+    """Return the ranks that get the value of a destination cell: of a pending sum only the first, others are filled."""
+    if len(cell.owners) == 1 or plan.identity_value(cell.owners[0][0]) is not None:
+        return cell.owners[0]
+    return tuple(rank for ranks in cell.owners for rank in ranks)
+
+
+def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dict[int, tuple[Copy, ...]]:
+    found: dict[int, list[Copy]] = {}
+    for copy in copies:
+        rank = peer(copy)
+        if rank in found:
+            found[rank].append(copy)
+        else:
+            found[rank] = [copy]
+    return {rank: _ordered(plan, found[rank]) for rank in sorted(found)}
+
+
+def _ordered(plan: Plan, copies: list[Copy]) -> tuple[Copy, ...]:
+    if len(copies) < 2:
+        return tuple(copies)
+    # Addends of one region have to keep one shape, so copies that are reduced stay as they are.
+    return tuple(sorted(copies) if plan.reduce_op is not None else merge_copies(copies))
+
+
+def all_copies(plan: Plan, relay: bool) -> Iterator[Copy]:
+    """Every copy between all ranks."""
+    if plan.is_identity:
+        for rank in plan.src.ranks:
+            yield from copies_of(plan, rank, relay)[0]
+        return
+    for src, dst in crossings(plan):
+        yield from _between(plan, src, dst, receivers_of(plan, dst), relay)
+
+
+def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:
+    """Every box that a source cell and a destination cell have in common, as part of each."""
+    for whole in plan.src.cells():
+        for dst in plan.dst.cross(whole.start, whole.stop):
+            yield cut_cell(whole, dst.start, dst.stop), dst
+
+
+def turned(copy: Copy) -> Copy:
+    """The copy the other way round; the addend becomes the rank it comes from, which fixes the order of sums."""
+    return copy._replace(
+        partial_index=copy.dst_rank,
+        src_rank=copy.dst_rank,
+        dst_rank=copy.src_rank,
+        src_tensor=copy.dst_tensor,
+        src_start=copy.dst_start,
+        dst_tensor=copy.src_tensor,
+        dst_start=copy.src_start,
+    )
+
+
+def sizes_of(start: Index, stop: Index) -> Index:
+    return tuple(b - a for a, b in zip(start, stop, strict=True))
+
+
+def moves(
+    src: Cell, dst: Cell, receivers: Sequence[int], itemsize: int, relay: bool, me: int | None = None
+) -> Iterator[Move]:
+    """The moves that bring the common box of ``src`` and ``dst`` (cut to the same box) to all ``receivers``."""
+    sizes = tuple(map(sub, src.stop, src.start))
+    if len(src.owners) > 1:
+        yield from _reducing(src.owners, receivers, sizes, relay, me)
+        return
+    (owners,) = src.owners
+    zero = (0,) * len(sizes)
+    if len(owners) == 1 and len(receivers) == 1:
+        yield Move(0, 0, owners[0], receivers[0], zero, sizes)
+        return
+    holding = owners if len(owners) < 8 else frozenset(owners)
+    for rank in receivers if me is None else (me,) if me in receivers else ():
+        if rank in holding:
+            yield Move(0, 0, rank, rank, zero, sizes)
+    if relay:
+        missing = [rank for rank in receivers if rank not in holding]
+        if len(missing) > 1:
+            yield from _relayed(owners, missing, sizes, me)
+            return
+    if len(owners) == 1 and (me is None or me in holding):
+        for rank in receivers:
+            if rank != owners[0]:
+                yield new_tuple(Move, (0, 0, owners[0], rank, zero, sizes))
+    elif me is None or me in holding:
+        for rank in receivers:
+            if rank not in holding:
+                for move in fetch_moves(owners, rank, sizes, itemsize):
+                    if me is None or move.src_rank == me:
+                        yield move
+    elif me in receivers:
+        yield from fetch_moves(owners, me, sizes, itemsize)
+
+
+def num_shares(owners: Sequence[int], sizes: Index, itemsize: int) -> int:
+    """In how many parts a box is fetch_moves; one where the result is not above 1."""
+    return min(len(owners), prod(sizes) * itemsize // SMALLEST_PART_BYTES)
+
+
+def fetch_moves(owners: Sequence[int], rank: int, sizes: Index, itemsize: int) -> Iterator[Move]:
+    """``rank`` gets a box from ``owners``: a large one in equal shares, a small one from one of them."""
+    shares = num_shares(owners, sizes, itemsize)
+    if shares <= 1:
+        yield Move(0, 0, owners[rank % len(owners)], rank, (0,) * len(sizes), sizes)
+        return
+    for number, (offset, part) in enumerate(split_box(sizes, shares)):
+        yield Move(0, 0, owners[(rank + number) % len(owners)], rank, offset, part)
+
+
+def _relayed(owners: Sequence[int], missing: list[int], sizes: Index, me: int | None) -> Iterator[Move]:
+    """Each missing rank fetches one part, then they pass the parts on among themselves."""
+    for number, (offset, part) in enumerate(split_box(sizes, len(missing))):
+        first, holder = missing[number], owners[number % len(owners)]
+        if me is None or me in (first, holder):
+            yield Move(0, 0, holder, first, offset, part)
+        yield from _passed_on(first, missing, offset, part, me)
+
+
+def _passed_on(first: int, receivers: Sequence[int], offset: Index, part: Index, me: int | None) -> Iterator[Move]:
+    """One part from the rank that has it to all others."""
+    for rank in receivers if me is None or me == first else (me,) if me in receivers else ():
+        if rank != first:
+            yield Move(1, 0, first, rank, offset, part)
+
+
+def _reducing(
+    owners: Sequence[Sequence[int]], receivers: Sequence[int], sizes: Index, relay: bool, me: int | None
+) -> Iterator[Move]:
+    """Every addend goes to whoever reduces: each receiver, or with ``relay`` one receiver for each part."""
+    if not relay or len(receivers) == 1:
+        zero = (0,) * len(sizes)
+        for rank in receivers:
+            yield from _addends(owners, rank, zero, sizes, me)
+        return
+    contributing = {rank for ranks in owners for rank in ranks}
+    reducers = [rank for rank in receivers if rank in contributing] or list(receivers)
+    for number, (offset, part) in enumerate(split_box(sizes, len(reducers))):
+        yield from _addends(owners, reducers[number], offset, part, me)
+        yield from _passed_on(reducers[number], receivers, offset, part, me)
+
+
+def _addends(owners: Sequence[Sequence[int]], rank: int, offset: Index, sizes: Index, me: int | None) -> Iterator[Move]:
+    """All addends to one rank, each from one holder: they have to arrive in one shape to be reduced."""
+    everything = me is None or me == rank
+    for partial_index, ranks in enumerate(owners):
+        if everything or me in ranks:
+            source = rank if rank in ranks else ranks[rank % len(ranks)]
+            if everything or source == me:
+                yield Move(0, partial_index, source, rank, offset, sizes)

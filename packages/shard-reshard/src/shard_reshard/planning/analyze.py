@@ -1,0 +1,188 @@
+"""Plans with the questions people have about them: bytes on each link, the lower bound, memory, a text.
+
+`ReshardPlan` is the class that callers see. What plans are made of is in `plan`; nothing that schedules, lowers or
+executes needs more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+
+from shard_reshard._shared.problems import Problem
+from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard.lowering.memory_layout import buffer_bytes
+from shard_reshard.lowering.program import build_program
+from shard_reshard.plan import schedule
+from shard_reshard.plan.copies import Copy
+from shard_reshard.plan.plan import FORMAT, Plan
+from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
+from shard_reshard.plan.serialize import read_fields
+from shard_reshard.plan.validate import check_plan
+
+
+class ReshardPlan(Plan):
+    """Plan of one tensor from one layout to another. Made by `plan_reshard`."""
+
+    @staticmethod
+    def from_json(text: str) -> ReshardPlan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: ``unknown-format`` for a format of another version, ``malformed-plan`` for what is no plan, and
+                what `plan_reshard` would say of a plan that cannot be carried out.
+        """
+        plan = ReshardPlan(*read_fields(text, FORMAT))
+        check_plan(plan.transpose() if plan.adjoint else plan)
+        return plan
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Always empty: a plan with problems is not made, `plan_reshard` raises them."""
+        return ()
+
+    # ---- who moves what ---------------------------------------------------------------------------------------
+
+    def rank_schedule(self, rank: int) -> tuple[RankSchedule, ...]:
+        """Return the sends, receives and local copies of ``rank`` by stage."""
+        return schedule.rank_schedule(self, rank)
+
+    def copies(self) -> Iterator[Copy]:
+        """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
+        return all_ranks_copies(self)
+
+    @property
+    def is_local(self) -> bool:
+        """True where no rank has to send anything."""
+        return schedule.is_local(self)
+
+    # ---- how much ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bytes_matrix(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes on the wire from each rank (row) to each rank (column); what stays on a rank is not counted."""
+        matrix = [[0] * self.world_size for _ in range(self.world_size)]
+        for copy in all_ranks_copies(self):
+            if copy.src_rank != copy.dst_rank:
+                matrix[copy.src_rank][copy.dst_rank] += copy.numel * self.itemsize
+        return tuple(map(tuple, matrix))
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """All bytes that the plan puts on the wire."""
+        return sum(map(sum, self.bytes_matrix))
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """The fewest bytes with which any algorithm could do the same: see docs/design/shard-reshard.md."""
+        if self.adjoint:
+            return self.transpose().lower_bound
+        if self.is_identity:
+            return 0
+        elements = 0
+        for src, dst in crossings(self):
+            receivers = set(receivers_of(self, dst))
+            size = prod(sizes_of(src.start, src.stop))
+            if len(src.owners) == 1:
+                elements += size * len(receivers.difference(src.owners[0]))
+            else:
+                # A reduction over k addends and a broadcast to n ranks are a tree over all of them.
+                fewest = _fewest_sends(src.owners, receivers)
+                elements += size * fewest
+        return elements * self.itemsize
+
+    def workspace_bytes(self, rank: int) -> int:
+        """The most temporary buffer bytes that ``rank`` needs at one time, its tensors being contiguous."""
+        return buffer_bytes(build_program((self,), rank, self.world_size))
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most bytes that ``rank`` needs beside its source tensors: the result and all temporary buffers."""
+        out = sum(map(prod, self.dst.local_shapes(rank))) * ITEMSIZES[self.out_dtype]
+        return out + self.workspace_bytes(rank)
+
+    def explain(self, name: str | None = None) -> str:
+        """Return the plan in words and numbers; ``name`` heads the text."""
+        return explain(self, name)
+
+
+def _fewest_sends(owners: tuple[tuple[int, ...], ...], receivers: set[int]) -> int:
+    """Messages that reduce the addends and bring the result to all receivers, for one element."""
+    meets = any(receivers.intersection(ranks) for ranks in owners)
+    return len(owners) + len(receivers) - (2 if meets else 1)
+
+
+_MATRIX_RANKS = 16  # larger worlds print their busiest ranks instead of all pairs
+_BUSIEST = 8
+
+
+def explain(plan: ReshardPlan, name: str | None = None) -> str:
+    """Return sends, bytes against the bound, and memory as text."""
+    lines = [_headline(plan, name), f"  from  {plan.src.describe()}", f"  to    {plan.dst.describe()}"]
+    if plan.is_local:
+        lines.append("  nothing is sent: every rank has what it needs")
+        return "\n".join(lines)
+    bound = plan.lower_bound
+    ratio = f"{plan.wire_bytes / bound:.2f} x the lower bound of {human(bound)}" if bound else "lower bound 0"
+    lines.append(f"  wire  {human(plan.wire_bytes)} as {plan.wire_dtype}, {ratio}")
+    lines.append(f"  how   {how(plan)}")
+    ranks = range(plan.world_size)
+    busiest = max(ranks, key=lambda rank: plan.peak_bytes(rank))
+    lines.append(f"  peak  {human(plan.peak_bytes(busiest))} on rank {busiest}, result and buffers")
+    lines += _matrix(plan) if plan.world_size <= _MATRIX_RANKS else _top(plan)
+    return "\n".join(lines)
+
+
+def how(plan: ReshardPlan) -> str:
+    """The collectives, in words."""
+    steps = num_steps(plan)
+    text = "one all-to-all" if steps == 1 else f"{steps} all-to-alls"
+    if plan.uses_scatter_allgather:
+        text += ", the last to pass parts on among replicas"
+    if plan.reduce_op is not None:
+        text += f", {plan.src.num_partials} addends reduced by {plan.reduce_op} in rank order"
+    if plan.max_workspace_bytes is not None:
+        text += f", in rounds of buffers within {human(plan.max_workspace_bytes)}"
+    return text
+
+
+def num_steps(plan: ReshardPlan) -> int:
+    """Number of collectives."""
+    return sum(step.exchanges for step in build_program((plan,), 0, plan.world_size).steps)
+
+
+def _headline(plan: ReshardPlan, name: str | None) -> str:
+    shape = " x ".join(map(str, plan.shape)) or "scalar"
+    dtype = plan.dtype if plan.dtype == plan.out_dtype else f"{plan.dtype} -> {plan.out_dtype}"
+    what = "gradient of a reshard" if plan.adjoint else "reshard"
+    return f"{name + ': ' if name else ''}{what} of {shape} {dtype}, plan {plan.digest[:12]}"
+
+
+def _matrix(plan: ReshardPlan) -> list[str]:
+    rows = [["to " + str(rank) for rank in range(plan.world_size)]]
+    rows += [[human(value) if value else "-" for value in row] for row in plan.bytes_matrix]
+    width = max(len(cell) for row in rows for cell in row)
+    heads = [" " * 11] + [f"  from {rank:<4}" for rank in range(plan.world_size)]
+    return [head + "  ".join(f"{cell:>{width}}" for cell in row) for head, row in zip(heads, rows, strict=True)]
+
+
+def _top(plan: ReshardPlan) -> list[str]:
+    matrix = plan.bytes_matrix
+    sent = [(sum(row), rank) for rank, row in enumerate(matrix)]
+    received = [(sum(row[rank] for row in matrix), rank) for rank in range(plan.world_size)]
+    lines = []
+    for word, found in (("sends", sent), ("receives", received)):
+        top = sorted(found, key=lambda entry: (-entry[0], entry[1]))[:_BUSIEST]
+        listed = ", ".join(f"rank {rank} {human(size)}" for size, rank in top)
+        lines.append(f"  {word} most: {listed}")
+    return lines
+
+
+def human(num_bytes: int) -> str:
+    """Bytes for people: ``"1.5 MiB"``."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

@@ -1,0 +1,135 @@
+"""From what users write to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shard_spec import Layout
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.dtypes import dtype_name
+from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup, resolve_layout
+from shard_reshard.plan.validate import check_plan
+from shard_reshard.planning.analyze import ReshardPlan
+
+if TYPE_CHECKING:
+    import torch
+
+
+def plan_reshard(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | str,
+    src: LayoutLike,
+    dst: LayoutLike,
+    *,
+    out_dtype: torch.dtype | str | None = None,
+    max_workspace_bytes: int | None = None,
+) -> ReshardPlan:
+    """Plan how a tensor gets from one layout to another. Pure: no process group, no tensor data.
+
+    Args:
+        shape: Global shape; None where one of the layouts tells it (a DTensor, boxes).
+        dtype: The source's dtype, or its name.
+        src: Where the tensor is, see `LayoutLike`. Ranks are ranks of one union group.
+        dst: Where it is to be.
+        out_dtype: The destination's dtype; None: the source's. Values are cast where fewer bytes travel.
+        max_workspace_bytes: The most bytes of buffers on a rank; more than one collective where needed. The float32
+            tensors in which halves are summed come on top: ``workspace_bytes(rank)`` of the plan counts them too.
+
+    Returns:
+        A plan with ``explain()``, ``digest``, ``to_json()``, ``bytes_matrix``, ``lower_bound``, ``transpose()``.
+
+    Raises:
+        PlanError: With every hole and overlap of the layouts by name, and whatever else cannot be carried out.
+    """
+    if isinstance(src, _VALUES) and isinstance(dst, _VALUES):
+        size = None if shape is None else tuple(shape)
+        return _plan_of_values(
+            size, str(dtype), src, dst, None if out_dtype is None else str(out_dtype), max_workspace_bytes
+        )
+    return cached_plan(
+        *resolve_layouts(shape, src, dst), dtype_name(dtype), maybe_dtype_name(out_dtype), max_workspace_bytes
+    )
+
+
+# Layouts that are plain values: the same question can be answered from memory.
+_VALUES = (str, Layout, OnRank, ShardMap)
+
+
+@lru_cache(maxsize=4096)
+def _plan_of_values(
+    shape: tuple[int, ...] | None,
+    dtype: str,
+    src: LayoutLike,
+    dst: LayoutLike,
+    out_dtype: str | None,
+    max_workspace_bytes: int | None,
+) -> ReshardPlan:
+    return cached_plan(
+        *resolve_layouts(shape, src, dst), dtype_name(dtype), maybe_dtype_name(out_dtype), max_workspace_bytes
+    )
+
+
+def resolve_layouts(
+    shape: Sequence[int] | None, src: LayoutLike, dst: LayoutLike, to_group: ToGroup | None = None
+) -> tuple[ShardMap, ShardMap]:
+    """Both layouts, bound to one shape; the problems of both in one error."""
+    bound: list[ShardMap | None] = [None, None]
+    problems: list[Problem] = []
+    known = None if shape is None else tuple(shape)
+    sides = [(0, "src", src), (1, "dst", dst)]
+    if known is None and not _tells_shape(src):
+        sides.reverse()
+    for at, name, layout in sides:
+        try:
+            bound[at] = resolve_layout(layout, known, to_group)
+            known = bound[at].shape  # type: ignore[union-attr]  # set on the line before
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    if problems:
+        raise PlanError(problems)
+    assert bound[0] is not None
+    assert bound[1] is not None
+    return bound[0], bound[1]
+
+
+def _tells_shape(layout: LayoutLike) -> bool:
+    try:
+        resolve_layout(layout, None)
+    except PlanError:
+        return False
+    return True
+
+
+def maybe_dtype_name(dtype: torch.dtype | str | None) -> str | None:
+    """The name of a dtype that may be left out."""
+    return None if dtype is None else dtype_name(dtype)
+
+
+@lru_cache(maxsize=4096)
+def cached_plan(
+    src: ShardMap, dst: ShardMap, dtype: str, out_dtype: str | None, max_workspace_bytes: int | None
+) -> ReshardPlan:
+    """A checked plan; the same object for the same question."""
+    return make_plan(src, dst, dtype, out_dtype, max_workspace_bytes)
+
+
+def make_plan(
+    src: ShardMap,
+    dst: ShardMap,
+    dtype: torch.dtype | str,
+    out_dtype: torch.dtype | str | None = None,
+    max_workspace_bytes: int | None = None,
+) -> ReshardPlan:
+    """A checked plan between two bound layouts."""
+    if src.shape != dst.shape:
+        found = f"source of {src.shape}, destination of {dst.shape}"
+        raise PlanError(Problem("shape-mismatch", found=found, hint="both layouts are of one global tensor"))
+    name = dtype_name(dtype)
+    out_name = name if out_dtype is None else dtype_name(out_dtype)
+    plan = ReshardPlan(src.shape, name, out_name, src, dst, max_workspace_bytes)
+    check_plan(plan)
+    return plan

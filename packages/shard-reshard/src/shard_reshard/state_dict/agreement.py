@@ -1,0 +1,201 @@
+"""Agreement of ranks before a state dict moves: one plan, and one version."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import is_fake, real_tensors
+from shard_reshard.consensus import GroupInfo, Topic, all_gather_header, assert_consistent, problems_of, raise_joined
+from shard_reshard.state_dict.meta import local_tensor
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
+from shard_reshard.state_dict.planner import plan_state_dict
+
+_MAX_PLANS = 16
+# With each plan, the layouts it was made for: what is told apart by its id must not be freed while it is here.
+_Plans = dict[tuple[bytes, ...], tuple[StateDictPlan, Any]]
+_plans: WeakKeyDictionary[dist.ProcessGroup, _Plans] = WeakKeyDictionary()
+
+
+class Question(NamedTuple):
+    """Arguments of a call beside its tensors, equal on every rank."""
+
+    dst_layouts: DstLayouts
+    key_map: KeyMap | None
+    bucket_bytes: int
+    strict: bool
+    versions: bool
+
+    def text(self) -> str:
+        """Return it as text, for ranks to compare."""
+        asked = (self.bucket_bytes, self.strict, self.versions)
+        return repr(sorted((self.key_map or {}).items())) + repr(asked) + _layouts_text(self.dst_layouts)
+
+
+def metadata_digest(facts: RankMeta, question: Question) -> bytes:
+    """Return a digest of what this rank has and is asked."""
+    return hashlib.sha256(pickle.dumps((facts, question.text()), protocol=4)).digest()[:24]
+
+
+def agreed_plan(
+    members: GroupInfo,
+    facts: RankMeta,
+    digest: bytes,
+    tensors: Mapping[str, Any],
+    question: Question,
+    version: int | None,
+) -> tuple[StateDictPlan, int | None]:
+    """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed."""
+    headers = all_gather_header(members, Topic.STATE_DICT, digest + values_row(facts, tensors) + version_row(version))()
+    if headers is None:
+        raise_joined(members, f"a state dict of {sorted(facts.sources)}", ())
+    stamp = agreed_version([header[32:] for header in headers])
+    key = tuple(header[:24] for header in headers)
+    plans = _plans.setdefault(members.group, {})
+    plan, _ = plans.get(key, (None, None))
+    if plan is not None:
+        agree_on_values(members, facts, tensors, [header[24:32] for header in headers])
+        return plan, stamp
+    plan = _plan_of_all(members, facts, tensors, question)
+    layouts = question.dst_layouts
+    plans[key] = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
+    while len(plans) > _MAX_PLANS:
+        plans.pop(next(iter(plans)))
+    return plan, stamp
+
+
+def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], question: Question) -> StateDictPlan:
+    """Gather the metadata of all ranks and compare the plans that they make of it; a collective."""
+    everyone: list[Any] = [None] * members.size
+    dist.all_gather_object(everyone, facts, group=members.group)
+    problems = _plain_problems(members, facts, tensors)
+    plan = None
+    try:
+        plan = plan_state_dict(
+            everyone, question.dst_layouts, question.key_map, question.bucket_bytes, members.to_group, question.strict
+        )
+    except Exception as error:  # layouts may be a function of the caller's
+        problems += problems_of(error)
+    assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
+    assert plan is not None
+    return plan
+
+
+def version_row(version: int | None) -> bytes:
+    return struct.pack("<?q", version is not None, version or 0)
+
+
+def agreed_version(rows: list[bytes]) -> int | None:
+    """The version that those who give one give; on all ranks the same."""
+    stamps = sorted({number for given, number in (struct.unpack("<?q", row[:9]) for row in rows) if given})
+    if len(stamps) > 1:
+        hint = "every rank that sends gives the same version"
+        raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
+    return stamps[0] if stamps else None
+
+
+def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
+    """Eight bytes that tell the values of this rank's plain tensors; zeros where it has none."""
+    plain = [name for name, known in facts.sources.items() if known.layout == "" and name in tensors]
+    if not plain or is_fake(()):
+        return bytes(8)
+    return hashlib.sha256(repr([(name, checksum(tensors[name])) for name in plain]).encode()).digest()[:8]
+
+
+def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
+    """Compare plain tensors one by one, where the ranks that have some have different ones.
+
+    Raises:
+        PlanError: On all ranks.
+    """
+    if len({row for row in rows if any(row)}) > 1:
+        problems = _plain_problems(members, facts, tensors)
+        if problems:
+            raise PlanError(problems)
+
+
+def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]) -> tuple[Problem, ...]:
+    """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
+    plain = [name for name, known in facts.sources.items() if known.layout == "" and name in tensors]
+    sums = {name: checksum(tensors[name]) for name in plain}
+    everyone: list[Any] = [None] * members.size
+    dist.all_gather_object(everyone, sums, group=members.group)
+    problems = []
+    for name in sorted({name for found in everyone for name in found}):
+        values = [found[name] for found in everyone if name in found]
+        if len(set(values)) > 1:
+            found = "plain tensors that differ between ranks"
+            hint = "if they are shards, say so in src_layouts (and shapes)"
+            problems.append(Problem("layout-needed", name, found=found, hint=hint))
+    return tuple(problems)
+
+
+_CHUNK = 1 << 19  # numbers that are summed at a time
+
+
+def checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two sums over a tensor's bytes, one of them weighted by position: equal tensors have equal ones."""
+    local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
+    if not local.numel():
+        return 0, 0
+    data = local.reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    body = data[:whole]
+    numbers = (body.clone() if body.storage_offset() % 8 else body).view(torch.int64)
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)  # read once, at the end
+    weights = torch.arange(1, min(_CHUNK, max(numbers.numel(), 8)) + 1, device=data.device) * 2 + 1
+    chunks = [*torch.split(numbers, _CHUNK), data[whole:].to(torch.int64)]
+    for number, values in enumerate(chunks):
+        sums[0] += values.sum()
+        sums[1] += (number + 1) * (values * weights[: values.numel()]).sum()
+    total, weighted = sums.tolist()
+    return total, weighted
+
+
+def _layouts_text(dst_layouts: DstLayouts) -> str:
+    if isinstance(dst_layouts, Mapping):
+        return repr(sorted((name, _layout_text(layout)) for name, layout in dst_layouts.items()))
+    # A function is asked again when it is another object; one that changes its mind has to be another object.
+    return f"function {id(dst_layouts)}" if callable(dst_layouts) else _layout_text(dst_layouts)
+
+
+def _layout_text(layout: Any) -> str:
+    """The text of a layout; that of a DeviceMesh does not name its ranks."""
+    if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
+        layout = layout.device_mesh, tuple(layout.placements)
+    if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):
+        with real_tensors():
+            return f"{layout[0]!r} of ranks {layout[0].mesh.tolist()} {layout[1]!r}"
+    return repr(layout)
+
+
+def exchange_version(
+    members: GroupInfo, version: int | None, facts: RankMeta, tensors: Mapping[str, Any]
+) -> Callable[[], int | None]:
+    """Begin to compare versions and the values of plain tensors.
+
+    Returns:
+        A function that waits and gives the version that all agree on.
+    """
+    if is_fake(()):
+        return lambda: version
+    values = values_row(facts, tensors)
+    waiting = all_gather_header(members, Topic.VERSION, version_row(version) + values)
+
+    def agreed() -> int | None:
+        rows = waiting()
+        if rows is None:
+            hint = "make the same calls in the same order on every rank of the group"
+            raise PlanError(Problem("ranks-disagree", "version", found="a rank that made another call", hint=hint))
+        agree_on_values(members, facts, tensors, [row[9:17] for row in rows])
+        return agreed_version(rows)
+
+    return agreed

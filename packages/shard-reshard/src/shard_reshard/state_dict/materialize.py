@@ -1,0 +1,116 @@
+"""Modules on the meta device: memory for what is about to be filled, and buffers that nothing has initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shard_reshard._shared.problems import Problem
+from shard_reshard._torch_compat import as_dtensor
+from shard_reshard.state_dict.agreement import checksum
+from shard_reshard.state_dict.meta import local_tensor
+
+
+class Materialized:
+    """New tensors for those of a module that lie on the meta device; the module gets them with `register`.
+
+    Until then a load that fails leaves the module as it was.
+
+    Args:
+        targets: Name -> tensor of the module.
+        filled: Names that are about to be filled.
+        device: Where the new tensors are to be.
+
+    Attributes:
+        names: The tensors that get memory, in their order in the module.
+        targets: Name -> tensor, with the new ones in place of the old.
+    """
+
+    def __init__(self, targets: Mapping[str, Any], filled: Collection[str], device: torch.device) -> None:
+        self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old one -> old, new
+        for name, value in targets.items():
+            if name in filled and _is_meta(value) and id(value) not in self._fresh:
+                self._fresh[id(value)] = value, _empty_like(value, device)
+        # By identity: tied names, filled or not, keep one tensor.
+        self.names = tuple(name for name, value in targets.items() if id(value) in self._fresh)
+        self.targets = {
+            name: self._fresh[id(value)][1] if id(value) in self._fresh else value for name, value in targets.items()
+        }
+
+    def register(self, module: nn.Module) -> None:
+        """Put the new tensors in the place of the old ones, wherever the module has them."""
+        for part in module.modules():
+            for table in (part._parameters, part._buffers):
+                for name, value in table.items():
+                    if id(value) in self._fresh:
+                        table[name] = self._fresh[id(value)][1]  # type: ignore[assignment]  # as the old one was
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and local_tensor(value).is_meta
+
+
+def _empty_like(value: Any, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the same kind with memory: DTensor, parameter subclass and attributes stay."""
+    fresh = torch.empty_like(local_tensor(value), device=device)
+    if hasattr(value, "device_mesh"):
+        made: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
+        return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    if isinstance(value, nn.Parameter):
+        # A subclass says what it is a shard of, which a plain Parameter around the same memory would lose.
+        fresh = torch.Tensor._make_subclass(type(value), fresh, value.requires_grad)
+    fresh.__dict__.update(value.__dict__)
+    return fresh
+
+
+# ---- buffers that no file has ---------------------------------------------------------------------------------
+
+
+def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that are in no state dict: what a constructor computed, or nobody did."""
+    saved = module.state_dict(keep_vars=True)
+    for name, buffer in module.named_buffers():
+        if name not in saved:
+            yield name, buffer
+
+
+_HINT = (
+    "build its module again on a device that has memory, for example model.rotary_emb = "
+    "type(model.rotary_emb)(config), or say strict=False"
+)
+
+
+def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, tuple[int, int]]]:
+    """Return the buffers of this rank that hold no value, and checksums of the others to compare between ranks.
+
+    After ``to_empty()`` a buffer holds what the allocator last had there. Bit patterns of pointers are subnormal
+    numbers, or differ between processes; numbers that a constructor computed are neither.
+    """
+    problems, sums = [], {}
+    for name, buffer in unsaved_buffers(module) if isinstance(module, nn.Module) else ():
+        found = ""
+        if _is_meta(buffer):
+            found = "a buffer on the meta device, which is in no file"
+        elif buffer.is_floating_point() and not hasattr(buffer, "device_mesh") and buffer.dtype.itemsize > 1:
+            local = local_tensor(buffer)
+            smallest = torch.finfo(local.dtype).smallest_normal
+            if bool((local.isnan() | ((local != 0) & (local.abs() < smallest))).any()):
+                found = "a buffer of NaNs or subnormal numbers, which is in no file"
+            else:
+                sums[name] = checksum(local)
+        if found:
+            problems.append(Problem("uninitialized-buffer", name, found=found, hint=_HINT))
+    return problems, sums
+
+
+def differing_buffers(by_rank: Sequence[Mapping[str, tuple[int, int]]]) -> list[Problem]:
+    """Return the buffers that no file has and that are not equal on the ranks that have them."""
+    names = sorted({name for sums in by_rank for name in sums})
+    return [
+        Problem("uninitialized-buffer", name, found="other values on other ranks, and it is in no file", hint=_HINT)
+        for name in names
+        if len({sums[name] for sums in by_rank if name in sums}) > 1
+    ]

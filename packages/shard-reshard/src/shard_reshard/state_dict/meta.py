@@ -1,0 +1,214 @@
+"""Metadata of a rank's tensors: shape, dtype, layout, and ties."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, waited_for
+from shard_reshard.consensus import GroupInfo, data_device
+from shard_reshard.execution.checks import address
+from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.boxes import BoxShardMap
+from shard_reshard.layout.declared import layout_mismatches, own_layout
+from shard_reshard.layout.dtypes import dtype_name
+from shard_reshard.layout.parse import LayoutLike, resolve_layout
+from shard_reshard.layout.view import shard_map_from_json
+from shard_reshard.state_dict.plan import RankMeta, StateDictPlan, TensorMeta
+
+VERSION_KEY = "_shard_reshard_version"
+
+
+def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The tensors of a module or mapping; parameters of a module keep their ``_sharding_info``."""
+    if given is None:
+        return {}
+    if isinstance(given, torch.nn.Module):
+        everything: dict[str, Any] = dict(given.named_buffers(remove_duplicate=False))
+        everything.update(given.named_parameters(remove_duplicate=False))
+        kept = given.state_dict(keep_vars=True)
+        return {name: value for name, value in everything.items() if name in kept}
+    return {name: value for name, value in given.items() if name != VERSION_KEY}
+
+
+def collect_metadata(
+    state_dict: Mapping[str, Any],
+    outs: Mapping[str, Any],
+    src_layouts: Mapping[str, LayoutLike],
+    shapes: Mapping[str, Any],
+    members: GroupInfo,
+) -> RankMeta:
+    """Return the metadata of source and destination tensors, and the problems found."""
+    given: list[Any] = [*state_dict, *outs]
+    strange = [name for name in given if not isinstance(name, str)]
+    if strange:
+        raise PlanError(Problem("bad-name", "state_dict", found=repr(strange[0]), hint="names of tensors are text"))
+    problems: list[Problem] = []
+    for name in src_layouts:
+        if name not in state_dict and state_dict:
+            hint = "src_layouts names tensors of state_dict"
+            problems.append(Problem("unknown-key", "src_layouts", found=repr(name), hint=hint))
+    sources: dict[str, TensorMeta] = {}
+    for name, value in state_dict.items():
+        try:
+            sources[name] = tensor_metadata(name, value, src_layouts.get(name), shapes.get(name), members)
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    known_outs: dict[str, TensorMeta] = {}
+    for name, value in outs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        try:
+            known_outs[name] = tensor_metadata(name, value, None, None, members)
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    return RankMeta(_with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems))
+
+
+def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
+    if not isinstance(value, torch.Tensor):
+        found = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
+    if layout is None:
+        own = own_layout(name, value, members.to_group)
+        if own is None:
+            return TensorMeta(tuple(value.shape), dtype_name(value.dtype), "", name)
+        return TensorMeta(own.shape, dtype_name(value.dtype), json.dumps(own.to_json()), name)
+    bound = resolve_layout(layout, shape, members.to_group)
+    differs = layout_mismatches(name, value, bound, members)
+    if differs:
+        raise PlanError(differs)
+    return TensorMeta(bound.shape, dtype_name(value.dtype), json.dumps(bound.to_json()), name)
+
+
+def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
+    """Marks tensors that are one memory."""
+    first: dict[tuple[object, ...], str] = {}
+    tied: dict[str, TensorMeta] = {}
+    for name in sorted(known):
+        local = local_tensor(tensors[name])
+        if local.numel() and not is_fake((local,)):
+            # On meta every tensor has address 0, so that one is known only by itself.
+            place = id(tensors[name]) if local.is_meta else local.data_ptr()
+            key = (place, local.device, local.stride(), *known[name][:3])
+            tied[name] = known[name]._replace(tied_to=first.setdefault(key, name))
+        else:
+            tied[name] = known[name]._replace(tied_to="")  # says nothing either way, resolved below
+    return {name: entry if entry.tied_to else entry._replace(tied_to=name) for name, entry in tied.items()}
+
+
+def local_tensor(value: Any) -> torch.Tensor:
+    """Return the local tensor of a DTensor, else the tensor itself; without a graph.
+
+    Raises:
+        PlanError: ``not-a-tensor``.
+    """
+    local = dtensor_local(value)
+    if local is None:
+        local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
+    if not isinstance(local, torch.Tensor):
+        found = f"a {type(value).__qualname__}"
+        raise PlanError(Problem("not-a-tensor", found=found, hint="leave it out of the state dict"))
+    if type(local) not in PLAIN_TYPES:
+        if getattr(local, "_sharding_info", None) is not None:
+            local = local.as_subclass(torch.Tensor)  # such a class may give the global shape as its own
+        local = waited_for(local)
+    return local.detach() if local.requires_grad else local
+
+
+def local_tensors(outs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the local tensors of all that are tensors; a mapping may hold other things, which are left as they are."""
+    locals_ = plain_locals(list(outs.values()))  # most state dicts: a fraction of the cost
+    if locals_ is not None:
+        return dict(zip(outs, locals_, strict=True))
+    return {name: local_tensor(value) for name, value in outs.items() if isinstance(value, torch.Tensor)}
+
+
+def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: GroupInfo) -> torch.device:
+    """Return the device of the tensors; for a rank without any that have memory, the group's."""
+    for value in (*state_dict.values(), *outs.values()):
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            return local_tensor(value).device
+    return data_device(members.group)
+
+
+def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None) -> None:
+    """Say which version a module or mapping holds; None says that it holds no complete one."""
+    if isinstance(out, torch.nn.Module):
+        setattr(out, VERSION_KEY, version)
+    elif isinstance(out, dict) and version is None:
+        out.pop(VERSION_KEY, None)  # no name that ``load_state_dict`` would not know
+    elif isinstance(out, dict):
+        out[VERSION_KEY] = version
+
+
+class LayoutChecker:
+    """Compares the tensors of each call with those that a resharder was made for.
+
+    Args:
+        plan: What the resharder does.
+        known: What this rank knew of its sources when the plan was made.
+        dropped: Names that ``key_map`` leaves out.
+        members: The group.
+    """
+
+    def __init__(
+        self, plan: StateDictPlan, known: Mapping[str, TensorMeta], dropped: Collection[str], members: GroupInfo
+    ) -> None:
+        self._plan, self._known, self._members = plan, known, members
+        moved = {move.source for move in plan.moves}
+        self._tied = [
+            (name, entry.tied_to)
+            for name, entry in known.items()
+            if entry.tied_to != name and name not in moved and name not in dropped
+        ]
+
+    def problems(
+        self, tensors: Mapping[str, Any], sources: Mapping[str, torch.Tensor], targets: Mapping[str, Any]
+    ) -> list[Problem]:
+        """Return the problems of source tensors (locally ``sources``) and of destinations."""
+        problems: list[Problem] = []
+        if not tensors.keys() <= self._known.keys():
+            strange = sorted(tensors.keys() - self._known.keys())
+            hint = "leave them out, or make a resharder for a state dict that has them"
+            problems.append(Problem("unknown-key", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
+        problems += self.untied(sources)
+        for is_target, given in ((False, tensors), (True, targets)):
+            for name, value in given.items():
+                wanted = self._wanted(is_target, name) if _declares_layout(value) else None
+                if wanted is not None:
+                    problems += layout_mismatches(name, value, wanted, self._members)
+        return problems
+
+    def untied(self, sources: Mapping[str, torch.Tensor]) -> list[Problem]:
+        """Return tensors that are moved as one, and no longer are one."""
+        hint = "make another resharder: this one moves them as one tensor"
+        return [
+            Problem("untied", name, found=f"no longer the memory of {first}", hint=hint)
+            for name, first in self._tied
+            if name in sources and first in sources and not _one_memory(sources[name], sources[first])
+        ]
+
+    def _wanted(self, is_target: bool, name: str) -> ShardMap | None:
+        if is_target:
+            return self._plan.targets[name][0] if name in self._plan.targets else None
+        known = self._known.get(name)
+        if known is None:
+            return None
+        if not known.layout:
+            return BoxShardMap.whole(known.shape, self._members.rank)
+        return shard_map_from_json(known.shape, json.loads(known.layout))
+
+
+def _declares_layout(value: Any) -> bool:
+    return hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
+
+
+def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not one.numel():
+        return True
+    return (address(one), one.shape, one.stride()) == (address(other), other.shape, other.stride())

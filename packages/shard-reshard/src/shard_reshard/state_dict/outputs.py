@@ -1,0 +1,267 @@
+"""The moving of a planned state dict: an exchange for each bucket, then delivery under the destination's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import as_dtensor, dtensor_maker
+from shard_reshard.consensus import GroupInfo
+from shard_reshard.execution.checks import address, destination_problems, local_problems
+from shard_reshard.execution.mover import Mover
+from shard_reshard.layout.dtypes import torch_dtype
+from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan
+from shard_reshard.state_dict.planner import given_layout
+
+
+class Progress(NamedTuple):
+    """LayoutChecker to ``progress`` after each tensor's arrival."""
+
+    name: str
+    done: int
+    total: int
+    done_bytes: int
+    total_bytes: int
+
+
+class MovedStateDict(dict[str, Any]):
+    """Name -> tensor on this rank, in the destination layout: a DTensor where the layout was a DeviceMesh's.
+
+    Attributes:
+        plan: What was moved how.
+        version: The stamp that the senders gave, None without one.
+    """
+
+    plan: StateDictPlan
+    version: int | None
+
+    def explain(self, name: str | None = None) -> str:
+        """Return the plan as text, see `StateDictPlan.explain`."""
+        return self.plan.explain(name)
+
+
+class LocalTargets:
+    """Destinations and buckets of one rank in a planned state dict, for all calls.
+
+    Attributes:
+        shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
+        buckets: For each bucket, the names of the sources it takes from this rank, and of the destinations it fills.
+    """
+
+    def __init__(self, plan: StateDictPlan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        local = {name: layout.local_shapes(rank) for name, (layout, _) in plan.targets.items()}
+        self.shapes = {name: shapes for name, shapes in local.items() if name not in plan.aliases}
+        self.dtypes = {name: torch_dtype(plan.targets[name][1]) for name in self.shapes}
+        self.buckets = [
+            (
+                [plan.moves[at].source for at in bucket if plan.moves[at].plan.src.local_shapes(rank)],
+                [plan.moves[at].target for at in bucket],
+            )
+            for bucket in plan.buckets
+        ]
+        self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
+
+    def out_problems(
+        self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
+    ) -> list[Problem]:
+        """Why the tensors of ``out`` on this rank cannot take what the plan brings."""
+        planned = {name: out for name, out in outs.items() if name in self.plan.targets}
+        problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
+        memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
+        for name, out in outs.items() if strict else ():
+            # One that is tied to a tensor that is filled is filled with it.
+            if name not in planned and address(out) not in memories:
+                hint = "leave it out of out=, or say strict=False"
+                problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
+        if not problems:
+            filled = self._filled(planned, atomic)
+            names = [f"{name}: rank {self.rank}, out" for name in filled]
+            problems = destination_problems(list(filled.values()), names, list(sources.values()), not atomic)
+        return problems
+
+    def _misfits(self, name: str, out: torch.Tensor, strict: bool) -> list[Problem]:
+        """Return the differences between a tensor of ``out`` and its layout on this rank."""
+        layout, dtype = self.plan.targets[name]
+        shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
+        if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
+            found = f"{out.dtype} of shape {tuple(out.shape)}, the layout says {dtype} of shape {shapes[0]}"
+            hint = "pass a local tensor of that shape, or another layout in dst_layouts"
+            return [Problem("local-shape", where, found=found, hint=hint)]
+        if len(shapes) > 1:
+            hint = "leave it out of out=; the result has a list of tensors"
+            return [Problem("local-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
+        if not shapes and strict and out.numel():
+            found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
+            hint = "leave it out of out= on this rank, or say strict=False"
+            return [Problem("missing-source", where, found=found, hint=hint)]
+        return []
+
+    def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> dict[str, torch.Tensor]:
+        """The tensors that are written to, each memory once where one is filled with one value.
+
+        Tied at the source too, it is moved once. Tied only here, the values have to be equal: `write_outputs` looks.
+        """
+        filled: dict[str, torch.Tensor] = {}
+        by_memory: dict[tuple[object, ...], str] = {}
+        self.one_memory = []
+        for name, out in planned.items():
+            alias = self.plan.aliases.get(name, name)
+            first = by_memory.setdefault((address(out), out.shape, out.stride(), out.device), name)
+            if first == name or not out.numel() or (not atomic and alias == name):
+                filled[name] = out
+            elif alias != self.plan.aliases.get(first, first):
+                self.one_memory.append((first, name))
+        return filled
+
+
+class ReceiveBuffers:
+    """The destination tensors of this rank: those of ``outs`` where they are filled directly, else fresh ones."""
+
+    def __init__(self, here: LocalTargets, outs: Mapping[str, torch.Tensor] | None, device: torch.device) -> None:
+        self.tensors: dict[str, list[torch.Tensor]] = {}
+        self.fresh = not outs
+        self.in_place: set[str] = set()  # names that are filled where the caller has them
+        for name, shapes in here.shapes.items():
+            if outs and name in outs and len(shapes) == 1:
+                self.tensors[name] = [outs[name]]
+                self.in_place.add(name)
+            else:
+                self.tensors[name] = found = []
+                for shape in shapes:
+                    found.append(torch.empty(shape, dtype=here.dtypes[name], device=device))
+        self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
+
+
+Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is moved, and where to
+
+
+def bucket_calls(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Bucket]:
+    """The source and destination tensors of every bucket."""
+    return [
+        (
+            [sources[name] for name in given if name in sources],
+            [tensor for name in filled for tensor in arriving.tensors[name]],
+        )
+        for given, filled in here.buckets
+    ]
+
+
+def move_buckets(
+    here: LocalTargets,
+    movers: list[Mover],
+    calls: list[Bucket],
+    fresh: bool,
+    unchanged: bool,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    """Run one exchange after the other."""
+    plan, done_bytes, done = here.plan, 0, 0
+    total_bytes = 0 if progress is None else sum(size_of(move.plan) for move in plan.moves)
+    for mover, bucket, (flat, outs) in zip(movers, plan.buckets, calls, strict=True):
+        mover.start(flat, outs, False, fresh, unchanged)
+        for at in bucket if progress is not None else ():
+            done += 1
+            done_bytes += size_of(plan.moves[at].plan)
+            if progress is not None:
+                progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, total_bytes))
+
+
+def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Problem]:
+    """Return the problems of this rank's source tensors by name."""
+    problems = []
+    for move in here.plan.moves:
+        held = move.source in sources and move.plan.src.local_shapes(here.rank)
+        for problem in local_problems(move.plan, here.rank, [sources[move.source]] if held else []):
+            name = f"{move.source}: {problem.name}"
+            problems.append(Problem(problem.code, name, found=problem.found, hint=problem.hint))
+    devices = {tensor.device for tensor in sources.values()}
+    devices |= {tensor.device for name in arriving.in_place for tensor in arriving.tensors[name]}
+    if len(devices) > 1:
+        listed = ", ".join(sorted(map(str, devices)))
+        problems.append(Problem("mixed-devices", f"rank {here.rank}", found=listed, hint="one device on each rank"))
+    return problems
+
+
+def size_of(plan: Any) -> int:
+    size = plan.itemsize
+    for length in plan.shape:
+        size *= length
+    return int(size)
+
+
+_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
+
+
+def mover_for_bucket(members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool) -> Mover:
+    plans = tuple(plan.moves[at].plan for at in bucket)
+    if keep:  # what is prepared for one caller's tensors must not meet another's
+        return Mover(plans, members, True, check)
+    key = plans, check
+    movers = _movers.setdefault(members.group, {})
+    if key not in movers:
+        movers[key] = Mover(plans, members, False, check)
+        while len(movers) > 1024:
+            movers.pop(next(iter(movers)))
+    return movers[key]
+
+
+class OutputKinds:
+    """Kinds of results: DTensors for layouts of a DeviceMesh, else local tensors."""
+
+    def __init__(self, plan: StateDictPlan, dst_layouts: DstLayouts) -> None:
+        self._plan, self._dst_layouts = plan, dst_layouts
+        self.wraps: dict[str, Callable[[torch.Tensor], Any] | None] = {}
+
+    def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
+        """Return the tensors of a destination as its caller gets them."""
+        if name not in self.wraps:
+            self.wraps[name] = self._wrapper(name, tensors[0])
+        wrap = self.wraps[name]
+        if wrap is not None:
+            return wrap(tensors[0])
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def _wrapper(self, name: str, local: torch.Tensor) -> Callable[[torch.Tensor], Any] | None:
+        shape = self._plan.targets[name][0].shape
+        layout = given_layout(name, shape, self._dst_layouts)
+        if not (isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names")):
+            return None
+        return dtensor_maker(as_dtensor(local, layout[0], tuple(layout[1]), shape))
+
+
+def write_outputs(
+    here: LocalTargets,
+    arriving: ReceiveBuffers,
+    outs: Mapping[str, Any],
+    locals_: Mapping[str, torch.Tensor],
+    kinds: OutputKinds,
+) -> MovedStateDict:
+    """Return the results of this rank; fills ``outs`` (locally ``locals_``) where tensors arrived beside them."""
+    plan, result = here.plan, MovedStateDict()
+    for first, second in here.one_memory:
+        one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))
+        if not torch.equal(one, other):
+            hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
+            raise PlanError(Problem("out-shares-memory", second, found=f"tied to {first}, other values", hint=hint))
+    for name in plan.targets:  # in the order of their names
+        if name in arriving.in_place:
+            result[name] = outs[name]
+            continue
+        tensors = arriving.tensors[plan.aliases.get(name, name)]
+        if not tensors:
+            continue
+        if name in locals_:
+            target = locals_[name]
+            if address(target) != address(tensors[0]) or target.shape != tensors[0].shape:
+                target.copy_(tensors[0])
+            result[name] = outs[name]
+        else:
+            wrap = kinds.wraps.get(name)
+            result[name] = wrap(tensors[0]) if wrap is not None else kinds.result(name, tensors)
+    return result

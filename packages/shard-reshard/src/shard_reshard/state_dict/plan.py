@@ -1,0 +1,126 @@
+"""Plans for many tensors: what each rank knows of its tensors, and the moves that all ranks agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from shard_reshard._shared.problems import Problem
+from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.planning.analyze import ReshardPlan, human
+
+
+@dataclass(frozen=True)
+class Part:
+    """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
+
+    ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
+    ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` takes apart.
+
+    Attributes:
+        name: FQN of the destination.
+        start: First index along ``dim`` of the destination.
+        dim: Tensor dim, the same in source and destination.
+        source_start: First index along ``dim`` of the source.
+        size: How many indices; None: all that the source has from ``source_start`` on.
+    """
+
+    name: str
+    start: int = 0
+    dim: int = 0
+    source_start: int = 0
+    size: int | None = None
+
+
+KeyMap = Mapping[str, "str | Part | Sequence[Part] | None"]
+DstLayouts = Mapping[str, LayoutLike] | Callable[[str, tuple[int, ...]], LayoutLike] | LayoutLike | None
+
+
+class TensorMeta(NamedTuple):
+    """Metadata of one tensor on a rank; plain data that travels between ranks."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str  # JSON of the bound layout; "" for a plain tensor that says nothing of ranks
+    tied_to: str  # first name with the same memory, its own where there is none
+
+
+@dataclass(frozen=True)
+class RankMeta:
+    """Metadata of all tensors of one rank."""
+
+    sources: dict[str, TensorMeta]
+    outs: dict[str, TensorMeta]
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True)
+class TensorMove:
+    """One tensor's (or stretch's) way."""
+
+    source: str
+    target: str
+    plan: ReshardPlan
+
+
+@dataclass(frozen=True)
+class StateDictPlan:
+    """Plan of all tensors of a state dict.
+
+    Attributes:
+        moves: Every move, in the order in which they are made.
+        buckets: For each collective, the positions of its moves.
+        targets: Layout and dtype of every destination tensor.
+        aliases: Destination names that are tied to another destination, which is moved for both.
+        problems: Always empty; a plan with problems is not made.
+    """
+
+    moves: tuple[TensorMove, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    targets: Mapping[str, tuple[ShardMap, str]]
+    aliases: Mapping[str, str]
+    problems: tuple[Problem, ...] = field(default=())
+
+    @property
+    def wire_bytes(self) -> int:
+        """All bytes on the wire."""
+        return sum(move.plan.wire_bytes for move in self.moves)
+
+    @property
+    def lower_bound(self) -> int:
+        """The fewest bytes that any algorithm needs."""
+        return sum(move.plan.lower_bound for move in self.moves)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest; equal on every rank."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Names and plans as JSON, byte-stable."""
+        moves = [[move.source, move.target, json.loads(move.plan.to_json())] for move in self.moves]
+        data = {"moves": moves, "buckets": self.buckets, "aliases": dict(self.aliases)}
+        return json.dumps(data, separators=(",", ":"), sort_keys=True)
+
+    def explain(self, name: str | None = None) -> str:
+        """The plan of the tensor called ``name`` (source or target), or a line for each tensor."""
+        chosen = [move for move in self.moves if name in (None, move.source, move.target)]
+        if name is not None:
+            return "\n".join(move.plan.explain(_title(move)) for move in chosen)
+        lines = [
+            f"{len(self.moves)} moves in {len(self.buckets)} collectives, {human(self.wire_bytes)} on the wire, "
+            f"lower bound {human(self.lower_bound)}"
+        ]
+        for move in chosen:
+            size = human(move.plan.wire_bytes)
+            lines.append(f"  {_title(move)}: {move.plan.src.describe()} -> {move.plan.dst.describe()}, {size}")
+        return "\n".join(lines)
+
+
+def _title(move: TensorMove) -> str:
+    return move.source if move.source == move.target else f"{move.source} -> {move.target}"

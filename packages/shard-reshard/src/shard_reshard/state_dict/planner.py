@@ -1,0 +1,280 @@
+"""The planning of state dicts: what all ranks know of their tensors becomes one list of moves."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
+from shard_reshard.layout.view import ShardMapView, shard_map_from_json
+from shard_reshard.planning.planner import make_plan
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
+
+
+def plan_state_dict(
+    everyone: Sequence[RankMeta],
+    dst_layouts: DstLayouts,
+    key_map: KeyMap | None = None,
+    bucket_bytes: int = 64 * 2**20,
+    to_group: ToGroup | None = None,
+    strict: bool = True,
+) -> StateDictPlan:
+    """Plan the moves of all tensors from what all ranks know. Pure, the same answer on every rank.
+
+    Args:
+        everyone: What each rank knows, in rank order.
+        dst_layouts: Layout by destination name, one for all, a function of name and shape, or None where the
+            destination tensors tell theirs.
+        key_map: Destination of source names that change; None as a value leaves the tensor where it is.
+        bucket_bytes: About how many buffer bytes a collective may need on a rank.
+        to_group: See `bind`.
+        strict: A destination tensor that no source fills is a problem.
+
+    Raises:
+        PlanError: With the problems of all tensors.
+    """
+    problems: list[Problem] = [p for facts in everyone for p in facts.problems]
+    sources = _merge("source", [facts.sources for facts in everyone], problems)
+    parts = _parts(sources, key_map or {}, problems)
+    shapes = _target_shapes(sources, parts, problems)
+    given = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
+    located = {name for name, layout in given.items() if layout is not None}
+    outs = _merge("out", [facts.outs for facts in everyone], problems, located)
+    targets: dict[str, tuple[ShardMap, str]] = {}
+    for name, (shape, dtype) in shapes.items():
+        try:
+            layout = _dst_layout(name, shape, given[name], outs.get(name), to_group)
+            targets[name] = layout, outs[name].dtype if name in outs else dtype
+        except PlanError as error:
+            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    if strict:
+        problems += _unfilled(outs, targets)
+    if problems:
+        raise PlanError(dict.fromkeys(problems))
+    aliases = _aliases(sources, outs, parts, targets)
+    moves = [
+        _move(source, sources[source], part, targets[part.name], bucket_bytes)
+        for source, part in parts
+        if part.name not in aliases
+    ]
+    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases)
+
+
+def _merge(
+    side: str, tables: Sequence[Mapping[str, TensorMeta]], problems: list[Problem], located: Set[str] = frozenset()
+) -> dict[str, TensorMeta]:
+    """One entry for each name, whose layout has the ranks of all.
+
+    Plain tensors among ``located`` are shards of a layout that the caller gives, each of its own shape.
+    """
+    by_name: dict[str, dict[int, TensorMeta]] = {}
+    for rank, table in enumerate(tables):
+        for name, known in table.items():
+            by_name.setdefault(name, {})[rank] = known
+    merged: dict[str, TensorMeta] = {}
+    for name, by_rank in sorted(by_name.items()):
+        first = next(iter(by_rank.values()))
+        for rank, known in by_rank.items():
+            if name in located and known.layout == first.layout == "" and known.dtype == first.dtype:
+                continue
+            if known[:2] != first[:2] or (known.layout == "") != (first.layout == ""):
+                kind = "a plain tensor" if known.layout == "" else "a sharded tensor"
+                found = f"rank {rank}: {kind} of {known.shape} {known.dtype}, before: {first.shape} {first.dtype}"
+                hint = "shape, dtype and kind of a tensor are the same on every rank"
+                problems.append(Problem("ranks-disagree", f"{side} {name}", found=found, hint=hint))
+                break
+        else:
+            layout = _joined_layout(by_rank)
+            if not layout and side == "out":
+                found = f"the layouts {', '.join(sorted({known.layout for known in by_rank.values()}))}"
+                hint = "give one layout for all ranks in dst_layouts"
+                problems.append(Problem("ranks-disagree", f"out {name}", found=found, hint=hint))
+            tied = {known.tied_to for known in by_rank.values() if known.tied_to}
+            merged[name] = first._replace(layout=layout or first.layout, tied_to=tied.pop() if len(tied) == 1 else name)
+    return merged
+
+
+def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> str:
+    """The layout of all ranks: one that all name; or several of one make on separate ranks, as replicas; else ""."""
+    texts = list(dict.fromkeys(known.layout for known in by_rank.values()))
+    if texts == [""]:  # plain tensors: whole on each rank that has one
+        return json.dumps({"mesh": [["replica", len(by_rank)]], "ranks": list(by_rank), "layout": "replica:R"})
+    if len(texts) == 1:
+        return texts[0]
+    layouts = [json.loads(text) for text in texts]
+    alike = {json.dumps([entry.get("mesh"), entry.get("layout")]) for entry in layouts}
+    ranks = [rank for entry in layouts for rank in _ranks_of(entry)]
+    if len(alike) > 1 or not layouts[0].get("mesh") or len(set(ranks)) < len(ranks):
+        return ""
+    axes = {name for name, _ in layouts[0]["mesh"]}
+    axis = next(name for name in ("replica", "replica_", "replica__") if name not in axes)
+    mesh = [[axis, len(layouts)], *layouts[0]["mesh"]]
+    return json.dumps({"mesh": mesh, "ranks": ranks, "layout": f"{axis}:R, {layouts[0]['layout']}"})
+
+
+def _ranks_of(layout: Mapping[str, Any]) -> list[int]:
+    if layout.get("ranks") is not None:
+        return list(layout["ranks"])
+    return list(range(prod(size for _, size in layout.get("mesh", ()))))
+
+
+def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[tuple[str, Part]]:
+    """Return the destination of every source, with dims counted from the front and sizes filled in."""
+    parts: list[tuple[str, Part]] = []
+    for name in key_map:
+        if name not in sources:
+            hint = "key_map names tensors of the source state dict"
+            problems.append(Problem("unknown-key", "key_map", found=repr(name), hint=hint))
+    for name, known in sources.items():
+        given = key_map.get(name, name)
+        listed = [] if given is None else [given] if isinstance(given, str | Part) else list(given)
+        for entry in listed:
+            part = Part(entry) if isinstance(entry, str) else entry
+            ndim = len(known.shape)
+            if not ndim:
+                parts.append((name, Part(part.name)))
+                continue
+            if not -ndim <= part.dim < ndim:
+                found = f"{part!r} for a tensor of shape {known.shape}"
+                problems.append(Problem("dim-out-of-range", name, part.dim, found=found, hint="correct key_map"))
+                continue
+            dim = part.dim % ndim
+            size = known.shape[dim] - part.source_start if part.size is None else part.size
+            if size < 0 or part.start < 0 or part.source_start < 0 or part.source_start + size > known.shape[dim]:
+                found = f"{part!r} for a tensor of shape {known.shape}"
+                problems.append(Problem("part-outside", name, dim, found=found, hint="correct key_map"))
+                continue
+            parts.append((name, Part(part.name, part.start, dim, part.source_start, size)))
+    return parts
+
+
+def _target_shapes(
+    sources: Mapping[str, TensorMeta], parts: list[tuple[str, Part]], problems: list[Problem]
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every destination; its parts have to tile it."""
+    by_name: dict[str, list[tuple[str, Part]]] = {}
+    for source, part in parts:
+        by_name.setdefault(part.name, []).append((source, part))
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name, found in sorted(by_name.items()):
+        first = sources[found[0][0]]
+        dim = found[0][1].dim
+        end, rests = 0, set()
+        for source, part in sorted(found, key=lambda entry: entry[1].start):
+            known = sources[source]
+            rests.add((known.shape[:dim], known.shape[dim + 1 :], part.dim))
+            if part.start != end:
+                what = "overlaps the part before it" if part.start < end else f"leaves {end}..{part.start} empty"
+                hint = "the parts of a tensor follow each other without gaps"
+                problems.append(Problem("parts-do-not-tile", name, dim, found=f"{source} {what}", hint=hint))
+            end = part.start + (part.size or 0)
+        if len(rests) > 1:
+            hint = "parts of one tensor differ along one dim only"
+            listed = ", ".join(f"{source} {sources[source].shape}" for source, _ in found)
+            problems.append(Problem("parts-differ", name, dim, found=listed, hint=hint))
+        dtypes = {sources[source].dtype for source, _ in found}
+        if len(dtypes) > 1:
+            hint = "parts of one tensor have one dtype"
+            problems.append(Problem("parts-differ", name, found=", ".join(sorted(dtypes)), hint=hint))
+        shape = (*first.shape[:dim], end, *first.shape[dim + 1 :]) if first.shape else ()
+        shapes[name] = shape, first.dtype
+    return shapes
+
+
+def _dst_layout(
+    name: str, shape: tuple[int, ...], layout: LayoutLike | None, out: TensorMeta | None, to_group: ToGroup | None
+) -> ShardMap:
+    if layout is None and out is not None:
+        return shard_map_from_json(shape, json.loads(out.layout))
+    if layout is None:
+        hint = "name it in dst_layouts, or pass an out= that has it"
+        raise PlanError(Problem("layout-needed", name, found="no destination layout", hint=hint))
+    return resolve_layout(layout, shape, to_group)
+
+
+def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> LayoutLike | None:
+    """Return the layout of one tensor in ``dst_layouts``."""
+    if isinstance(dst_layouts, Mapping):
+        return dst_layouts.get(name)
+    return dst_layouts(name, shape) if callable(dst_layouts) else dst_layouts
+
+
+def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> list[Problem]:
+    """Destination tensors that keep what they had; one that is tied to a filled one is filled with it."""
+    filled = {outs[name].tied_to for name in targets if name in outs}
+    hint = "pass its source, name it in key_map, or say strict=False"
+    return [
+        Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint)
+        for name, known in outs.items()
+        if name not in targets and known.tied_to not in filled
+    ]
+
+
+def _aliases(
+    sources: Mapping[str, TensorMeta],
+    outs: Mapping[str, TensorMeta],
+    parts: list[tuple[str, Part]],
+    targets: Mapping[str, tuple[ShardMap, str]],
+) -> dict[str, str]:
+    """Tied tensors that move once: one memory at the source, one at the destination, one layout."""
+    whole = dict(parts)
+    num_parts = Counter(source for source, _ in parts)
+    times = {name: sum(part.name == name for _, part in parts) for name in targets}
+    aliases: dict[str, str] = {}
+    for source, known in sources.items():
+        first = known.tied_to
+        if first == source or first not in whole or source not in whole or num_parts[source] + num_parts[first] > 2:
+            continue
+        part, first_part = whole[source], whole[first]
+        if part != replace(first_part, name=part.name):  # other stretches of the one tensor
+            continue
+        target, first_target = part.name, first_part.name
+        simple = times[target] == 1 and times[first_target] == 1 and target != first_target
+        outs_tied = target not in outs or outs[target].tied_to == outs[first_target].tied_to
+        if simple and outs_tied and targets[target] == targets[first_target]:
+            aliases[target] = first_target
+    return aliases
+
+
+def _move(source: str, known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> TensorMove:
+    layout, dtype = target
+    src = shard_map_from_json(known.shape, json.loads(known.layout))
+    if known.shape:
+        window = (*known.shape[: part.dim], part.size or 0, *known.shape[part.dim + 1 :])
+        src = _window(src, part.dim, part.source_start, window)
+        layout = _window(layout, part.dim, part.start, window)
+    itemsize = max(ITEMSIZES[known.dtype], ITEMSIZES[dtype])
+    limit = bucket_bytes if (src.largest + layout.largest) * itemsize > bucket_bytes else None
+    return TensorMove(source, part.name, make_plan(src, layout, known.dtype, dtype, limit))
+
+
+def _window(layout: ShardMap, dim: int, start: int, shape: tuple[int, ...]) -> ShardMap:
+    if layout.shape == shape:
+        return layout
+    return ShardMapView(layout, tuple(start if at == dim else 0 for at in range(len(shape))), shape)
+
+
+def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Moves that share a collective: neighbours in the list, until their buffers are large enough."""
+    buckets: list[list[int]] = []
+    room = 0
+    for at, move in enumerate(moves):
+        plan = move.plan
+        size = (plan.src.largest + plan.dst.largest) * plan.itemsize
+        if plan.max_workspace_bytes is not None:
+            buckets.append([at])
+            room = 0
+            continue
+        if not buckets or size > room:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1].append(at)
+        room -= size
+    return tuple(map(tuple, buckets))

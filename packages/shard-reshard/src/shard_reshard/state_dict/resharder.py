@@ -1,0 +1,394 @@
+"""Reshard a whole state dict: trainer to server, checkpoint to model, in a few fused exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import declared_layouts
+from shard_reshard.consensus import (
+    GroupInfo,
+    assert_consistent,
+    check_mode,
+    group_info,
+    problems_of,
+    raise_on_all_ranks,
+)
+from shard_reshard.execution.checks import not_compiled
+from shard_reshard.execution.guards import Match, TensorGuards, pointers, record_guards
+from shard_reshard.execution.mover import NotPicklable
+from shard_reshard.layout.parse import LayoutLike, layout_value
+from shard_reshard.state_dict.agreement import Question, agreed_plan, exchange_version, metadata_digest
+from shard_reshard.state_dict.meta import (
+    VERSION_KEY,
+    LayoutChecker,
+    collect_metadata,
+    device_of,
+    local_tensors,
+    stamp_version,
+    tensors_of,
+)
+from shard_reshard.state_dict.outputs import (
+    Bucket,
+    LocalTargets,
+    MovedStateDict,
+    OutputKinds,
+    Progress,
+    ReceiveBuffers,
+    bucket_calls,
+    move_buckets,
+    mover_for_bucket,
+    source_problems,
+    write_outputs,
+)
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, StateDictPlan
+
+
+def reshard_state_dict(
+    state_dict: Mapping[str, Any] | torch.nn.Module,
+    dst_layouts: DstLayouts = None,
+    *,
+    src_layouts: Mapping[str, LayoutLike] | None = None,
+    shapes: Mapping[str, Any] | None = None,
+    out: torch.nn.Module | Mapping[str, Any] | None = None,
+    key_map: KeyMap | None = None,
+    bucket_bytes: int = 64 * 2**20,
+    group: dist.ProcessGroup | None = None,
+    version: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    atomic: bool = True,
+    strict: bool = True,
+    check: str = "first",
+) -> MovedStateDict:
+    """Move all tensors of a state dict to other layouts, ranks, names or dtypes.
+
+    Every rank of ``group`` calls it. A rank that has no part of the source passes an empty mapping.
+
+    Args:
+        state_dict: A module, or FQN -> DTensor or local tensor. A local tensor's layout is in ``src_layouts``, or
+            else in its ``_sharding_info``. One that has neither has to be whole and equal on every rank that passes
+            it, which is checked. DTensors on separate sub-meshes of one make (the tensor-parallel groups of data
+            parallelism) are replicas.
+        dst_layouts: Layout by destination name, one for all, or a function of name and global shape. Names that it
+            leaves out go where the tensor of ``out`` lies (a plain one is whole).
+        src_layouts: Layouts of local tensors.
+        shapes: Global shapes of local tensors, where their layout does not tell.
+        out: A module or mapping whose tensors are filled in place; its dtypes are cast to.
+        key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out.
+        bucket_bytes: About how many buffer bytes a rank may use for one exchange.
+        group: The union of all ranks; None is the default group.
+        version: A number that says which state this is; ranks with sources give the same, receivers read it. Numbers
+            that differ raise on all ranks before ``out`` is filled; where it is filled as tensors arrive
+            (``atomic=False``), it then has no version.
+        progress: Called on each rank after each tensor.
+        atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
+            dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive.
+        strict: A tensor of ``out`` that no source fills is a problem; False leaves it as it is.
+        check: "first" or "always", see `reshard`.
+
+    Returns:
+        The tensors of this rank by destination name, with ``.plan`` and ``.version``.
+
+    Raises:
+        PlanError: With the problems of all tensors of all ranks, on every rank, before any data moves.
+        RuntimeError: When an exchange fails because a rank died.
+    """
+    if torch.compiler.is_compiling():
+        not_compiled("reshard_state_dict")
+    members = group_info(group)
+    values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
+    comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
+    asked = values, shapes and dict(shapes), key_map and dict(key_map), bucket_bytes, strict, check
+    recent = None
+    try:
+        tensors, targets = tensors_of(state_dict), tensors_of(out)
+        recent = _recent_resharder(members, asked, tensors, targets) if comparable else None
+    except Exception as error:
+        raise_on_all_ranks(members, error)
+    if recent is not None:
+        found, compared = recent
+        plan, version = agreed_plan(members, found._facts, found._digest, tensors, found._question, version)
+        if plan is not found.plan:  # other ranks have other tensors now
+            found._follow(plan, version)
+        return found._run(tensors, out, targets, progress, atomic, lambda: version, compared)
+    resharder = StateDictResharder(
+        state_dict,
+        dst_layouts,
+        src_layouts=src_layouts,
+        shapes=shapes,
+        out=out,
+        key_map=key_map,
+        bucket_bytes=bucket_bytes,
+        group=group,
+        version=version,
+        strict=strict,
+        check=check,
+        keep_workspace=False,
+    )
+    result = resharder._run(tensors, out, targets, progress, atomic, lambda: resharder._first_version)
+    if comparable and resharder._guards is not None:
+        kept = _recent.setdefault(members.group, [])
+        kept.append((asked, resharder))
+        del kept[:-_MAX_RECENT]
+    return result
+
+
+class StateDictResharder(NotPicklable):
+    """Moves the tensors of state dicts that are alike again and again: what ranks compare, they compare once.
+
+    Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
+    compares versions, and whether plain tensors are equal, while the tensors move; with ``versions=False`` (the same on
+    every rank) calls have no version and are one small collective less, and plain tensors are compared in the
+    constructor only. The constructor communicates, and so does every call; every rank of the group makes them in the
+    same order.
+
+    Attributes:
+        plan: What is moved how.
+    """
+
+    _instead = "make another one, on every rank of the group"
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any] | torch.nn.Module,
+        dst_layouts: DstLayouts = None,
+        *,
+        src_layouts: Mapping[str, LayoutLike] | None = None,
+        shapes: Mapping[str, Any] | None = None,
+        out: torch.nn.Module | Mapping[str, Any] | None = None,
+        key_map: KeyMap | None = None,
+        bucket_bytes: int = 64 * 2**20,
+        group: dist.ProcessGroup | None = None,
+        version: int | None = None,
+        strict: bool = True,
+        check: str = "first",
+        keep_workspace: bool = True,
+        versions: bool = True,
+    ) -> None:
+        self._members = group_info(group)
+        try:
+            tensors, targets = tensors_of(state_dict), tensors_of(out)
+            facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
+            self._question = Question(dst_layouts, key_map, bucket_bytes, strict, versions)
+            self._digest = metadata_digest(facts, self._question)
+        except Exception as error:
+            raise_on_all_ranks(self._members, error)
+        self._facts, self._check, self._keeps = facts, check_mode(check), keep_workspace
+        self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version))
+
+    def _follow(self, plan: StateDictPlan, version: int | None) -> None:
+        """Work out, once for all calls, what this rank does in a plan."""
+        self.plan, self._first_version = plan, version
+        dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
+        self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
+        self._here = LocalTargets(plan, self._members.rank)
+        self._kinds = OutputKinds(plan, self._question.dst_layouts)
+        self._movers = [
+            mover_for_bucket(self._members, plan, bucket, self._check, self._keeps) for bucket in plan.buckets
+        ]
+        self._guards: StateGuards | None = None  # on the tensors of the last call
+        self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+
+    def __call__(
+        self,
+        state_dict: Mapping[str, Any] | torch.nn.Module,
+        *,
+        out: torch.nn.Module | Mapping[str, Any] | None = None,
+        version: int | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        atomic: bool = True,
+    ) -> MovedStateDict:
+        """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
+        if torch.compiler.is_compiling():
+            not_compiled("StateDictResharder")
+        tensors = tensors_of(state_dict)
+        if not self._question.versions:
+            if version is not None:
+                hint = "make the resharder with versions=True"
+                raise PlanError(Problem("no-versions", "version", found=f"{version} with versions=False", hint=hint))
+            return self._run(tensors, out, tensors_of(out), progress, atomic, _no_version)
+        # In flight while the tensors move.
+        agreed = exchange_version(self._members, version, self._facts, tensors)
+        return self._run(tensors, out, tensors_of(out), progress, atomic, agreed)
+
+    def _compare(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared | None:
+        """Compare tensors with those of the last call; None where their metadata, ties among it, is another."""
+        guards = self._guards
+        if guards is None:
+            return None
+        with torch.no_grad():  # as when they were recorded
+            try:
+                sources, outs = local_tensors(tensors), local_tensors(targets)
+            except PlanError:
+                return None
+            match = guards.match(tensors, targets, sources, outs)
+        if match is Match.NONE or (match is Match.METADATA and not guards.same_ties(sources, outs)):
+            return None
+        return Compared(sources, outs, match)
+
+    def _matched(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared:
+        """Return the local tensors of both sides, and how far guards hold.
+
+        Raises:
+            PlanError: ``not-a-tensor``.
+        """
+        for name, value in tensors.items():
+            if not isinstance(value, torch.Tensor):
+                found = f"a {type(value).__qualname__}"
+                raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
+        sources, outs = local_tensors(tensors), local_tensors(targets)
+        match = Match.NONE if self._guards is None else self._guards.match(tensors, targets, sources, outs)
+        return Compared(sources, outs, match)
+
+    def _run(
+        self,
+        tensors: Mapping[str, Any],
+        out: torch.nn.Module | Mapping[str, Any] | None,
+        targets: Mapping[str, Any],
+        progress: Callable[[Progress], None] | None,
+        atomic: bool,
+        agreed_stamp: Callable[[], int | None],
+        compared: Compared | None = None,
+    ) -> MovedStateDict:
+        here = self._here
+        with torch.no_grad():
+            problems: list[Problem] = []
+            try:
+                sources, outs, match = compared or self._matched(tensors, targets)
+            except Exception as error:
+                problems += problems_of(error)
+                sources, outs, match = {}, {}, Match.NONE
+            if self._guards is None or self._guards.atomic is not atomic:
+                match = Match.NONE
+            again = self._again if match is Match.MEMORY and not atomic else None
+            device = device_of(sources, outs, self._members)
+            arriving = again[0] if again else ReceiveBuffers(here, None if atomic else outs, device)
+            calls = again[1] if again else bucket_calls(here, sources, arriving)
+            if not problems and match is not Match.MEMORY:
+                # In other memory tensors may be tied or overlap otherwise, whatever their metadata.
+                if match is Match.NONE:
+                    problems += self._layout_checks.problems(tensors, sources, targets)
+                    problems += source_problems(here, sources, arriving)
+                else:
+                    problems += self._layout_checks.untied(sources)
+                problems += here.out_problems(outs, sources, atomic, self._question.strict)
+                self._again = None
+            what = f"tensors of state dict plan {self.plan.digest}"
+            assert_consistent(self._members, what, problems, self._check)
+            if match is not Match.MEMORY:
+                self._guards = record_state_guards(tensors, targets, sources, outs, atomic)
+                self._again = (arriving, calls) if self._guards and self._keeps and arriving.all_in_place else None
+            if out is not None and not atomic:
+                stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
+            move_buckets(here, self._movers, calls, arriving.fresh, match is Match.MEMORY, progress)
+            stamp = agreed_stamp()
+            result = write_outputs(here, arriving, targets, outs, self._kinds)
+        result.plan, result.version = self.plan, stamp
+        if out is not None and stamp is not None:
+            stamp_version(out, stamp)
+        return result
+
+
+class Compared(NamedTuple):
+    """Local tensors of both sides of a call, and how far guards on the last one hold."""
+
+    sources: Mapping[str, torch.Tensor]
+    outs: Mapping[str, torch.Tensor]
+    match: Match
+
+
+def _no_version() -> None:
+    return None
+
+
+class StateGuards:
+    """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        targets: Mapping[str, Any],
+        guards: TensorGuards,
+        atomic: bool,
+        ties: list[int],
+    ) -> None:
+        self.atomic = atomic
+        self._names = list(tensors), list(targets)
+        self._layouts = declared_layouts([*tensors.values(), *targets.values()])
+        self._guards, self._ties = guards, ties
+
+    def match(
+        self,
+        tensors: Mapping[str, Any],
+        targets: Mapping[str, Any],
+        sources: Mapping[str, torch.Tensor],
+        outs: Mapping[str, torch.Tensor],
+    ) -> Match:
+        """Compare the tensors of a call, locally ``sources`` and ``outs``."""
+        if (list(tensors), list(targets)) != self._names:
+            return Match.NONE
+        if declared_layouts([*tensors.values(), *targets.values()]) != self._layouts:
+            return Match.NONE
+        return self._guards.match([*sources.values(), *outs.values()])
+
+    def same_ties(self, sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> bool:
+        """Return True where the same tensors are tied."""
+        return _ties(sources, outs) == self._ties
+
+
+def record_state_guards(
+    tensors: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    sources: Mapping[str, torch.Tensor],
+    outs: Mapping[str, torch.Tensor],
+    atomic: bool,
+) -> StateGuards | None:
+    """Return guards on these tensors; None where some cannot be compared."""
+    guards = record_guards([*sources.values(), *outs.values()])
+    if guards is None or len(outs) != len(targets):
+        return None
+    return StateGuards(tensors, targets, guards, atomic, _ties(sources, outs))
+
+
+def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return the first tensor in the same memory, for each tensor of either side."""
+    found: list[int] = []
+    for side in (sources, outs):
+        first: dict[int, int] = {}
+        found += [first.setdefault(pointer, at) for at, pointer in enumerate(pointers(list(side.values())))]
+    return found
+
+
+# ---- one-shot calls -------------------------------------------------------------------------------------------
+
+_MAX_RECENT = 8
+_recent: WeakKeyDictionary[dist.ProcessGroup, list[tuple[object, StateDictResharder]]] = WeakKeyDictionary()
+
+
+def _recent_resharder(
+    members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
+) -> tuple[StateDictResharder, Compared] | None:
+    """Return a resharder of an earlier one-shot call of the same arguments and metadata; it holds no tensors."""
+    for known, resharder in reversed(_recent.get(members.group, [])):
+        if known == asked and (compared := resharder._compare(tensors, targets)) is not None:
+            return resharder, compared
+    return None
+
+
+def _as_values(layouts: Any) -> Any:
+    """Return layouts as values that compare; None for those that hold tensors or are no values."""
+    if isinstance(layouts, Mapping):
+        found = {name: layout_value(layout) for name, layout in layouts.items()}
+        return None if None in found.values() else found
+    return layouts if callable(layouts) else layout_value(layouts)
+
+
+def state_version(out: torch.nn.Module | Mapping[str, Any]) -> int | None:
+    """Return the version of the state that `reshard_state_dict` last brought into ``out`` completely; None for none."""
+    found = out.get(VERSION_KEY) if isinstance(out, Mapping) else getattr(out, VERSION_KEY, None)
+    return None if found is None else int(found)

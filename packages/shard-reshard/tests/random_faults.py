@@ -1,0 +1,305 @@
+"""Random faults on ranks while state dicts, files and checkpoints move: right, refused, or an error in time.
+
+Each world is three processes of its own. At one of its calls one rank does something odd, or dies. Nothing may hang
+beyond the group's timeout, and no rank may return other values than the right ones. Then the ranks that are left make
+a group of their own and try again, which has to succeed. Sampled by a test, in full by a script:
+
+    python tests/random_faults.py 300
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shard_reshard import (
+    PlanError,
+    StateDictResharder,
+    layouts_from_dcp,
+    load_safetensors,
+    reshard_state_dict,
+    state_version,
+)
+from stored_files import write
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+RANKS, CALLS, TIMEOUT = 3, 4, 3
+NAMES = ("a", "b", "c", "d")
+
+
+def full_values(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    shapes = ((12, 6), (7, 5), (9,), (64, 48))
+    return {name: torch.randn(shape, generator=generator) for name, shape in zip(NAMES, shapes, strict=True)}
+
+
+def rows(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    step = -(-full.shape[0] // size)
+    return full[min(rank * step, full.shape[0]) : (rank + 1) * step].clone()
+
+
+class Fault:
+    """What one rank does at one call."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.what = rng.choice(sorted(FAULTS))
+        self.rank, self.call = rng.randrange(RANKS), rng.randrange(CALLS)
+        self.how = rng.choice(sorted(CALLERS))
+        self.delay = rng.random() * 0.03
+        self.atomic = rng.random() < 0.7
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.what} on rank {self.rank} in call {self.call}, atomic={self.atomic}"
+
+
+def _dying(state: dict[str, Any], fault: Fault) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, max(fault.delay, 1e-4))
+
+
+def _change(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any], Fault], None]:
+    def apply(state: dict[str, Any], fault: Fault) -> None:
+        state[name] = change(state[name])
+
+    return apply
+
+
+def _stay_away(state: dict[str, Any], fault: Fault) -> None:
+    raise KeyboardInterrupt  # the rank's own trouble, before it calls
+
+
+FAULTS: dict[str, Callable[[dict[str, Any], Fault], None]] = {
+    "dies": _dying,
+    "dies at once": lambda state, fault: os.kill(os.getpid(), signal.SIGKILL),
+    "stays away": _stay_away,
+    "a name less": lambda state, fault: state.pop("b"),
+    "a name more": lambda state, fault: state.update(e=torch.ones(3)),
+    "another dtype": _change("a", lambda t: t.double()),
+    "another shape": _change("c", lambda t: torch.ones(99)),
+    "a number": _change("d", lambda t: 3),
+    "sparse": _change("a", lambda t: t.to_sparse()),
+    "meta": _change("b", lambda t: t.to("meta")),
+    "requires grad": _change("d", lambda t: t.clone().requires_grad_()),
+    "turned": _change("d", lambda t: t.t().contiguous().t()),
+    "nothing": lambda state, fault: None,
+}
+
+
+def _one_shot(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
+    return reshard_state_dict(state, out=out, **_layouts(size), atomic=fault.atomic, version=step)
+
+
+def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
+    if "resharder" not in kept:
+        kept["resharder"] = StateDictResharder(state, out=out, **_layouts(size))
+    return kept["resharder"](state, out=out, atomic=fault.atomic, version=step)
+
+
+def _layouts(size: int) -> dict[str, Any]:
+    shapes = {name: tuple(value.shape) for name, value in full_values(0).items()}
+    sources = dict.fromkeys(NAMES, f"{size}: S(0)")
+    return {"dst_layouts": f"{size}: S(-1)", "src_layouts": sources, "shapes": shapes}
+
+
+def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
+    """Each rank writes its rows, odd ones among them, and all load; the files of a call are its own."""
+    folder = Path(kept["folder"])
+    mine = folder / f"{size}-{step}-{dist.get_rank()}.safetensors"
+    write(mine.with_suffix(".part"), {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+    os.replace(mine.with_suffix(".part"), mine)
+    files = {rank: folder / f"{size}-{step}-{rank}.safetensors" for rank in range(size)}
+    given = _layouts(size)
+    return load_safetensors(
+        files, given["dst_layouts"], stored_as=given["src_layouts"], shapes=given["shapes"], out=out,
+        atomic=fault.atomic, version=step, bucket_bytes=4096,
+    )  # fmt: skip
+
+
+CALLERS: dict[str, Callable[..., Any]] = {"one-shot": _one_shot, "kept": _kept, "kept ": _kept, "files": _from_files}
+
+
+def _columns(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    return rows(full.movedim(-1, 0), rank, size).movedim(0, -1)
+
+
+def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kept: dict[str, Any], odd: bool) -> str:
+    """One call; returns how it went on this rank."""
+    full = full_values(step)
+    state: dict[str, Any] = {name: rows(value, rank, size) for name, value in full.items()}
+    before = {name: tensor.clone() for name, tensor in out.items() if isinstance(tensor, torch.Tensor)}
+    version = state_version(out)
+    try:
+        if odd:
+            FAULTS[fault.what](state, fault)
+        CALLERS[fault.how](state, out, size, fault, kept, step)
+    except KeyboardInterrupt:
+        return "stayed away"
+    except (PlanError, RuntimeError) as error:
+        kept["e"] = error
+        if fault.atomic and any(not torch.equal(out[name], value) for name, value in before.items()):
+            return f"wrong: an error after which out is another: {error}"
+        if fault.atomic and state_version(out) != version:
+            return "wrong: an error after which the version is another"
+        if not fault.atomic and state_version(out) is not None and isinstance(error, RuntimeError):
+            changed = any(not torch.equal(out[name], value) for name, value in before.items())
+            if changed:
+                return "wrong: a version on values that are mixed"
+        return "refused" if isinstance(error, PlanError) else "failed"
+    finally:
+        if odd:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    for name, value in full.items():
+        if not torch.equal(out[name], _columns(value, rank, size)):
+            return f"wrong: {name}"
+    return "right" if state_version(out) == step else "wrong: version"
+
+
+def _rank(rank: int, folder: str, seed: int, said: Any) -> None:
+    outcome = "dead"
+    try:
+        torch.set_num_threads(1)
+        fault = Fault(seed)
+        _join(f"{folder}/first", rank, RANKS)
+        out: dict[str, Any] = {name: _columns(v, rank, RANKS) * 0 for name, v in full_values(0).items()}
+        kept: dict[str, Any] = {"folder": folder}
+        outcome = "right"
+        for step in range(CALLS):
+            outcome = _run(rank, RANKS, step, out, fault, kept, step == fault.call and rank == fault.rank)
+            if outcome != "right":
+                break
+        dies = fault.what in ("dies", "dies at once")
+        if not outcome.startswith("wrong") and (outcome != "right" or dies):
+            # Whoever is left makes a group of its own: nothing that was kept of the old one may be of harm.
+            left = [r for r in range(RANKS) if r != fault.rank] if dies else list(range(RANKS))
+            if rank in left:
+                dist.destroy_process_group()
+                _join(f"{folder}/second", left.index(rank), len(left))
+                me, size = left.index(rank), len(left)
+                out = {name: _columns(v, me, size) * 0 for name, v in full_values(0).items()}
+                for step in (10, 11, 12):
+                    again = _run(
+                        me, size, step, out, fault, kept := {"folder": folder} | (kept if step > 10 else {}), False
+                    )
+                    kept.pop("resharder", None) if step == 10 and again != "right" else None
+                    if again != "right":
+                        outcome = f"wrong: the second try: {again} {kept.get(chr(101))}"
+    except BaseException as error:
+        outcome = f"wrong: {type(error).__name__}: {str(error)[:300]}"
+    finally:
+        said.put((rank, outcome))
+        os._exit(0)
+
+
+def _join(path: str, rank: int, size: int) -> None:
+    store = dist.FileStore(path, size)  # type: ignore[attr-defined]  # public, though not declared so
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+
+
+def check_faults(count: int, seed: int) -> Counter[str]:
+    """Run `count` worlds; the counts of their outcomes. Raises at the first wrong or hung one."""
+    context = multiprocessing.get_context("fork")
+    counts: Counter[str] = Counter()
+    for number in range(seed, seed + count):
+        fault = Fault(number)
+        with tempfile.TemporaryDirectory() as folder:
+            said = context.SimpleQueue()
+            workers = [context.Process(target=_rank, args=(rank, folder, number, said)) for rank in range(RANKS)]
+            for worker in workers:
+                worker.start()
+            end = time.monotonic() + 8 * TIMEOUT
+            for worker in workers:
+                worker.join(max(0.1, end - time.monotonic()))
+            hung = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
+            for worker in workers:
+                worker.kill()
+            outcomes: dict[int, str] = {}
+            while not said.empty():
+                rank, outcome = said.get()
+                outcomes[rank] = outcome
+        assert not hung, f"seed {number}, {fault}: ranks {hung} hang; {outcomes}"
+        wrong = {rank: outcome for rank, outcome in outcomes.items() if outcome.startswith("wrong")}
+        assert not wrong, f"seed {number}, {fault}: {wrong}"
+        if fault.what == "nothing" or (fault.what == "turned" and fault.how != "kept "):
+            assert set(outcomes.values()) == {"right"}, f"seed {number}, {fault}: false alarm {outcomes}"
+        counts["worlds"] += 1
+        counts[", ".join(sorted(set(outcomes.values())))] += 1
+    return counts
+
+
+# ---- a checkpoint that is cut off -----------------------------------------------------------------------------
+
+
+def _save(rank: int, folder: str, delay: float) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    torch.set_num_threads(1)
+    _join(f"{folder}/store", rank, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.arange(float(1 << 20)).view(1024, 1024)
+    state = {
+        f"w{at}": DTensor.from_local(full.chunk(2)[rank] + at, mesh, [Shard(0)], run_check=False) for at in range(4)
+    }
+    dist.barrier()
+    if rank == 1:
+        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        signal.setitimer(signal.ITIMER_REAL, delay)
+    try:
+        save(state, checkpoint_id=f"{folder}/checkpoint")
+    finally:
+        os._exit(0)
+
+
+def check_saves(count: int, seed: int) -> Counter[str]:
+    """Kill a rank in the middle of `count` saves: what is left is a whole checkpoint, or none."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    context, counts, rng = multiprocessing.get_context("fork"), Counter[str](), random.Random(seed)
+    for _ in range(count):
+        with tempfile.TemporaryDirectory() as folder:
+            delay = max(1e-4, rng.random() * 0.12)
+            workers = [context.Process(target=_save, args=(rank, folder, delay)) for rank in (0, 1)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(4 * TIMEOUT)
+                counts["savers that wait for the dead one"] += worker.is_alive()  # torch's own collectives do
+                worker.kill()
+                worker.join()
+            reader = FileSystemReader(f"{folder}/checkpoint")
+            counts["saves"] += 1
+            try:
+                metadata = reader.read_metadata()
+            except (OSError, CheckpointException):
+                counts["none"] += 1
+                continue
+            layouts = layouts_from_dcp(metadata)
+            assert {name: stored.shape for name, stored in layouts.items()} == {
+                f"w{at}": (1024, 1024) for at in range(4)
+            }
+            state = {f"w{at}": torch.zeros(1024, 1024) for at in range(4)}
+            load(state, checkpoint_id=f"{folder}/checkpoint", no_dist=True)
+            for at in range(4):
+                assert torch.equal(state[f"w{at}"], torch.arange(float(1 << 20)).view(1024, 1024) + at)
+            counts["whole"] += 1
+    return counts
+
+
+if __name__ == "__main__":
+    print(check_faults(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    print(check_saves(int(sys.argv[1]) // 10, 0))

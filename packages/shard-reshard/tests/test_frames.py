@@ -1,0 +1,92 @@
+"""A repeated call of any kind enters few of our own functions: what was found out once is not found out again."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import shard_reshard
+import torch
+from ranktest import Ranks
+from shard_reshard import Resharder, StateDictResharder, plan_reshard, redistribute, reshard, reshard_state_dict
+from torch.distributed.tensor import Shard, distribute_tensor
+
+FOLDER = str(Path(shard_reshard.__file__).parent)
+MOST = 35  # 40 for a handle, which is waited for
+
+
+def frames(call: Callable[[], Any]) -> Counter[str]:
+    """Functions of this package that a call enters, with how often."""
+    found: Counter[str] = Counter()
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
+            found[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.ranks(2)
+def test_repeated_calls_enter_few_functions(ranks: Ranks) -> None:
+    full = torch.arange(64.0).view(8, 8)
+    local, columns = full.chunk(2)[ranks.rank].clone(), full.chunk(2, 1)[ranks.rank]
+    mesh = ranks.mesh((2,), ("x",))
+    dtensor = distribute_tensor(full, mesh, [Shard(0)])
+    out = torch.zeros(8, 4)
+    plan = plan_reshard((8, 8), torch.float32, "2: S(0)", "2: S(1)")
+    kept, into, handles = Resharder(plan), Resharder(plan), Resharder(plan)
+    calls: dict[str, Callable[[], Any]] = {
+        "reshard": lambda: reshard(local, "2: S(0)", "2: S(1)", shape=(8, 8)),
+        "reshard(out=)": lambda: reshard(local, "2: S(0)", "2: S(1)", shape=(8, 8), out=out),
+        "reshard of new memory": lambda: reshard(local.clone(), "2: S(0)", "2: S(1)", shape=(8, 8)),
+        "redistribute": lambda: redistribute(dtensor, mesh, [Shard(1)]).to_local(),
+        "Resharder": lambda: kept(local),
+        "Resharder of new memory": lambda: kept(local.clone()),
+        "Resharder(out=)": lambda: into(local, out=out),
+        "Resharder, async": lambda: handles(local, async_op=True).wait(),
+    }
+    for name, call in calls.items():
+        for number in range(4):
+            moved: list[Any] = []
+            entered = frames(lambda: moved.append(call()))  # noqa: B023  # called at once
+            assert torch.equal(moved[0], columns), name
+            if number:
+                assert sum(entered.values()) <= MOST + 5 * ("async" in name), (
+                    name,
+                    number,
+                    sum(entered.values()),
+                    entered,
+                )
+
+
+@pytest.mark.ranks(2)
+def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> None:
+    mesh, count = ranks.mesh((2,), ("x",)), 40
+    state = {f"w{at}": distribute_tensor(torch.randn(8, 8), mesh, [Shard(0)]) for at in range(count)}
+    layouts = {name: (mesh, (Shard(1),)) for name in state}
+    out = {name: distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)]) for name in state}
+    fresh = StateDictResharder(state, layouts)
+    into = StateDictResharder(state, layouts, out=out, versions=False)
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "one-shot": (lambda: reshard_state_dict(state, layouts), 9),
+        "one-shot(out=)": (lambda: reshard_state_dict(state, out=out, atomic=False), 9),
+        "kept": (lambda: fresh(state), 6),
+        "kept(out=)": (lambda: into(state, out=out, atomic=False), 6),
+    }
+    for name, (call, each) in calls.items():
+        for number in range(4):
+            entered = frames(call)
+            if number:
+                assert sum(entered.values()) <= 90 + each * count, (name, number, sum(entered.values()), entered)
+    for name, value in state.items():
+        assert torch.equal(out[name].full_tensor(), value.full_tensor())
