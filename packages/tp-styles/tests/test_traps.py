@@ -224,7 +224,7 @@ def test_replicated_parameters_in_a_sharded_region(ranks: Ranks) -> None:
     tp.apply_plan(model, mesh, pair)  # the norm is forgotten
     with torch.no_grad():
         model(torch.ones(2, 3, 8))
-    with pytest.raises(tp.PlanError, match=r"partial-gradient.*norm.*NoParallel\(sum_gradient=True\)"):
+    with pytest.raises(tp.PlanError, match=r"check-gradient.*norm.*NoParallel\(sum_gradient=True\)"):
         model(torch.ones(2, 3, 8))
     frozen = models.seeded(Heads)
     frozen.get_parameter("norm.weight").requires_grad_(False)
@@ -234,7 +234,7 @@ def test_replicated_parameters_in_a_sharded_region(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_unstyled_norms_outside_of_sharded_regions(ranks: Ranks) -> None:
-    """The ranks compare the norms' inputs once, and find them equal; gradients are those of the module alone."""
+    """The first call is compared with the module alone, once; gradients are those of the module alone."""
     mesh = ranks.mesh((2,), ("tp",))
 
     class Flat(nn.Module):
@@ -254,7 +254,7 @@ def test_unstyled_norms_outside_of_sharded_regions(ranks: Ranks) -> None:
     for first in (True, False):
         with ranks.record() as log:
             out = model(x)
-        assert log.count("all_reduce") == 1
+        assert first or log.count("all_reduce") == 1
         assert (log.count() > 1) == first
     out.square().sum().backward()
     alone(x).square().sum().backward()
