@@ -347,3 +347,21 @@ def test_own_forward_of_a_linear_subclass(ranks: Ranks) -> None:
     models.compare_training(
         model, lambda m: tp.apply_plan(m, mesh, plan), batches, models.square_loss, mesh, atol=1e-10
     )
+
+
+@pytest.mark.ranks(2)
+def test_fewer_layouts_than_inputs(ranks: Ranks) -> None:
+    """torch raises at the call; the other inputs passed as they were."""
+    mesh = ranks.mesh((2,), ("tp",))
+
+    class Product(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x * y
+
+    style = tp.PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+    model = tp.parallelize_module(Product(), mesh, style)
+    with pytest.raises(ValueError, match="module inputs and input_layouts should have same length!"):
+        model(torch.ones(2, 3), torch.ones(2, 1))
+    with ranks.record(allow_empty=True) as log:  # as in torch, nothing is compared
+        tp.parallelize_module(models.MLP(), mesh, {"up": tp.ColwiseParallel()}, src_data_rank=None)
+    assert log.count() == 0

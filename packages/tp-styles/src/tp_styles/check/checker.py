@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 from tp_styles._torch_compat import is_compiling, is_fake, is_transformed
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
-from tp_styles.check.inputs import Inputs, Layouts, NotReady
+from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
 from tp_styles.check.randomness import ConstantRandomness
 from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
@@ -25,6 +25,7 @@ from tp_styles.problems import CheckError, Problem, StyleInputError
 from tp_styles.rng import default_generator
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forward import Forward
+from tp_styles.runtime.parameters import agreed_values
 
 Check = Literal["first", "always", "never"]
 Mode = tuple[bool, bool]
@@ -98,6 +99,7 @@ class Checker:
         self.names = {module: name for name, module in model.named_modules()}
         self.unchecked: dict[str, str] = {}
         self.failure = ""
+        self.has_compared_replicas = False
         self.runs_sharded = self.is_closed = False
 
     def __call__(self, hook: CheckHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,6 +118,8 @@ class Checker:
             self.unchecked[str(scope)] = str(error)
             return
         scope.done.add(mode)
+        if scope.is_root and not self.is_staged and not self.has_compared_replicas:
+            self._compare_replicas(scope)
         hypotheses = inputs.hypotheses()
         if scope.is_root and inputs.differ and not hypotheses and not self.is_staged:
             raise StyleInputError(_different(scope, inputs))
@@ -129,6 +133,28 @@ class Checker:
         if self.axis.size == 1 or dist.get_backend(self.axis.group) == "fake":
             return False
         return not any(is_fake(p) for p in module.parameters())
+
+    def _compare_replicas(self, scope: Scope) -> None:
+        """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
+
+        Raises:
+            CheckError: Some are not; on every rank.
+        """
+        self.has_compared_replicas = True
+        different = []
+        for name, parameter in scope.module.named_parameters():
+            if name in scope.unstyled and type(parameter) is nn.Parameter:
+                value = parameter.detach()
+                if not is_close(value, agreed_values(value, self.axis, 0)):
+                    different.append(Difference("replica", name, 0.0))
+        if found := self._union(different):
+            hint = (
+                "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
+            )
+            raise CheckError(
+                Problem("replicas-differ", one.name, found="other values on each rank, and no style", hint=hint)
+                for one in found
+            )
 
     def _check(self, hook: CheckHook, inputs: Inputs, hypotheses: list[Layouts], mode: Mode) -> None:
         scope = hook.scope

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.arguments import move_inputs, move_outputs
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forward import Output
@@ -30,9 +31,19 @@ class MoveInputs:
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
         self.names = describe(module).arguments or _numbered(spec)
         self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
+        self.name = name
+        self.num_positional = spec.num_positional
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The inputs in their layouts."""
+        """The inputs in their layouts.
+
+        Raises:
+            StyleInputError: More inputs than the style has layouts for.
+        """
+        if self.num_positional is not None and len(args) > self.num_positional:
+            hint = f"the style lays out {self.num_positional}; give None for an input to leave alone"
+            problem = Problem("input-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
+            raise StyleInputError(problem, "module inputs and input_layouts should have same length!")
         return move_inputs(self.moves, self.names, args, kwargs)
 
 
