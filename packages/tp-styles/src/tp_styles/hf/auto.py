@@ -6,6 +6,7 @@ import importlib.util
 
 from torch import nn
 
+from tp_styles.from_plan.convert import from_sharding_plan, styles_of_free_regions
 from tp_styles.hf.plan import from_hf_tp_plan
 from tp_styles.plan.planned import PlannedModule, plan_styles
 from tp_styles.problems import PlanError, Problem
@@ -50,8 +51,6 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     if importlib.util.find_spec("shard_spec") is not None:
         from shard_spec.planners import MegatronPlanner
 
-        from tp_styles.from_plan.convert import from_sharding_plan
-
         layouts = MegatronPlanner({"tp": tp_size}, kv_replicate=True).build_plan(model)
         planned = from_sharding_plan(layouts, model, unproven="gather")
         if planned:
@@ -65,8 +64,6 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
     if importlib.util.find_spec("shard_spec") is None:
         return styles
-    from tp_styles.from_plan.convert import styles_of_free_regions
-
     planned = plan_styles(model, styles, tp_size)
     free = {left.name for left in planned.left_alone}
     whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]

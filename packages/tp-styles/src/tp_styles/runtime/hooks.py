@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tp_styles.plan.style import Style
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.arguments import move_inputs, move_outputs
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forward import Output
 from tp_styles.runtime.moves import Move
 from tp_styles.spec import Flow, StyleSpec, describe
-from tp_styles.styles.base import ParallelStyle
 from tp_styles.transfer import normalized
 
 
@@ -87,7 +87,7 @@ class MoveOutputs:
 class PrepareInput:
     """Pre-hook of the first styles: the style's function prepares the first input, later ones are kept."""
 
-    def __init__(self, style: ParallelStyle, axis: Axis, names: tuple[str, ...]) -> None:
+    def __init__(self, style: Style, axis: Axis, names: tuple[str, ...]) -> None:
         assert style._prepare_input is not None
         self.function = style._prepare_input
         self.mesh = axis.mesh
@@ -108,7 +108,7 @@ class PrepareInput:
 class PrepareOutput:
     """Forward hook of the first styles: the style's function prepares the output."""
 
-    def __init__(self, style: ParallelStyle, axis: Axis) -> None:
+    def __init__(self, style: Style, axis: Axis) -> None:
         assert style._prepare_output is not None
         self.function = style._prepare_output
         self.mesh = axis.mesh
