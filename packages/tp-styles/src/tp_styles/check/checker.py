@@ -143,7 +143,7 @@ class Checker:
         self.has_compared_replicas = True
         different = []
         for name, parameter in scope.module.named_parameters():
-            if name in scope.unstyled and type(parameter) is nn.Parameter:
+            if name in scope.unstyled and type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
                 value = parameter.detach()
                 if not is_close(value, agreed_values(value, self.axis, 0)):
                     different.append(Difference("replica", name, 0.0))

@@ -15,7 +15,7 @@ from tp_styles._torch_compat import tree_flatten
 from tp_styles.check.inputs import Copies
 from tp_styles.check.runs import Run
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.shard_parameter import ShardParameter, split_of
+from tp_styles.runtime.shard_parameter import split_of
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,9 @@ class Comparison:
         if isinstance(gradient, DTensor):
             return gradient.full_tensor(), wanted
         gradient = gradient.detach().as_subclass(torch.Tensor)
-        if isinstance(shard, ShardParameter) and gradient.shape != wanted.shape:
-            wanted = split_of(shard._sharding_info).take(wanted, self.axis.rank, self.axis.size)
+        info = getattr(shard, "_sharding_info", None)
+        if info is not None and gradient.shape != wanted.shape:
+            wanted = split_of(info).take(wanted, self.axis.rank, self.axis.size)
         return gradient, wanted
 
     def buffers(self, sharded: Run, reference: Run) -> list[Difference]:

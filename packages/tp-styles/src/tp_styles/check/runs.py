@@ -38,11 +38,13 @@ class Original:
 
     Attributes:
         module: The module.
+        kind: Its class; another library may derive from it later (a view of local parameters as DTensors).
         attributes: Attributes as they were.
         foreign_hooks: Keys of hooks that a style of another library has put there.
     """
 
     module: nn.Module
+    kind: type[nn.Module]
     attributes: dict[str, Any] = field(default_factory=dict)
     foreign_hooks: set[int] = field(default_factory=set)
 
@@ -54,7 +56,7 @@ def originals(changes: list[ModuleChange]) -> list[Original]:
         keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
         # A parallel nn.TransformerEncoder computes padded positions, where the original fills in zeros.
         attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
-        original = found.setdefault(change.module, Original(change.module))
+        original = found.setdefault(change.module, Original(change.module, type(change.module)))
         original.attributes.update(attributes)
         original.foreign_hooks |= keys
     return list(found.values())
@@ -91,6 +93,7 @@ class Run:
         self.parameters: dict[Key, nn.Parameter] = {}
         self.buffers: dict[Key, torch.Tensor] = {}
         self._skipped = skipped
+        self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._state: dict[nn.Module, dict[str, Any]] = {}
         stays = {below for one in opaque for below in one.modules()}
         before = {original.module: original for original in originals or ()}
@@ -142,6 +145,7 @@ class Run:
                 del state["forward"]
             if original is not None:
                 state.update(original.attributes)
+                self._kinds[module] = original.kind
         return state
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,19 +165,20 @@ class Run:
             )
             return nn.Parameter(wrapped, parameter.requires_grad)
         local = self._cast(parameter.detach().as_subclass(torch.Tensor))
-        if isinstance(parameter, ShardParameter):
-            shard = ShardParameter(local, parameter.requires_grad)
+        kind = ShardParameter if isinstance(parameter, ShardParameter) else nn.Parameter
+        shard: Any = kind(local, parameter.requires_grad)
+        if hasattr(parameter, "_sharding_info"):  # also plain parameters of the bridge
             shard._sharding_info = parameter._sharding_info
-            return shard
-        return nn.Parameter(local, parameter.requires_grad)
+        result: nn.Parameter = shard
+        return result
 
     def _full(self, parameter: nn.Parameter) -> nn.Parameter:
         """The full parameter as a leaf of its own, gathered from the shards."""
         value = parameter.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        elif isinstance(parameter, ShardParameter):
-            value = full_tensor(value.as_subclass(torch.Tensor), self.axis, split_of(parameter._sharding_info))
+        elif (info := getattr(parameter, "_sharding_info", None)) is not None:
+            value = full_tensor(value.as_subclass(torch.Tensor), self.axis, split_of(info))
         else:
             # Replicas are compared where they are used; each rank's reference runs on its own.
             value = value.as_subclass(torch.Tensor)
@@ -183,13 +188,18 @@ class Run:
     def installed(self) -> Iterator[None]:
         """The copies stand in the module."""
         kept = {module: dict(vars(module)) for module in self._state}
+        kinds = {module: type(module) for module in self._kinds}
         try:
+            for module, kind in self._kinds.items():
+                object.__setattr__(module, "__class__", kind)
             for module, state in self._state.items():
                 vars(module).update(state)
                 for key in vars(module).keys() - state.keys():
                     del vars(module)[key]
             yield
         finally:
+            for module, kind in kinds.items():
+                object.__setattr__(module, "__class__", kind)
             for module, state in kept.items():
                 vars(module).clear()
                 vars(module).update(state)
@@ -217,9 +227,8 @@ def has_fsdp_below(module: nn.Module) -> bool:
 
 def full_numel(parameter: torch.Tensor) -> int:
     """Elements of the global parameter."""
-    if isinstance(parameter, ShardParameter):
-        return int(parameter._sharding_info[2].numel())
-    return parameter.numel()
+    info = getattr(parameter, "_sharding_info", None)
+    return int(info[2].numel()) if info is not None else parameter.numel()
 
 
 def _of_fsdp(hook: Any) -> bool:
