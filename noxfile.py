@@ -30,7 +30,8 @@ nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.error_on_missing_interpreters = True
 nox.options.stop_on_first_error = False
-nox.options.sessions = ["lint", "types", "tests", "build", "isolation", "integration"]
+# Each package's tests run once, on its wheel (`isolation`); `tests` is the same on an editable install.
+nox.options.sessions = ["lint", "types", "tests(tools)", "build", "isolation", "integration"]
 
 if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local wheels then serve both
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
@@ -44,11 +45,13 @@ RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_O
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff, import layers, changelog headers, public names, and what breaks callers since the last releases."""
+    """Ruff, layers, structure, shared sources, changelogs, public names, what breaks callers since the releases."""
     session.install("ruff==0.17.5", "import-linter==2.16", GRIFFE)
     session.run("ruff", "check", "--config", "tools/ruff.toml", ".")
     session.run("ruff", "format", "--config", "tools/ruff.toml", "--check", ".")
     session.run("python", "tools/lint_layers.py")
+    session.run("python", "tools/lint_structure.py")
+    session.run("python", "tools/sync_shared.py", "--check")
     session.run("python", "tools/lint_changelogs.py")
     session.run("python", "tools/public_api.py")
     session.run("python", "tools/public_api.py", "--breaks")
@@ -107,9 +110,9 @@ def build(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def isolation(session: nox.Session, package: str) -> None:
-    """A package alone: only its wheel and what that declares, and its tests on the wheel."""
+    """A package alone: only its wheel and what that declares, its tests on the wheel, then those of its extras."""
     found = repo.packages()[package]
-    house = wheelhouse.build_current(repo.closure(package))
+    house = wheelhouse.build_current(repo.test_closure(package))
     _install(session, house, TORCH, package)
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
     session.install("numpy", *PYTEST, str(RANKTEST))
@@ -118,8 +121,12 @@ def isolation(session: nox.Session, package: str) -> None:
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(found.path, workplace, ignore=shutil.ignore_patterns("src", "dist", "__pycache__", ".*"))
     session.chdir(workplace)
-    options = (*WORKERS, "--without-extras", "-p", "no:cacheprovider")
-    session.run("python", "-m", "pytest", *options, *session.posargs, env=RANK_ENV)
+    pytest = ("python", "-m", "pytest", *WORKERS, "-p", "no:cacheprovider")
+    session.run(*pytest, "--without-extras", *session.posargs, env=RANK_ENV)
+    if found.test_requirements:  # the same environment, from here on with what the extras and their tests need
+        _install(session, house, TORCH, *found.test_requirements)
+        none_selected = [5] if session.posargs else []  # a `-k` may well name no test of an extra
+        session.run(*pytest, "-m", "extra", *session.posargs, env=RANK_ENV, success_codes=[0, *none_selected])
 
 
 @nox.session

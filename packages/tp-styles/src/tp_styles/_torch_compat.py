@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ else:
     from torch.distributed.tensor.parallel import ParallelStyle as TorchParallelStyle
 
 __all__ = [
+    "TorchDispatchMode",
     "TorchParallelStyle",
     "all_gather_into",
     "current_mesh",
@@ -65,17 +67,17 @@ def current_mesh() -> DeviceMesh | None:
 
 
 def is_compiling() -> bool:
-    """Whether this code runs under torch.compile or export."""
+    """True if this code runs under torch.compile or export."""
     return torch.compiler.is_compiling()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no values: fake, or on the meta device."""
+    """True if a tensor has no values: fake, or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def is_transformed() -> bool:
-    """Whether transforms of `torch.func`, or forward-mode differentiation, follow what runs now."""
+    """True if transforms of `torch.func`, or forward-mode differentiation, follow what runs now."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 

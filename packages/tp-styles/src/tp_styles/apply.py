@@ -109,7 +109,7 @@ def apply_staged(
 
 
 def _declares_shards(plan: TPPlan) -> bool:
-    """Whether the plan says that shards leave the model as plain tensors."""
+    """True if the plan says that shards leave the model as plain tensors."""
     return any(getattr(found.style, "declares_output", True) for found in plan.modules if _gives_shards(found))
 
 

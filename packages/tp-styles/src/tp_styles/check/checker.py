@@ -29,7 +29,7 @@ from tp_styles.runtime.parameters import agreed_values
 
 Check = Literal["first", "always", "never"]
 Mode = tuple[bool, bool]
-"""Whether a module trains, and whether gradients are recorded."""
+"""True if a module trains, and whether gradients are recorded."""
 
 FLOAT64_LIMIT = 2**26
 """Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
@@ -184,7 +184,7 @@ class Checker:
     def _differences(
         self, hook: CheckHook, inputs: Inputs, layouts: Layouts, mode: Mode, dtype: torch.dtype | None
     ) -> list[Difference] | None:
-        """What is not equal, alike on every rank; None where one of the runs cannot be made."""
+        """Return what is not equal, the same list on every rank; None if one of the runs cannot be made."""
         scope = hook.scope
         comparison = Comparison(
             self.axis,
@@ -292,7 +292,7 @@ class Checker:
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
     def _agreed(self, act: Callable[[], Any]) -> Any:
-        """What an action gives; None on every rank where it raised on one."""
+        """Return the result of an action, or None on every rank if it raised on one."""
         result, failure = None, ""
         try:
             result = act()
@@ -373,12 +373,12 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
 
 
 def is_below(name: str, parent: str) -> bool:
-    """Whether a FQN is that of a module or of one inside it."""
+    """True if a FQN is that of a module or of one inside it."""
     return not parent or name == parent or name.startswith(f"{parent}.")
 
 
 def _shares(inner: nn.Module, outer: nn.Module) -> bool:
-    """Whether a parameter within a module stands in the module around it, too."""
+    """True if a parameter within a module stands in the module around it, too."""
     inside = {id(p) for p in inner.parameters()}
     below = set(inner.modules())
     outside = (m for m in outer.modules() if m not in below)

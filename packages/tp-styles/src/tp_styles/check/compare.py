@@ -37,7 +37,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """How two runs are compared.
+    """Rules of comparing two runs.
 
     Attributes:
         axis: The ranks.

@@ -121,7 +121,7 @@ class Inputs:
         ]
 
     def hypotheses(self) -> list[Layouts]:
-        """What the tensors can be by the plan: the declared layout, else replicas if they are equal, else shards."""
+        """List possible layouts: the declared layout, else replicas if they are equal, else shards."""
         found: list[Layouts] = []
         if not self.differ:
             found.append(tuple(self._layout(leaf, None) for leaf in self.leaves))
@@ -197,7 +197,7 @@ class Copies:
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
-    """Whether two tensors of one shape have the same values but for rounding."""
+    """True if two tensors of one shape have the same values but for rounding."""
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
     if not one.numel():
@@ -210,7 +210,7 @@ def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANC
 
 
 def holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether an object holds tensors with elements, in attributes, lists or dicts."""
+    """True if an object holds tensors with elements, in attributes, lists or dicts."""
     if isinstance(value, torch.Tensor):
         return value.numel() > 0
     if depth == 0 or isinstance(value, (*PLAIN, *SHARED)) or callable(value):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tp_styles._torch_compat import tree_map
+from tp_styles._torch_compat import TorchDispatchMode, tree_map
 
 RATES = "dropout_p", "dropout"
 """Arguments of kernels that draw inside."""

@@ -220,7 +220,7 @@ class Run:
 
 
 def has_fsdp_below(module: nn.Module) -> bool:
-    """Whether modules within a module are units of FSDP2, which gather their parameters only when they are called."""
+    """True if modules within a module are units of FSDP2, which gather their parameters only when they are called."""
     below = (child for child in module.modules() if child is not module)
     return any(_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
 

@@ -310,7 +310,7 @@ def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: 
 
 
 def _same_module(model: nn.Module, tied: list[str]) -> bool:
-    """Whether the names differ only because one module stands in the model under several names."""
+    """True if the names differ only because one module stands in the model under several names."""
     owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
     return len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1
 

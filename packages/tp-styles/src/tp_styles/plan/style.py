@@ -37,7 +37,7 @@ class Style(TorchParallelStyle):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
+        """True if the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
         return False
 
     def _arguments(self) -> dict[str, object]:

@@ -173,7 +173,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _is_differentiated_again() -> bool:
-    """Whether this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
+    """True if this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
     return torch.is_grad_enabled() and not is_compiling()
 
 

@@ -36,7 +36,7 @@ class ParallelStyle(Style):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
+        """True if the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
         kind = type(self)
         return kind._apply is not ParallelStyle._apply and kind.spec is ParallelStyle.spec
 
