@@ -20,7 +20,7 @@ SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"
 
 @pytest.mark.extra("transformers", "shard-spec")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 def test_families(ranks: Ranks) -> None:
     """Logits, gradients and generation by the model's own plan, and what it leaves whole; Stablelm has no plan."""
     mesh = ranks.mesh((2,), ("tp",))
