@@ -57,10 +57,13 @@ def test_auto_plan_of_torchs_transformer() -> None:
     assert tp.plan_styles(model, plan, 2).problems == ()
 
 
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, timeout=180)
 def test_encoders(ranks: Ranks) -> None:
     """Relative biases that layers share, and heads whose bias is tied: plans are accepted and right."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     mesh = ranks.mesh((2,), ("tp",))
     sizes = {
         "vocab_size": 96,
