@@ -169,8 +169,8 @@ def test_copies_and_pickles_of_a_parallel_model(ranks: Ranks) -> None:
     x = torch.randn(2, 8)
     modes: tuple[Literal["dtensor", "local"], ...] = ("dtensor", "local")
     for params in modes:
-        model = models.seeded(models.MLP)
-        tp.apply_plan(model, mesh, {"up": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}, params=params)
+        model = models.seeded(models.Gated)
+        tp.apply_plan(model, mesh, {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}, params=params)
         wanted = model(x)
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(other(x), wanted)

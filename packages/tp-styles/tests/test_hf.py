@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import hf_models
 import pytest
+import torch
+import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
@@ -14,7 +20,7 @@ SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"
 
 @pytest.mark.extra("transformers", "shard-spec")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 def test_families(ranks: Ranks) -> None:
     """Logits, gradients and generation by the model's own plan, and what it leaves whole; Stablelm has no plan."""
     mesh = ranks.mesh((2,), ("tp",))
@@ -49,3 +55,41 @@ def test_auto_plan_of_torchs_transformer() -> None:
     plan = tp.auto_plan(model)
     assert sorted(plan) == ["decoder.layers.0", "encoder.layers.0"]
     assert tp.plan_styles(model, plan, 2).problems == ()
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=180)
+def test_encoders(ranks: Ranks) -> None:
+    """Relative biases that layers share, and heads whose bias is tied: plans are accepted and right."""
+    import transformers
+
+    mesh = ranks.mesh((2,), ("tp",))
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    image = {"image_size": 16, "patch_size": 4, "use_relative_position_bias": True}
+    ids = {"input_ids": torch.arange(2, 18).view(2, 8)}
+    pixels = {"pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
+    makes: list[tuple[Callable[[], Any], dict[str, torch.Tensor]]] = [
+        (lambda: transformers.T5EncoderModel(transformers.T5Config(**t5)), ids),
+        (lambda: transformers.BeitModel(transformers.BeitConfig(**sizes, **image)), pixels),
+        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**sizes)), ids),
+    ]
+    for make, inputs in makes:
+        model = models.seeded(make).eval()
+        alone = copy.deepcopy(model)
+        styles = tp.auto_plan(model, tp_size=2)
+        assert any(isinstance(style, tp.RowwiseParallel) for style in styles.values())
+        tp.apply_plan(model, mesh, styles)
+        torch.testing.assert_close(model(**inputs)[0], alone(**inputs)[0], atol=1e-4, rtol=0)
+    torch.manual_seed(ranks.rank)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    tp.apply_plan(model, mesh, tp.auto_plan(model, tp_size=2))
+    with pytest.raises(tp.PlanError, match=r"replicas-differ.*position_embeddings"):
+        model(**ids)

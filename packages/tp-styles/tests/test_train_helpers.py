@@ -265,7 +265,9 @@ def test_predictions_for_a_whole_model(ranks: Ranks) -> None:
 
     mesh = ranks.mesh((2,), ("tp",))
     model = models.seeded(lambda: models.GPT(vocab=18))
-    handle = tp.apply_plan(model, mesh, {**models.gpt_plan(), "norm": tp.NoParallel(sum_gradient=True)})
+    # Counts only: a sum of whole gradients is wrong, which the check of the first call would say.
+    plan = {**models.gpt_plan(), "norm": tp.NoParallel(sum_gradient=True)}
+    handle = tp.apply_plan(model, mesh, plan, check="never")
     ids = torch.randint(0, 17, (2, 6))
     torch.autograd.backward(model(ids).sum())
     predicted = list(collectives(handle.plan))

@@ -244,6 +244,19 @@ class GroupedAttention(nn.Module):
         return result
 
 
+class Gated(nn.Module):
+    """Gate and up in one weight."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(width, 24), nn.Linear(12, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, dim=-1)
+        result: torch.Tensor = self.down(F.silu(gate) * up)
+        return result
+
+
 class GatedMLP(nn.Module):
     """Gate and up, a learned slope between, dropout, down."""
 

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel.style import ParallelStyle as TorchParallelStyle
@@ -21,18 +23,21 @@ else:
     from torch.distributed.tensor.parallel import ParallelStyle as TorchParallelStyle
 
 __all__ = [
+    "TorchDispatchMode",
     "TorchParallelStyle",
     "all_gather_into",
     "current_mesh",
     "functional_collectives",
     "gradient_like",
     "is_compiling",
+    "is_fake",
     "is_transformed",
     "local_of",
     "reduce_scatter_into",
     "scale_all_",
     "tree_flatten",
     "tree_map",
+    "tree_unflatten",
     "without_torch_function",
 ]
 
@@ -62,12 +67,17 @@ def current_mesh() -> DeviceMesh | None:
 
 
 def is_compiling() -> bool:
-    """Whether this code runs under torch.compile or export."""
+    """True if this code runs under torch.compile or export."""
     return torch.compiler.is_compiling()
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True if a tensor has no values: fake, or on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def is_transformed() -> bool:
-    """Whether transforms of `torch.func`, or forward-mode differentiation, follow what runs now."""
+    """True if transforms of `torch.func`, or forward-mode differentiation, follow what runs now."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.check.checker import Check
 from tp_styles.handle import TPHandle
-from tp_styles.plan.planned import Plan, TPPlan, plan_styles
+from tp_styles.plan.planned import Plan, PlannedModule, TPPlan, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.act import act, parameters_of
 from tp_styles.runtime.agreement import agree
@@ -28,7 +30,7 @@ def apply_plan(
     params: Mode = "dtensor",
     src_data_rank: int | None = 0,
     strict: bool = True,
-    check: Literal["first", "always", "never"] = "first",
+    check: Check = "first",
 ) -> TPHandle:
     """Make a model tensor parallel over a 1-D mesh, in place: all of the plan, or an error and nothing changed.
 
@@ -41,9 +43,11 @@ def apply_plan(
         src_data_rank: Rank in the group whose values count; None takes each rank's own, which have to be equal where
             they are replicated.
         strict: A pattern that means no module is a problem.
-        check: Compare plan and parameters between the ranks first; where one rank cannot go on, all raise. In the
-            first forward, compare the inputs of parameters that have no style and may stand inside a sharded region,
-            and see that no column-wise output is cut across its sections. `"never"`: do not.
+        check: `"first"`: compare plan and parameters between the ranks; where one rank cannot go on, all raise. At
+            the first call of each mode (training or not, with gradients or without) compare the model's inputs between
+            the ranks, and run each region between shards, and the model, twice more: sharded, and as the original on
+            full weights; outputs and gradients that differ raise on every rank. `"always"`: every call; `"never"`: no
+            comparison at all.
 
     Returns:
         A handle with the plan, a report and `undo()`.
@@ -52,16 +56,67 @@ def apply_plan(
         PlanError: Everything that is wrong with the plan, before anything is changed. Ranks that had nothing against
             it raise, too, and name the rank that had.
     """
+    return apply_staged(model, mesh, plan, params, src_data_rank, strict=strict, check=check, is_staged=False)
+
+
+def apply_staged(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | TorchParallelStyle | TPPlan,
+    params: Mode,
+    src_data_rank: int | None,
+    *,
+    strict: bool = True,
+    check: Check = "first",
+    is_staged: bool = True,
+) -> TPHandle:
+    """`apply_plan`, also for a part of a model that other calls make parallel around it.
+
+    Args:
+        model: As `apply_plan`.
+        mesh: As `apply_plan`.
+        plan: As `apply_plan`.
+        params: As `apply_plan`.
+        src_data_rank: As `apply_plan`; in a staged call None communicates nothing, as in torch.
+        strict: As `apply_plan`.
+        check: As `apply_plan`.
+        is_staged: The model may be a part of one: shards may leave it, and its inputs may be shards.
+
+    Raises:
+        PlanError: As `apply_plan`.
+    """
     check_mesh(mesh)
     axis = Axis(mesh)
+    compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"params={params!r}", f"src_data_rank={src_data_rank!r}", f"check={check!r}")
-    decided, fault = _decided(model, plan, axis, params, src_data_rank, strict)
-    if check != "never":
+    decided, fault = _decided(model, plan, axis, params, src_data_rank, strict, check)
+    if compares:
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
         raise fault
-    changes = act(model, decided, axis, params, src_data_rank, check=check != "never")
+    changes = act(
+        model,
+        decided,
+        axis,
+        params,
+        src_data_rank,
+        check=check,
+        compares=compares,
+        is_staged=is_staged,
+        may_leave=is_staged or _declares_shards(decided),
+    )
     return TPHandle(model, decided, axis, changes)
+
+
+def _declares_shards(plan: TPPlan) -> bool:
+    """True if the plan says that shards leave the model as plain tensors."""
+    return any(getattr(found.style, "declares_output", True) for found in plan.modules if _gives_shards(found))
+
+
+def _gives_shards(found: PlannedModule) -> bool:
+    kinds = "dtensor", "foreign"  # their own functions say what leaves
+    shards = any(flow is not None and isinstance(flow.wanted, Shard) for flow in found.spec.outputs)
+    return shards or found.spec.compute in kinds
 
 
 def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
@@ -81,7 +136,7 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, 
     Raises:
         PlanError: What speaks against it.
     """
-    apply_plan(module, mesh, style, src_data_rank=src_data_rank)
+    apply_staged(module, mesh, style, "dtensor", src_data_rank)
     return module
 
 
@@ -115,13 +170,14 @@ def _decided(
     params: Mode,
     src_data_rank: int | None,
     strict: bool,
+    check: Check,
 ) -> tuple[TPPlan, Exception | None]:
     """The plan, and what speaks against it on this rank: nothing is raised before the others know."""
     decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
     try:
         if not isinstance(plan, TPPlan):
             decided = plan_styles(model, plan, axis.size, strict=strict)
-        problems = tuple(_problems_of_the_call(decided, axis, params, src_data_rank))
+        problems = tuple(_problems_of_the_call(decided, axis, params, src_data_rank, check))
         TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
         _check_model(model, decided)
     except Exception as fault:
@@ -129,11 +185,15 @@ def _decided(
     return decided, None
 
 
-def _problems_of_the_call(plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None) -> Iterator[Problem]:
+def _problems_of_the_call(
+    plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None, check: Check
+) -> Iterator[Problem]:
     if plan.tp_size != axis.size:
         yield Problem("tp-size", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
     if params not in ("dtensor", "local"):
         yield Problem("params", "params", found=repr(params), hint='"dtensor" or "local"')
+    if check not in ("first", "always", "never"):
+        yield Problem("check", "check", found=repr(check), hint='"first", "always" or "never"')
     if src_data_rank is not None and not 0 <= src_data_rank < axis.size:
         hint = f"a rank in the group, 0 to {axis.size - 1}; or None"
         yield Problem("src-data-rank", "src_data_rank", found=repr(src_data_rank), hint=hint)

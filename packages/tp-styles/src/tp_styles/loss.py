@@ -6,12 +6,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tp_styles.check import IN_ORIGINAL
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.watched import unwatched
 from tp_styles.split import chunk_bounds
 
 
@@ -48,7 +49,16 @@ def vocab_parallel_cross_entropy(
         PlanError: No mesh, shards of another size than the classes say, or a target of another shape.
         IndexError: On CPU, a target outside of the classes.
     """
-    logits = unwatched(logits)
+    if IN_ORIGINAL.get() and not isinstance(logits, DTensor):
+        found = F.cross_entropy(
+            logits.flatten(0, -2),
+            target.flatten(),
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+        return found.view(target.shape) if reduction == "none" else found
     if isinstance(logits, DTensor):
         mesh, num_classes, logits = _from_dtensor(logits, mesh, num_classes)
     if mesh is None:

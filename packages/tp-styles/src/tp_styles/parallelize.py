@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_styles._torch_compat import TorchParallelStyle, current_mesh
-from tp_styles.apply import apply_plan, refuse
+from tp_styles.apply import apply_staged, refuse
 from tp_styles.plan.match import is_style
 from tp_styles.problems import PlanError, Problem, StyleTypeError
 
@@ -39,7 +39,7 @@ def parallelize_module(
     mesh = None if device_mesh is None else one_dim(device_mesh, tp_mesh_dim)
     if parallelize_plan is None:
         if mesh is not None:  # another rank may have a plan
-            apply_plan(module, mesh, {}, src_data_rank=src_data_rank)
+            apply_staged(module, mesh, {}, "dtensor", src_data_rank)
         warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
         return module
     if not is_style(parallelize_plan) and not isinstance(parallelize_plan, Mapping):
@@ -51,7 +51,7 @@ def parallelize_module(
         raise PlanError(
             Problem("no-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
         )
-    apply_plan(module, mesh, parallelize_plan, src_data_rank=src_data_rank)
+    apply_staged(module, mesh, parallelize_plan, "dtensor", src_data_rank)
     return module
 
 

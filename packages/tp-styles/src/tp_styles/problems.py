@@ -76,3 +76,7 @@ class StyleTypeError(PlanError, TypeError):
 
 class StyleModuleError(PlanError, NotImplementedError):
     """A style was put on a kind of module it has no meaning for (a `NotImplementedError` in torch, and still one)."""
+
+
+class CheckError(PlanError, RuntimeError):
+    """The sharded module does not compute what the original does on full weights."""

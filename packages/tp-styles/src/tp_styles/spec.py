@@ -149,6 +149,7 @@ class StyleSpec:
             module's own forward between hooks, `"foreign"` hands the module to the style's own `_apply`.
         parameters: Parameter name below the module -> its spec; others are left alone.
         inputs: Argument name -> its flow.
+        num_positional: How many positional inputs a call may have; None for any number.
         outputs: One flow for each output, None for one that is left alone.
         local_output: Outputs are plain tensors; otherwise DTensors.
         local_input: Inputs are plain tensors inside; otherwise DTensors.
@@ -161,6 +162,7 @@ class StyleSpec:
     compute: str = "hooks"
     parameters: tuple[tuple[str, ParameterSpec], ...] = ()
     inputs: tuple[tuple[str, Flow], ...] = ()
+    num_positional: int | None = None
     outputs: tuple[Flow | None, ...] = ()
     local_output: bool = True
     local_input: bool = True

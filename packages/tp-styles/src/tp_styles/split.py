@@ -53,7 +53,7 @@ class Section:
         return start * self.unit, stop * self.unit
 
     def is_even(self, tp_size: int) -> bool:
-        """Whether every rank's part has the same size."""
+        """True if every rank's part has the same size."""
         return tp_size % self.copies == 0 and self.num_units % (tp_size // self.copies) == 0
 
 
@@ -94,7 +94,7 @@ class Split:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """True if every rank holds all of it."""
         return self.dim is None
 
     @property
@@ -104,15 +104,15 @@ class Split:
 
     @property
     def is_single(self) -> bool:
-        """Whether one rank after the other holds the next rows: at most one section, and no copies."""
+        """True if one rank after the other holds the next rows: at most one section, and no copies."""
         return len(self.sections) <= 1 and all(section.copies == 1 for section in self.sections)
 
     def is_even(self, tp_size: int) -> bool:
-        """Whether every rank's part of every section has the same size."""
+        """True if every rank's part of every section has the same size."""
         return all(section.is_even(tp_size) for section in self.sections)
 
     def is_plain(self, tp_size: int) -> bool:
-        """Whether DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
+        """True if DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
         if self.is_replicated:
             return True
         if not self.is_single:

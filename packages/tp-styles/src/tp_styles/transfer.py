@@ -27,7 +27,7 @@ class Step:
 
     @property
     def communicates(self) -> bool:
-        """Whether the ranks talk to each other."""
+        """True if the ranks talk to each other."""
         return self.op not in ("none", "slice")
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Transfer:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether neither pass does anything."""
+        """True if neither pass does anything."""
         return self.forward.op == "none" and self.backward.op == "none"
 
 

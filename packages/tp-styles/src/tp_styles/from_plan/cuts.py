@@ -29,7 +29,7 @@ class AxisCuts:
     splits: dict[str, Split]
 
     def agree(self, name: str, other: Split) -> bool:
-        """Whether the plan divides the parameter into the same rows on every rank."""
+        """True if the plan divides the parameter into the same rows on every rank."""
         own = self.splits.get(name)
         if own is None or own.dim != other.dim or own.global_size != other.global_size:
             return False

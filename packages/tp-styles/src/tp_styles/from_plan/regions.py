@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tp_styles.from_plan.cuts import AxisCuts, split_on_axis
+from tp_styles.spec import describe
 from tp_styles.split import Section, Split
 from tp_styles.styles.heads import Heads
+from tp_styles.styles.layers import linear_shape
 
 if TYPE_CHECKING:
     from shard_spec.planners.megatron import Unit
@@ -146,16 +148,10 @@ def _picked(module: nn.Module, unit: Unit, heads: Heads | None) -> Iterator[tupl
 
 
 def _is_linear_weight(module: nn.Module, name: str) -> bool:
-    from tp_styles.spec import describe
-    from tp_styles.styles.layers import linear_shape
-
     return _is_weight(name) and linear_shape(describe(module.get_submodule(_owner(name)))) is not None
 
 
 def _out_features(module: nn.Module, name: str) -> int:
-    from tp_styles.spec import describe
-    from tp_styles.styles.layers import linear_shape
-
     shape = linear_shape(describe(module.get_submodule(_owner(name))))
     assert shape is not None
     return shape.out_features

@@ -168,7 +168,7 @@ def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, up to float32 inside."""
+    """True if two tensors are equal, up to float32 inside."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():

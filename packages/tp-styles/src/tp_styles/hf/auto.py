@@ -6,13 +6,14 @@ import importlib.util
 
 from torch import nn
 
+from tp_styles.from_plan.convert import from_sharding_plan, styles_of_free_regions
 from tp_styles.hf.plan import from_hf_tp_plan
-from tp_styles.plan.planned import plan_styles
+from tp_styles.plan.planned import PlannedModule, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.mha import MultiheadAttentionParallel
-from tp_styles.styles.region import PickedColwiseParallel
+from tp_styles.styles.region import PickedColwiseParallel, RegionParallel
 from tp_styles.styles.transformer import TransformerLayerParallel
 
 
@@ -36,7 +37,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     """
     plan = getattr(model, "tp_plan", None) or {}
     if any("*" in pattern for pattern in plan):  # some models have one for their head alone
-        return _with_what_it_leaves(model, from_hf_tp_plan(model), tp_size)
+        return _without_broken_ties(model, _with_what_it_leaves(model, from_hf_tp_plan(model), tp_size))
     layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
     if blocks:
@@ -50,12 +51,10 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     if importlib.util.find_spec("shard_spec") is not None:
         from shard_spec.planners import MegatronPlanner
 
-        from tp_styles.from_plan.convert import from_sharding_plan
-
         layouts = MegatronPlanner({"tp": tp_size}, kv_replicate=True).build_plan(model)
         planned = from_sharding_plan(layouts, model, unproven="gather")
         if planned:
-            return _dealt_out(planned)
+            return _without_broken_ties(model, _without_shared_biases(model, _dealt_out(planned)))
         hint = "write a plan; the planner recognised no block"
     else:
         hint = "write a plan, or install tp-styles[shard-spec] for its planner"
@@ -65,14 +64,61 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
 def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
     if importlib.util.find_spec("shard_spec") is None:
         return styles
-    from tp_styles.from_plan.convert import styles_of_free_regions
-
     planned = plan_styles(model, styles, tp_size)
     free = {left.name for left in planned.left_alone}
     whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
     more = styles_of_free_regions(model, tp_size, free)
     blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in whole)}
     return styles if blocks else {**styles, **_dealt_out(more)}
+
+
+def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Leave whole what shares a parameter with a module that no style stands on (the bias of BERT's head)."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    kept = dict(styles)
+    changed = True
+    while changed:  # a head without a style takes the embedding that it is tied to with it
+        claimed = {where for found in plan_styles(model, kept, 2).modules for where in _places(found)}
+        broken = [
+            names & claimed for names in owners.values() if len(names) > 1 and names - claimed and names & claimed
+        ]
+        changed = any(kept.pop(name, None) is not None for names in broken for name in names)
+    return kept
+
+
+def _places(found: PlannedModule) -> set[str]:
+    """FQNs of the modules that hold the parameters of a style."""
+    return {found.info.where(name).rpartition(".")[0] for name, _ in found.spec.parameters}
+
+
+def _without_shared_biases(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """Leave attention whole that shares a relative bias of all heads with other modules.
+
+    The bias of one layer is handed to others (T5), or comes from a module beside the attention (BEiT): as an argument,
+    which no style of the attention divides by heads.
+    """
+    biases = [name for name, _ in model.named_parameters() if "relative" in name and "bias" in name]
+    kept = dict(styles)
+    for region, style in styles.items():
+        if not isinstance(style, RegionParallel) or not style.attributes:
+            continue
+        own = [name for name in biases if name.startswith(f"{region}.")]
+        kind = type(model.get_submodule(region))
+        alike = [name for name, module in model.named_modules() if type(module) is kind]
+        handed_on = own and not all(any(bias.startswith(f"{name}.") for bias in biases) for name in alike)
+        beside = [b for b in biases if not any(b.startswith(f"{name}.") for name in alike)]
+        near = [b for b in beside if region.startswith(_grandparent(b))]
+        if handed_on or near:
+            kept = {name: one for name, one in kept.items() if name != region and not name.startswith(f"{region}.")}
+    return kept
+
+
+def _grandparent(name: str) -> str:
+    """FQN prefix of the module around the one that holds a parameter."""
+    around = name.rpartition(".")[0].rpartition(".")[0]
+    return f"{around}." if around else ""
 
 
 def _dealt_out(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:

@@ -61,7 +61,7 @@ def match_plan(
 
 
 def is_style(style: object) -> bool:
-    """Whether it is a style of ours, of torch's, or of a user's."""
+    """True if it is a style of ours, of torch's, or of a user's."""
     return isinstance(style, TorchParallelStyle)
 
 

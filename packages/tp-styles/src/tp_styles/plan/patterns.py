@@ -7,12 +7,12 @@ from functools import cache
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the FQN is one that the pattern means."""
+    """True if the FQN is one that the pattern means."""
     return _compiled(pattern).fullmatch(name) is not None
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether the pattern can mean several names."""
+    """True if the pattern can mean several names."""
     return any(character in pattern for character in "*?[")
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.plan.explain import explain_plan, plan_as_dict
 from tp_styles.plan.match import match_plan
-from tp_styles.problems import PlanError, Problem
+from tp_styles.plan.style import Style, WithoutNestedTensors
+from tp_styles.problems import PlanError, Problem, StyleModuleError
 from tp_styles.spec import ModuleInfo, StyleSpec, describe
-from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.transformer import WithoutNestedTensors
 
 FORMAT = 1
 """Number of the JSON form that `to_json` writes."""
@@ -68,14 +68,10 @@ class TPPlan:
             name: Only the modules at or below this FQN.
             num_tokens: Tokens of one step, for bytes per step; by default bytes are per token.
         """
-        from tp_styles.plan.explain import explain_plan
-
         return explain_plan(self, name, num_tokens)
 
     def to_json(self) -> str:
         """The plan as JSON, byte-stable."""
-        from tp_styles.plan.explain import plan_as_dict
-
         return json.dumps({"format": FORMAT, **plan_as_dict(self)}, indent=1, sort_keys=True)
 
     @property
@@ -92,8 +88,6 @@ class TPPlan:
         """
         if not self.problems:
             return
-        from tp_styles.problems import StyleModuleError
-
         kind = StyleModuleError if all(p.code == "module-kind" for p in self.problems) else PlanError
         count = len(self.problems)
         raise kind(self.problems, f"{count} problem{'' if count == 1 else 's'} in the plan for tp_size={self.tp_size}:")
@@ -179,7 +173,7 @@ def _expanded(
 ) -> Iterator[PlannedModule]:
     """The module with its style, then the modules below that the style speaks of."""
     info = describe(modules[name], name)
-    if not isinstance(style, ParallelStyle) or style.is_foreign:
+    if not isinstance(style, Style) or style.is_foreign:
         yield PlannedModule(info, pattern, style, StyleSpec(compute="foreign"))
         return
     spec = style.spec(info, tp_size)
@@ -316,7 +310,7 @@ def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: 
 
 
 def _same_module(model: nn.Module, tied: list[str]) -> bool:
-    """Whether the names differ only because one module stands in the model under several names."""
+    """True if the names differ only because one module stands in the model under several names."""
     owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
     return len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1
 

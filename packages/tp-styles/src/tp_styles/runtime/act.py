@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tp_styles.check.checker import Check, Checker, install_check, scopes_of
+from tp_styles.check.runs import originals
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
@@ -17,7 +19,7 @@ from tp_styles.runtime.foreign import apply_foreign
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.keep import KeepParts, PartsAreKnown, ResetWhole
 from tp_styles.runtime.parameters import Mode, make_parameter
-from tp_styles.runtime.regions import install_regions, watch_outputs
+from tp_styles.runtime.regions import checked_modules, install_regions
 from tp_styles.runtime.shard_parameter import ShardParameter
 from tp_styles.spec import ParameterSpec
 from tp_styles.split import Split
@@ -25,7 +27,16 @@ from tp_styles.state import GlobalOnSave, LocalOnLoad
 
 
 def act(
-    model: nn.Module, plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None, *, check: bool
+    model: nn.Module,
+    plan: TPPlan,
+    axis: Axis,
+    params: Mode,
+    src_data_rank: int | None,
+    *,
+    check: Check,
+    compares: bool,
+    is_staged: bool,
+    may_leave: bool,
 ) -> list[ModuleChange]:
     """Make the parameters, then change the modules: all of it or nothing.
 
@@ -35,7 +46,10 @@ def act(
         axis: Over which ranks.
         params: As `apply_plan`.
         src_data_rank: As `apply_plan`.
-        check: Whether the first forward is looked at.
+        check: As `apply_plan`.
+        compares: Whether ranks compare values now.
+        is_staged: The model may be a part of one: its inputs may be shards.
+        may_leave: A shard may leave the model as a plain tensor.
 
     Returns:
         What was done, in order.
@@ -45,17 +59,21 @@ def act(
     """
     modules = {found.name: model.get_submodule(found.name) for found in plan.modules}
     # Everything that communicates or may fail comes first; nothing of the model is changed by it.
-    made = _new_parameters(plan, modules, axis, params, src_data_rank)
+    made = _new_parameters(plan, modules, axis, params, src_data_rank, compares)
     changes: list[ModuleChange] = []
     try:
         for found in plan.modules:
             if found.spec.compute == "foreign":
                 changes += apply_foreign(found, modules[found.name], axis.mesh, src_data_rank)
             else:
-                changes += _apply_own(found, modules[found.name], axis, made, check)
-        if check:
-            watch_outputs(model, plan)
-        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, check=check)))
+                changes += _apply_own(found, modules[found.name], axis, made, check != "never")
+        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis)))
+        if check != "never" and plan.modules:
+            checker = Checker(
+                model, axis, originals(changes), always=check == "always", is_staged=is_staged, may_leave=may_leave
+            )
+            scopes = scopes_of(model, plan, checked_modules(plan))
+            changes.append(ModuleChange(model, removers=install_check(checker, scopes)))
     except BaseException:
         restore(changes)
         raise
@@ -64,7 +82,7 @@ def act(
 
 
 def _new_parameters(
-    plan: TPPlan, modules: dict[str, nn.Module], axis: Axis, params: Mode, src_data_rank: int | None
+    plan: TPPlan, modules: dict[str, nn.Module], axis: Axis, params: Mode, src_data_rank: int | None, compares: bool
 ) -> dict[int, nn.Parameter]:
     """Original parameter (by id) -> this rank's part of it; tied ones once."""
     made: dict[int, nn.Parameter] = {}
@@ -74,7 +92,7 @@ def _new_parameters(
         for name, original, spec in parameters_of(found, modules[found.name]):
             if id(original) in made:
                 continue
-            if src_data_rank is None and spec.split.is_replicated and not original.is_meta:
+            if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
                 same = _is_same_everywhere(original.detach(), axis)
                 unequal += [] if same else [found.info.where(name)]
             made[id(original)] = make_parameter(original, spec, axis, mode, src_data_rank)

@@ -63,7 +63,7 @@ def refuse_truncated(parameter: Any) -> None:
 
 
 def wants_fans(parameter: Any) -> bool:
-    """Whether `nn.init` asks for a size, to work out bounds: those of the whole."""
+    """True if `nn.init` asks for a size, to work out bounds: those of the whole."""
     module, function, _ = _asker()
     return module == INIT and function == "_calculate_fan_in_and_fan_out" and not parameter.is_meta
 

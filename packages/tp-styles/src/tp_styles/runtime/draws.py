@@ -45,7 +45,7 @@ class Draws:
         return bool(self.modules or self.rates)
 
     def now(self) -> bool:
-        """Whether a forward that starts now may draw."""
+        """True if a forward that starts now may draw."""
         if any(module.training for module in self.modules):
             return True
         return any(module.training and getattr(module, key) for module, key in self.rates)
@@ -88,7 +88,7 @@ def _draws_anyway(module: nn.Module, rates: set[str]) -> bool:
 
 
 def _is_certain(function: Any, module: nn.Module, rates: set[str], seen: set[Any]) -> bool:
-    """Whether a function draws at most by the numbers in `rates`: everything that it names is known not to."""
+    """True if a function draws at most by the numbers in `rates`: everything that it names is known not to."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     if function in seen:
@@ -119,7 +119,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_known(name: str, function: FunctionType, module: nn.Module, rates: set[str], seen: set[Any]) -> bool:
-    """Whether nothing of this name may draw, be it a global, an attribute of the module, of a tensor, or of torch."""
+    """True if nothing of this name may draw, be it a global, an attribute of the module, of a tensor, or of torch."""
     found = [function.__globals__[name]] if name in function.__globals__ else []
     found += [getattr(place, name) for place in (module, torch, F, math) if hasattr(place, name)]
     if name in rates:

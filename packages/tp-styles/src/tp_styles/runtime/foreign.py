@@ -77,12 +77,12 @@ def _hook_removers(module: nn.Module, before: dict[str, set[int]]) -> list[Calla
     removers: list[Callable[[], None]] = []
     for table, keys in before.items():
         current = getattr(module, table)
-        removers += [_KeyRemover(current, key) for key in current if key not in keys]
+        removers += [KeyRemover(current, key) for key in current if key not in keys]
     return removers
 
 
 @dataclass
-class _KeyRemover:
+class KeyRemover:
     table: dict[int, Any]
     key: int
 

@@ -5,19 +5,16 @@ Each class stands as the instance attribute `forward` of its module. They are pi
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tp_styles._torch_compat import is_compiling
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import Move, as_dtensor
 from tp_styles.runtime.parameters import computing_parameter, local_parameter, local_weight_and_bias
 from tp_styles.runtime.part_sizes import PartSizes
-from tp_styles.runtime.watched import watch
 from tp_styles.spec import Flow, StyleSpec
 from tp_styles.transfer import normalized
 
@@ -45,19 +42,6 @@ class Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         raise AssertionError("subclasses compute")
-
-    def watch(self, *, inside: bool) -> None:
-        """See what is done with outputs of which this rank has some channels.
-
-        Args:
-            inside: A row-wise layer takes them in. Only these are watched under the compiler, too: others would leave
-                the compiled model as what they are watched by.
-        """
-        for leave in self.leaves:
-            if leave is None or not leave.local or leave.flow.split is None or self.axis.size == 1:
-                continue
-            if isinstance(leave.flow.source, Shard):  # a sum that is scattered, was asked for
-                leave.watching, leave.inside = True, inside
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """A parameter to compute with."""
@@ -94,7 +78,6 @@ class Output:
         self.axis = axis
         self.name = name
         self.local = local
-        self.watching = self.inside = False
         self.move = Move(flow, axis, name, fresh=fresh, uneven=not local)
 
     def __call__(self, produced: torch.Tensor, known: dict[int, int] | None = None) -> torch.Tensor:
@@ -103,22 +86,7 @@ class Output:
 
     def given(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> torch.Tensor:
         """The moved output in its form; `produced` is the local shape before the move."""
-        if self.watching:
-            moved = self._watched(moved)
         return moved if self.local else self.wrapped(moved, produced, known)
-
-    def _watched(self, moved: torch.Tensor) -> torch.Tensor:
-        """The first output, and all that are compiled: what is watched there leaves no trace in the graph."""
-        if is_compiling():
-            if not self.inside:
-                return moved
-        else:
-            self.watching = False
-        wanted, split = normalized(self.flow.wanted, moved.dim()), self.flow.split
-        if split is None or not isinstance(wanted, Shard) or wanted.dim != moved.dim() - 1:
-            return moved
-        ends = list(accumulate(stop - start for start, stop in split.ranges(self.axis.rank, self.axis.size)))
-        return watch(moved, self.name.removesuffix(" ->"), tuple(ends[:-1]), self.inside)
 
     def wrapped(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> DTensor:
         """A DTensor around the moved output; `produced` is the local shape before the move."""

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tp_styles.plan.style import Style
+from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.arguments import move_inputs, move_outputs
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.forward import Output
 from tp_styles.runtime.moves import Move
 from tp_styles.spec import Flow, StyleSpec, describe
-from tp_styles.styles.base import ParallelStyle
 from tp_styles.transfer import normalized
 
 
@@ -30,9 +31,19 @@ class MoveInputs:
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
         self.names = describe(module).arguments or _numbered(spec)
         self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
+        self.name = name
+        self.num_positional = spec.num_positional
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The inputs in their layouts."""
+        """The inputs in their layouts.
+
+        Raises:
+            StyleInputError: More inputs than the style has layouts for.
+        """
+        if self.num_positional is not None and len(args) > self.num_positional:
+            hint = f"the style lays out {self.num_positional}; give None for an input to leave alone"
+            problem = Problem("input-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
+            raise StyleInputError(problem, "module inputs and input_layouts should have same length!")
         return move_inputs(self.moves, self.names, args, kwargs)
 
 
@@ -76,7 +87,7 @@ class MoveOutputs:
 class PrepareInput:
     """Pre-hook of the first styles: the style's function prepares the first input, later ones are kept."""
 
-    def __init__(self, style: ParallelStyle, axis: Axis, names: tuple[str, ...]) -> None:
+    def __init__(self, style: Style, axis: Axis, names: tuple[str, ...]) -> None:
         assert style._prepare_input is not None
         self.function = style._prepare_input
         self.mesh = axis.mesh
@@ -97,7 +108,7 @@ class PrepareInput:
 class PrepareOutput:
     """Forward hook of the first styles: the style's function prepares the output."""
 
-    def __init__(self, style: ParallelStyle, axis: Axis) -> None:
+    def __init__(self, style: Style, axis: Axis) -> None:
         assert style._prepare_output is not None
         self.function = style._prepare_output
         self.mesh = axis.mesh

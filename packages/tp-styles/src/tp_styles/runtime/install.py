@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from tp_styles.plan.planned import PlannedModule
+from tp_styles.plan.style import Style
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.embedding import RowEmbedding
@@ -14,7 +15,6 @@ from tp_styles.runtime.forward import Forward
 from tp_styles.runtime.hooks import KeepOffFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
 from tp_styles.runtime.linear import ColumnLinear, PickedColumnLinear, RowLinear
 from tp_styles.runtime.own import DividedInput, LatentKV, OwnForward, OwnRowEmbedding, OwnRowLinear
-from tp_styles.styles.base import ParallelStyle
 
 FORWARDS: dict[str, type[Forward]] = {
     "column-linear": ColumnLinear,
@@ -62,7 +62,7 @@ def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[
 
 def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: Axis) -> list[Callable[[], None]]:
     style = found.style
-    assert isinstance(style, ParallelStyle)
+    assert isinstance(style, Style)
     removers: list[Callable[[], None]] = []
     if style._prepare_input is not None:
         before = PrepareInput(style, axis, found.info.arguments)

@@ -13,7 +13,6 @@ from torch.distributed.tensor.placement_types import Placement
 from tp_styles._torch_compat import is_compiling, is_transformed
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.watched import Watched, unwatched
 from tp_styles.spec import Flow
 from tp_styles.split import Section, Split
 from tp_styles.transfer import Step, Transfer, gradient_layout, normalized
@@ -42,8 +41,6 @@ class Move:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
-        if type(x) is Watched:
-            x = unwatched(x)
         if isinstance(x, DTensor):
             x = self.redistributed(x)
             gradient = self.flow.gradient or gradient_layout(self.flow.wanted)
@@ -176,7 +173,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _is_differentiated_again() -> bool:
-    """Whether this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
+    """True if this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
     return torch.is_grad_enabled() and not is_compiling()
 
 

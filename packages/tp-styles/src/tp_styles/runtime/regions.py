@@ -17,8 +17,9 @@ from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.rng import enter_region, leave_region
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.draws import Draws, what_draws
-from tp_styles.runtime.forward import Forward
-from tp_styles.runtime.same_input import SameInput
+
+OWN_FORWARDS = {"own", "own-row-linear", "own-row-embedding", "multihead-attention", "foreign", "latent-kv"}
+"""What runs code that styles do not write themselves."""
 
 
 class Region:
@@ -85,14 +86,13 @@ class BeforeRows:
         self.region.leave()
 
 
-def install_regions(model: nn.Module, plan: TPPlan, axis: Axis, *, check: bool) -> list[Callable[[], None]]:
-    """Hooks of all regions of a plan in which something may draw, or in which unstyled parameters may stand.
+def install_regions(model: nn.Module, plan: TPPlan, axis: Axis) -> list[Callable[[], None]]:
+    """Hooks of all regions of a plan in which something may draw.
 
     Args:
         model: The model, parallel already.
         plan: What was done to it.
         axis: Over which ranks.
-        check: Whether ranks compare the inputs of unstyled parameters in the first forward.
 
     Returns:
         Functions that take them back.
@@ -107,29 +107,20 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: Axis, *, check: bool) 
         draws = what_draws(model.get_submodule(home), frozenset(model.get_submodule(name) for name in apart))
         if draws:
             removers += _install(model, home, _groups(model, inside, ends), ends, draws, axis)
-    unstyled = dict.fromkeys(left.name.rpartition(".")[0] for left in plan.left_alone)
-    for name in unstyled:
-        if check and any(_is_below(name, home) for home in homes):
-            hook = SameInput(axis, name)
-            removers.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True).remove)
     return removers
 
 
-def watch_outputs(model: nn.Module, plan: TPPlan) -> None:
-    """In the first forward, see what is done with outputs of which each rank has some channels.
-
-    Args:
-        model: The model, parallel already.
-        plan: What was done to it.
+def checked_modules(plan: TPPlan) -> list[str]:
+    """FQNs of the innermost modules around column-wise and row-wise layers, and of styled modules with forwards of
+    their own that no such module holds.
     """
-    rows = {found.name: place for place, found in enumerate(plan.modules) if _is_row(found)}
-    homes = {name: home for home, names in _homes(plan, list(rows)).items() for name in names}
-    for place, found in enumerate(plan.modules):
-        home = homes.get(found.name)
-        inside = home is not None and any(_is_below(row, home) and at > place for row, at in rows.items())
-        forward = vars(model.get_submodule(found.name)).get("forward")
-        if isinstance(forward, Forward):
-            forward.watch(inside=inside)
+    homes = list(_homes(plan, [found.name for found in plan.modules if _is_row(found)]))
+    alone = [
+        found.name
+        for found in plan.modules
+        if found.spec.compute in OWN_FORWARDS and not any(home == "" or _is_below(found.name, home) for home in homes)
+    ]
+    return [*homes, *alone]
 
 
 def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:

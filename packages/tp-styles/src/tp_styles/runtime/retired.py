@@ -42,5 +42,5 @@ def retire(parameter: torch.Tensor, name: str, found: str, hint: str) -> None:
 
 
 def is_retired(parameter: torch.Tensor) -> bool:
-    """Whether another took the place of a parameter."""
+    """True if another took the place of a parameter."""
     return isinstance(parameter, Retired)

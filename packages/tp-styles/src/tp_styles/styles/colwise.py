@@ -35,7 +35,8 @@ class ColwiseParallel(ParallelStyle):
         _prepare_output: Makes the output DTensor what the next module takes.
         input_layouts: Layout of the input if it is a plain tensor; default `Replicate()`.
         output_layouts: Layout that the output gets; default `Shard(-1)`.
-        use_local_output: Whether the output is a plain tensor.
+        use_local_output: Whether the output is a plain tensor; the default. Written out (as `output_layouts`) it says
+            that shards may leave the model.
 
     Raises:
         StyleTypeError: Arguments of both eras, or no placement (also a `TypeError`).
@@ -48,16 +49,17 @@ class ColwiseParallel(ParallelStyle):
         *,
         input_layouts: Placement | tuple[Placement, ...] | None = None,
         output_layouts: Placement | tuple[Placement, ...] | None = None,
-        use_local_output: bool = True,
+        use_local_output: bool | None = None,
     ) -> None:
         super().__init__(_prepare_input, _prepare_output)
         today = {"input_layouts": input_layouts is not None, "output_layouts": output_layouts is not None}
-        today["use_local_output"] = not use_local_output
+        today["use_local_output"] = use_local_output is False
         refuse_mixed(type(self).__name__, self._functions(), (name for name, given in today.items() if given))
         self.input_layouts = (single(input_layouts, Replicate(), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Shard(-1), "output_layouts"),)
         self.desired_input_layouts = (Replicate(),)
-        self.use_local_output = use_local_output
+        self.use_local_output = use_local_output is not False
+        self.declares_output = output_layouts is not None or use_local_output is not None
 
     def _functions(self) -> list[str]:
         given = {

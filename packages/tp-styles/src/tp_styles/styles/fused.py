@@ -40,7 +40,7 @@ class FusedColwiseParallel(ColwiseParallel):
         copies: int | Sequence[int] = 1,
         input_layouts: Placement | tuple[Placement, ...] | None = None,
         output_layouts: Placement | tuple[Placement, ...] | None = None,
-        use_local_output: bool = True,
+        use_local_output: bool | None = None,
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.sections = sections if isinstance(sections, int) else tuple(sections)

@@ -25,7 +25,7 @@ class LinearShape:
 
 
 def is_conv1d(kind: type[nn.Module]) -> bool:
-    """Whether it is transformers' `Conv1D`, a linear layer with a transposed weight; known by name, not by import."""
+    """True if it is transformers' `Conv1D`, a linear layer with a transposed weight; known by name, not by import."""
     return any(base.__name__ == "Conv1D" and base.__module__.startswith("transformers.") for base in kind.__mro__)
 
 

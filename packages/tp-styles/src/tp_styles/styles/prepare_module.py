@@ -99,7 +99,11 @@ class PrepareModuleInput(ParallelStyle):
             )
         problems += flow_problems(info, inputs)
         return StyleSpec(
-            compute="hooks", inputs=tuple(inputs), local_input=self.use_local_output, problems=tuple(problems)
+            compute="hooks",
+            inputs=tuple(inputs),
+            num_positional=None if self.input_layouts is None else len(self.input_layouts),
+            local_input=self.use_local_output,
+            problems=tuple(problems),
         )
 
     def _arguments(self) -> dict[str, object]:
@@ -201,6 +205,7 @@ class PrepareModuleInputOutput(ParallelStyle):
         return StyleSpec(
             compute="hooks",
             inputs=before.inputs,
+            num_positional=before.num_positional,
             outputs=after.outputs,
             local_input=before.local_input,
             local_output=after.local_output,

@@ -37,17 +37,3 @@ class TransformerLayerParallel(ParallelStyle):
 
     def _arguments(self) -> dict[str, object]:
         return {}
-
-
-class WithoutNestedTensors(ParallelStyle):
-    """What `apply_plan` does to an `nn.TransformerEncoder` around parallel layers: it stays off nested tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None)
-
-    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """One attribute."""
-        return StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
-
-    def _arguments(self) -> dict[str, object]:
-        return {}

@@ -1,0 +1,11 @@
+"""The check by execution: sharded modules against their original forwards on full weights.
+
+`checker` decides what is checked when, `runs` makes one run on detached copies, `compare` decides whether two agree.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+IN_ORIGINAL: ContextVar[bool] = ContextVar("tp_styles_in_original", default=False)
+"""True while an original runs on full weights: our own functions inside a forward then take full tensors."""

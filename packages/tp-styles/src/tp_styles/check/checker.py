@@ -1,0 +1,437 @@
+"""When what is checked: a root, and the regions between shards inside it, at the first call of each mode."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Placement, Shard
+
+from tp_styles._torch_compat import is_compiling, is_fake, is_transformed
+from tp_styles.check import IN_ORIGINAL
+from tp_styles.check.compare import Comparison, Difference, cotangents
+from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
+from tp_styles.check.randomness import ConstantRandomness
+from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
+from tp_styles.plan.planned import TPPlan
+from tp_styles.problems import CheckError, Problem, StyleInputError
+from tp_styles.rng import default_generator
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.forward import Forward
+from tp_styles.runtime.parameters import agreed_values
+
+Check = Literal["first", "always", "never"]
+Mode = tuple[bool, bool]
+"""True if a module trains, and whether gradients are recorded."""
+
+FLOAT64_LIMIT = 2**26
+"""Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
+
+
+@dataclass(eq=False)
+class Scope:
+    """A module that is checked as a whole.
+
+    Attributes:
+        name: Its FQN, `""` for the root.
+        module: The module.
+        is_root: It is what the plan was applied to.
+        inside: Scopes within it.
+        declared: Argument name -> layout that a style on the module itself declares.
+        names: Names of the module's positional arguments.
+        input_dims: Dims that styles inside declare incoming activations to be sharded on.
+        has_partial_output: A style inside leaves a partial sum.
+        unstyled: FQNs of parameters that no style speaks of.
+        verified: Modes in which the sharded module was found equal to the original, from full inputs to full outputs.
+        done: Modes in which it was checked, or could not be.
+    """
+
+    name: str
+    module: nn.Module
+    is_root: bool = False
+    inside: list[Scope] = field(default_factory=list)
+    declared: dict[str, Placement] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    input_dims: tuple[int, ...] = ()
+    has_partial_output: bool = False
+    unstyled: frozenset[str] = frozenset()
+    verified: set[Mode] = field(default_factory=set)
+    done: set[Mode] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return self.name or type(self.module).__name__
+
+
+class Checker:
+    """Checks the scopes of one applied plan.
+
+    Args:
+        model: The root, parallel already.
+        axis: Over which ranks.
+        originals: Modules as they were before.
+        always: Check every call.
+        is_staged: The root may be a part of a model: its inputs may be shards.
+        may_leave: A shard may leave the root as a plain tensor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        originals: list[Original],
+        *,
+        always: bool,
+        is_staged: bool,
+        may_leave: bool,
+    ) -> None:
+        self.axis = axis
+        self.originals = originals
+        self.always = always
+        self.is_staged = is_staged
+        self.may_leave = may_leave
+        self.names = {module: name for name, module in model.named_modules()}
+        self.unchecked: dict[str, str] = {}
+        self.failure = ""
+        self.has_compared_replicas = False
+        self.runs_sharded = self.is_closed = False
+
+    def __call__(self, hook: CheckHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check one call of a scope, before it happens.
+
+        Raises:
+            StyleInputError: The root's inputs differ between the ranks.
+            CheckError: The sharded module is not equal to the original; on every rank.
+        """
+        if is_compiling() or IN_ORIGINAL.get() or is_transformed() or not self._can_run(hook.scope.module):
+            return
+        scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
+        try:
+            inputs = Inputs(args, kwargs, self.axis, scope.declared, scope.names, scope.input_dims)
+        except NotReady as error:  # the next call may have an empty cache
+            self.unchecked[str(scope)] = str(error)
+            return
+        scope.done.add(mode)
+        if scope.is_root and not self.is_staged and not self.has_compared_replicas:
+            self._compare_replicas(scope)
+        hypotheses = inputs.hypotheses()
+        if scope.is_root and inputs.differ and not hypotheses and not self.is_staged:
+            raise StyleInputError(_different(scope, inputs))
+        if has_fsdp_below(scope.module):
+            # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
+            self.unchecked[str(scope)] = "FSDP2 shards modules inside; regions within them are checked"
+            return
+        self._check(hook, inputs, hypotheses, mode)
+
+    def _can_run(self, module: nn.Module) -> bool:
+        if self.axis.size == 1 or dist.get_backend(self.axis.group) == "fake":
+            return False
+        return not any(is_fake(p) for p in module.parameters())
+
+    def _compare_replicas(self, scope: Scope) -> None:
+        """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
+
+        Raises:
+            CheckError: Some are not; on every rank.
+        """
+        self.has_compared_replicas = True
+        different = []
+        for name, parameter in scope.module.named_parameters():
+            if name in scope.unstyled and type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
+                value = parameter.detach()
+                if not is_close(value, agreed_values(value, self.axis, 0)):
+                    different.append(Difference("replica", name, 0.0))
+        if found := self._union(different):
+            hint = (
+                "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
+            )
+            raise CheckError(
+                Problem("replicas-differ", one.name, found="other values on each rank, and no style", hint=hint)
+                for one in found
+            )
+
+    def _check(self, hook: CheckHook, inputs: Inputs, hypotheses: list[Layouts], mode: Mode) -> None:
+        scope = hook.scope
+        small = sum(full_numel(p) for p in scope.module.parameters()) <= FLOAT64_LIMIT
+        first: list[Difference] = []
+        self.runs_sharded = self.is_closed = False
+        for layouts in hypotheses:
+            found = self._differences(hook, inputs, layouts, mode, torch.float64) if small else None
+            if found is None:  # code that takes one type only
+                found = self._differences(hook, inputs, layouts, mode, None)
+            if found == []:
+                if self.is_closed and not any(isinstance(layout, Shard) for layout in layouts):
+                    scope.verified.add(mode)
+                self.unchecked.pop(str(scope), None)
+                return
+            first = first or found or []
+        if first:
+            raise CheckError(_problems(scope, first))
+        if scope.is_root and inputs.differ and not self.is_staged:
+            raise StyleInputError(_different(scope, inputs))
+        if scope.is_root and hypotheses and self.runs_sharded:
+            text = f"{scope}: the sharded model is not checked against the original, which raised {self.failure}"
+            warnings.warn(text, stacklevel=5)
+
+    # ------------------------------------------------------------------ both runs
+
+    def _differences(
+        self, hook: CheckHook, inputs: Inputs, layouts: Layouts, mode: Mode, dtype: torch.dtype | None
+    ) -> list[Difference] | None:
+        """Return what is not equal, the same list on every rank; None if one of the runs cannot be made."""
+        scope = hook.scope
+        comparison = Comparison(
+            self.axis,
+            scope.has_partial_output,
+            self.may_leave or not scope.is_root,
+            only_first=not scope.is_root,
+        )
+        with self._isolated() as mode_of_runs:
+            ours = self._agreed(lambda: inputs.copies(layouts, dtype, full=False))
+            wanted = self._agreed(lambda: inputs.copies(layouts, dtype, full=True))
+            sharded = self._agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
+            if sharded is None or wanted is None:
+                return None
+            self.runs_sharded = True  # else the call itself will raise
+            reference = self._agreed(lambda: self._run(scope, wanted, dtype, hook, original=True, mode=mode))
+            if reference is None:
+                return None
+            comparison.tolerance = self._tolerance(mode_of_runs)
+            found, outputs = comparison.outputs(sharded, reference)
+            found = self._union(found)
+            self.is_closed = len(outputs) > 0 and all(output.layout == "full" for output in outputs)
+            if not found and mode[1]:
+                (ones, starts), (others, other_starts) = cotangents(outputs, self.axis)
+                if ones:
+                    with self._original():  # a checkpoint runs forwards again
+                        done = self._agreed(lambda: (sharded.backward(ones, starts, ours.leaves), True))
+                        done = done and self._agreed(
+                            lambda: (reference.backward(others, other_starts, wanted.leaves), True)
+                        )
+                    if done is None:
+                        return []  # the call's own backward will raise
+                    comparison.tolerance = 10 * self._tolerance(mode_of_runs)  # gradients are sums over the batch
+                    found = self._union(comparison.gradients(sharded, reference, ours, wanted))
+            return found or self._union(comparison.buffers(sharded, reference))
+
+    def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
+        opaque = self._of_other_plans(scope.module)
+        for inner in scope.inside:
+            # What shares a parameter with modules outside of it is run as the original, too: its gradient is one sum.
+            if mode in inner.verified and not _shares(inner.module, scope.module):
+                opaque |= {inner.module}
+        run = Run(
+            scope.module,
+            self.names,
+            self.axis,
+            dtype,
+            originals=self.originals if original else None,
+            opaque=opaque if original else frozenset(),
+            skipped=hook,
+        )
+        if original:
+            with self._original():
+                run.forward(copies.args, copies.kwargs)
+        else:
+            run.forward(copies.args, copies.kwargs)
+        return run
+
+    def _of_other_plans(self, module: nn.Module) -> frozenset[nn.Module]:
+        """Modules below that other calls have made parallel: they stay as they are."""
+        ours = {original.module for original in self.originals}
+        return frozenset(
+            child
+            for child in module.modules()
+            if any(
+                isinstance(hook, CheckHook) and hook.scope.is_root and hook.checker is not self
+                for hook in child._forward_pre_hooks.values()
+            )
+            or (child not in ours and isinstance(vars(child).get("forward"), Forward))
+        )
+
+    @contextmanager
+    def _original(self) -> Iterator[None]:
+        """Within, scopes are not checked."""
+        token = IN_ORIGINAL.set(True)
+        try:
+            yield
+        finally:
+            IN_ORIGINAL.reset(token)
+
+    @contextmanager
+    def _isolated(self) -> Iterator[ConstantRandomness]:
+        """Nothing of the runs is left behind in generators, in autograd's hooks, or in autocast's cache."""
+        kind = self.axis.mesh.device_type
+        devices = [torch.device("cpu"), *([torch.device(kind)] if kind != "cpu" else [])]
+        states = [default_generator(device).get_state() for device in devices]
+        python, grad = random.getstate(), torch.is_grad_enabled()
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(torch.autocast(kind, enabled=False))
+            # The innermost hooks count: a checkpoint around the call would take what the runs save for its own.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            try:
+                yield stack.enter_context(ConstantRandomness())
+            finally:
+                for device, state in zip(devices, states, strict=True):
+                    default_generator(device).set_state(state)
+                random.setstate(python)
+
+    def _tolerance(self, runs: ConstantRandomness) -> float:
+        """Of the largest value: what rounding leaves in the coarsest type that the runs compute in, on any rank."""
+        epsilons: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(epsilons, runs.epsilon, group=self.axis.group)
+        epsilon = float(max(epsilons))
+        return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
+
+    def _agreed(self, act: Callable[[], Any]) -> Any:
+        """Return the result of an action, or None on every rank if it raised on one."""
+        result, failure = None, ""
+        try:
+            result = act()
+        except CheckError:
+            raise  # of a region inside; on every rank
+        except Exception as error:
+            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        failures: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(failures, failure, group=self.axis.group)
+        told = next((one for one in failures if one), "")
+        if told:
+            self.failure = told
+            return None
+        return result
+
+    def _union(self, found: list[Difference]) -> list[Difference]:
+        """The differences of all ranks, the largest of each; the same list on every rank."""
+        everyone: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(everyone, found, group=self.axis.group)
+        worst: dict[tuple[str, str], Difference] = {}
+        for difference in (one for rank in everyone for one in rank):
+            key = (difference.kind, difference.name)
+            if key not in worst or worst[key].error < difference.error:
+                worst[key] = difference
+        return list(worst.values())
+
+
+class CheckHook:
+    """Pre-hook with keywords of a scope."""
+
+    def __init__(self, checker: Checker, scope: Scope) -> None:
+        self.checker = checker
+        self.scope = scope
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the call, if its mode is new."""
+        if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
+            self.checker(self, args, kwargs)
+
+
+def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
+    """Hooks of all scopes, before every other hook: they see what the caller passes.
+
+    Returns:
+        Functions that take them back.
+    """
+    return [
+        scope.module.register_forward_pre_hook(CheckHook(checker, scope), prepend=True, with_kwargs=True).remove
+        for scope in scopes
+    ]
+
+
+def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]:
+    """The root and the regions inside it, the root first.
+
+    Args:
+        model: The root.
+        plan: What was done to it.
+        regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
+    """
+    unstyled = frozenset(left.name for left in plan.left_alone)
+    scopes = [Scope("", model, is_root=True)]
+    scopes += [Scope(name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
+    for scope in scopes:
+        below = [found for found in plan.modules if is_below(found.name, scope.name)]
+        flows = [flow for found in below for _, flow in found.spec.inputs]
+        dims = {flow.source.dim for flow in flows if isinstance(flow.source, Shard)}
+        own = next((found for found in below if found.name == scope.name), None)
+        if own is not None:
+            scope.declared = {name: flow.source for name, flow in own.spec.inputs}
+            scope.names = own.info.arguments
+        scope.input_dims = tuple(sorted(dims, reverse=True))
+        outputs = [flow for found in below for flow in found.spec.outputs if flow is not None]
+        scope.has_partial_output = any(flow.wanted.is_partial() for flow in outputs)
+        scope.unstyled = unstyled
+        scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
+    return scopes
+
+
+def is_below(name: str, parent: str) -> bool:
+    """True if a FQN is that of a module or of one inside it."""
+    return not parent or name == parent or name.startswith(f"{parent}.")
+
+
+def _shares(inner: nn.Module, outer: nn.Module) -> bool:
+    """True if a parameter within a module stands in the module around it, too."""
+    inside = {id(p) for p in inner.parameters()}
+    below = set(inner.modules())
+    outside = (m for m in outer.modules() if m not in below)
+    return any(id(p) in inside for m in outside for p in m._parameters.values())
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def _different(scope: Scope, inputs: Inputs) -> list[Problem]:
+    hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs are"
+    hint += " shards, say so: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
+    return [
+        Problem("inputs-differ", f"{scope}({leaf.name})", found="other values on each rank", hint=hint)
+        for leaf in inputs.differ
+    ]
+
+
+HINTS = {
+    "output": "FusedColwiseParallel where a weight holds several things one after the other; local head counts"
+    " (GQAParallel, or view(..., -1, head_size)) where heads are divided; ColwiseParallel(output_layouts=Replicate())"
+    " for what needs all features",
+    "gradient": "each rank computes a part of this gradient: NoParallel(sum_gradient=True) for its module (norms= of"
+    " GQAParallel), or a style that shards it",
+    "input-gradient": "the ranks' gradients of the input are not summed: a module takes a shard's part of it unstyled",
+    "buffer": "each rank updates it from its own shard",
+    "shard-leaves": "every rank would go on with its own features: output_layouts=Replicate() gives full outputs;"
+    " output_layouts=Shard(-1) says that shards are meant (vocab_parallel_cross_entropy takes them)",
+}
+
+
+def _problems(scope: Scope, differences: list[Difference]) -> list[Problem]:
+    shown = sorted(differences, key=lambda difference: -difference.error)[:8]
+    return [_problem(scope, difference) for difference in shown]
+
+
+def _problem(scope: Scope, difference: Difference) -> Problem:
+    name = (
+        f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
+    )
+    code = "shard-leaves" if difference.kind == "shard-leaves" else f"check-{difference.kind}"
+    found = f"off by {difference.error:.2g} of the original module, run on full weights"
+    if difference.detail:
+        found = f"{difference.detail}" + ("" if difference.kind == "shard-leaves" else ", run on full weights")
+    if difference.kind == "shard-leaves":
+        found = f"a shard leaves the model as a plain tensor: {difference.detail}"
+    hint = HINTS[difference.kind]
+    if difference.kind == "gradient" and difference.name not in scope.unstyled:
+        hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
+    return Problem(
+        code, name, found=f"in region {str(scope)!r}: {found}", hint=hint + '; check="never" skips the check'
+    )

@@ -1,0 +1,245 @@
+"""Comparison of a sharded run with one of the original: outputs, then gradients, then buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tp_styles._torch_compat import tree_flatten
+from tp_styles.check.inputs import Copies
+from tp_styles.check.runs import Run
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.shard_parameter import split_of
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not equal in both runs.
+
+    Attributes:
+        kind: `"output"`, `"gradient"`, `"input-gradient"`, `"buffer"` or `"shard-leaves"`.
+        name: Which one.
+        error: The largest difference, relative to the largest value.
+        detail: What else there is to say.
+    """
+
+    kind: str
+    name: str
+    error: float
+    detail: str = ""
+
+
+@dataclass
+class Comparison:
+    """Rules of comparing two runs.
+
+    Attributes:
+        axis: The ranks.
+        partial: A style leaves a partial sum as an output.
+        may_leave: An output may be a shard in a plain tensor.
+        only_first: Outputs other than the first may be anything: a region's own affair (attention weights of heads).
+        tolerance: Greatest relative error.
+    """
+
+    axis: Axis
+    partial: bool
+    may_leave: bool
+    only_first: bool
+    tolerance: float = 0.0
+
+    def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
+        """Differences of the outputs, and those outputs that gradients can start from."""
+        ours, wanted = tensors(sharded.output), tensors(reference.output)
+        shapes: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(shapes, [_meta(x) for x in ours], group=self.axis.group)
+        if any(len(other) != len(wanted) for other in shapes):
+            return [Difference("output", "structure", math.inf, f"{len(ours)} tensors, {len(wanted)} originally")], []
+        found: list[Difference] = []
+        outputs: list[Output] = []
+        for index, (one, other) in enumerate(zip(ours, wanted, strict=True)):
+            name = "-> output" + (f" {index}" if len(ours) > 1 else "")
+            layout = _layout(one, other, [shape[index] for shape in shapes])
+            if layout is None:
+                if not (self.only_first and index):
+                    detail = f"shape {tuple(one.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
+                    found.append(Difference("output", name, math.inf, detail))
+                continue
+            if isinstance(layout, Shard) and not isinstance(one, DTensor) and not self.may_leave:
+                detail = f"{tuple(one.shape)} of {tuple(other.shape)}"
+                found.append(Difference("shard-leaves", name, math.inf, detail))
+                continue
+            full = self.gathered(one.detach(), layout, [shape[index][0] for shape in shapes])
+            difference = error(full, other.detach())
+            if self.partial and self._max(difference) > self.tolerance:
+                total = self.axis.all_reduce(one.detach().contiguous())
+                if self._max(error(total, other.detach())) <= self.tolerance:
+                    difference, layout = 0.0, "partial"
+            if difference > self.tolerance:
+                found.append(Difference("output", name, difference))
+            outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes]))
+        return found, outputs
+
+    def _max(self, value: float) -> float:
+        found: list[Any] = [None] * self.axis.size
+        dist.all_gather_object(found, value, group=self.axis.group)
+        return float(max(found))
+
+    def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+        """The global tensor."""
+        if isinstance(x, DTensor):
+            return x.full_tensor()
+        if isinstance(layout, Shard):
+            return self.axis.all_gather(x, layout.dim, [shape[layout.dim] for shape in shapes])
+        return x
+
+    def gradients(self, sharded: Run, reference: Run, ours: Copies, wanted: Copies) -> list[Difference]:
+        """Differences of the gradients of inputs and parameters, after both backwards."""
+        pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
+        for index, (one, other) in enumerate(zip(ours.leaves, wanted.leaves, strict=True)):
+            if other.grad is not None:
+                gradient = one.grad if one.grad is not None else torch.zeros_like(one)
+                layout = ours.layouts[index]
+                shapes: list[Any] = [None] * self.axis.size
+                if isinstance(layout, Shard):
+                    dist.all_gather_object(shapes, tuple(one.shape), group=self.axis.group)
+                pairs.append(("input-gradient", f"input {index}", self.gathered(gradient, layout, shapes), other.grad))
+        seen: set[tuple[int, int]] = set()
+        for key, copy in reference.parameters.items():
+            shard = sharded.parameters[key]
+            if (id(copy), id(shard)) in seen or not copy.requires_grad:
+                continue
+            seen.add((id(copy), id(shard)))
+            pairs.append(("gradient", ".".join(filter(None, key)), *self._gradients(shard, copy)))
+        scale = max((largest(wanted_gradient) for _, _, _, wanted_gradient in pairs), default=0.0)
+        found = []
+        for kind, name, one, other in pairs:
+            # True zeros (the bias of keys before a softmax) are noise in both runs: relative to the others it is none.
+            difference = error(one, other, floor=1e-2 * scale)
+            if difference > self.tolerance:
+                found.append(Difference(kind, name, difference))
+        return found
+
+    def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's gradient, and that of the same elements in the original."""
+        wanted = copy.grad if copy.grad is not None else torch.zeros_like(copy)
+        wanted = wanted.full_tensor() if isinstance(wanted, DTensor) else wanted
+        gradient = shard.grad if shard.grad is not None else torch.zeros_like(shard)
+        if isinstance(gradient, DTensor):
+            return gradient.full_tensor(), wanted
+        gradient = gradient.detach().as_subclass(torch.Tensor)
+        info = getattr(shard, "_sharding_info", None)
+        if info is not None and gradient.shape != wanted.shape:
+            wanted = split_of(info).take(wanted, self.axis.rank, self.axis.size)
+        return gradient, wanted
+
+    def buffers(self, sharded: Run, reference: Run) -> list[Difference]:
+        """Differences of buffers of one shape."""
+        found = []
+        for key, wanted in reference.buffers.items():
+            one = sharded.buffers.get(key)
+            if one is not None and one.shape == wanted.shape and not isinstance(one, DTensor):
+                difference = error(one, wanted)
+                if difference > self.tolerance:
+                    found.append(Difference("buffer", ".".join(filter(None, key)), difference))
+        return found
+
+
+@dataclass
+class Output:
+    """One output of both runs, with the layout that the sharded one has."""
+
+    sharded: torch.Tensor
+    reference: torch.Tensor
+    layout: Any
+    shapes: list[tuple[int, ...]]
+
+
+def cotangents(outputs: list[Output], axis: Axis) -> tuple[list[Any], list[Any]]:
+    """(outputs, gradients) of the sharded run and of the reference."""
+    ours: list[Any] = [[], []]
+    wanted: list[Any] = [[], []]
+    for output in outputs:
+        reference = output.reference
+        value = _varied(reference.shape).to(reference.device, reference.dtype)
+        if not (output.sharded.requires_grad and reference.requires_grad):
+            continue
+        wanted[0].append(reference)
+        wanted[1].append(value if not isinstance(reference, DTensor) else _as_dtensor(value, reference))
+        ours[0].append(output.sharded)
+        if isinstance(output.sharded, DTensor):
+            ours[1].append(_as_dtensor(value, output.sharded))
+        elif isinstance(output.layout, Shard):
+            dim = output.layout.dim
+            ours[1].append(axis.slice(value, dim, [shape[dim] for shape in output.shapes]).contiguous())
+        else:
+            ours[1].append(value)
+    return ours, wanted
+
+
+def _varied(shape: torch.Size) -> torch.Tensor:
+    """Numbers without a pattern, the same on every rank; not drawn, because random operations give constants here."""
+    place = torch.arange(shape.numel(), dtype=torch.float64)
+    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(shape)
+
+
+def _as_dtensor(value: torch.Tensor, like: DTensor) -> DTensor:
+    placements = [p if isinstance(p, Shard) else Replicate() for p in like.placements]
+    return distribute_tensor(value, like.device_mesh, placements, src_data_rank=None)
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    """Tensors of an output, in order; objects that hold some (caches) are left out."""
+    if isinstance(output, Mapping) and not isinstance(output, dict):
+        output = dict(output)
+    return [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor)]
+
+
+def error(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest difference relative to the largest value of `other` (and `floor`)."""
+    if isinstance(other, DTensor):
+        other = other.full_tensor()
+    if one.shape != other.shape:
+        return math.inf
+    if not one.numel():
+        return 0.0
+    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (one, other))
+    a, b = a.double(), b.double()
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    difference = float((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    scale = max(largest(b), floor)
+    return difference / scale if scale else (math.inf if difference else 0.0)
+
+
+def largest(x: torch.Tensor) -> float:
+    """The largest finite value."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
+
+
+def _meta(x: torch.Tensor) -> tuple[tuple[int, ...], bool]:
+    return tuple(x.shape), isinstance(x, DTensor)
+
+
+def _layout(one: torch.Tensor, other: torch.Tensor, metas: list[tuple[tuple[int, ...], bool]]) -> Any:
+    """`"full"`, or `Shard(dim)`: how this rank's output lies in the original one; None where neither fits."""
+    wanted = tuple(other.shape)
+    if isinstance(one, DTensor):
+        if tuple(one.shape) != wanted:
+            return None
+        return next((p for p in one.placements if isinstance(p, Shard)), "full")
+    shapes = [shape for shape, _ in metas]
+    if all(shape == wanted for shape in shapes):
+        return "full"
+    if any(len(shape) != len(wanted) for shape in shapes):
+        return None
+    dims = [dim for dim in range(len(wanted)) if any(shape[dim] != wanted[dim] for shape in shapes)]
+    if len(dims) == 1 and sum(shape[dims[0]] for shape in shapes) == wanted[dims[0]]:
+        return Shard(dims[0])
+    return None

@@ -1,0 +1,68 @@
+"""Constants in place of random numbers: shards and full tensors would otherwise draw different ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tp_styles._torch_compat import TorchDispatchMode, tree_map
+
+RATES = "dropout_p", "dropout"
+"""Arguments of kernels that draw inside."""
+
+CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "randn": 0.0, "exponential": 1.0}
+
+
+class ConstantRandomness(TorchDispatchMode):
+    """Every operation that torch tags as random gives a constant; dropout keeps every element.
+
+    A mode instead of `.eval()`: the check compares what training computes. It also sees in which precision the runs
+    compute, whatever type their inputs have: norms and softmaxes are often written to run in float32.
+
+    Attributes:
+        epsilon: Machine epsilon of the coarsest type that an operation gave.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.epsilon = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result, or a constant of its shape."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            result = func(*args, **kwargs)
+            self._note(result)
+            return result
+        name = func._schema.name.partition("::")[2]
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        args, kwargs, has_rate = _without_rate(func, args, kwargs)
+        if has_rate:
+            return func(*args, **kwargs)
+        if name == "multinomial":
+            return args[0].topk(args[1], dim=-1).indices
+        drawn = func(*args, **kwargs)
+        if name.startswith("randperm"):
+            return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+        value = 0.0 if name.startswith(("randint", "random")) else CONSTANTS.get(name.strip("_").split("_")[0], 1.0)
+        return tree_map(lambda x: x.fill_(value) if isinstance(x, torch.Tensor) else x, drawn)
+
+    def _note(self, result: Any) -> None:
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+                self.epsilon = max(self.epsilon, torch.finfo(x.dtype).eps)
+
+
+def _without_rate(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    """The arguments with dropout switched off, and whether there is such an argument."""
+    args, kwargs, found = list(args), dict(kwargs), False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in RATES:
+            found = True
+            if place < len(args):
+                args[place] = 0.0
+            elif argument.name in kwargs:
+                kwargs[argument.name] = 0.0
+    return args, kwargs, found

@@ -1,0 +1,256 @@
+"""One run of a module on detached copies of its inputs, parameters and buffers.
+
+The copies are swapped into the module itself for the time of a forward or a backward, and taken out again: a forward
+may reach a module by any way, also through a closure, which a copied module would miss. Everything else that a module
+holds is as before afterwards, because its `__dict__` is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles._torch_compat import local_of
+from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.changes import ModuleChange
+from tp_styles.runtime.foreign import KeyRemover
+from tp_styles.runtime.hooks import KeepOffFastPath
+from tp_styles.runtime.parameters import full_tensor
+from tp_styles.runtime.shard_parameter import ShardParameter, split_of
+
+Key = tuple[str, str]
+"""FQN of a module and name of its parameter or buffer."""
+
+INTERNAL = frozenset(vars(nn.Module()))
+HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
+FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
+
+
+@dataclass(eq=False)
+class Original:
+    """What a plan changed of one module, other than parameters and its own hooks.
+
+    Attributes:
+        module: The module.
+        kind: Its class; another library may derive from it later (a view of local parameters as DTensors).
+        attributes: Attributes as they were.
+        foreign_hooks: Keys of hooks that a style of another library has put there.
+    """
+
+    module: nn.Module
+    kind: type[nn.Module]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    foreign_hooks: set[int] = field(default_factory=set)
+
+
+def originals(changes: list[ModuleChange]) -> list[Original]:
+    """What `changes` changed, without the closures that take it back (hooks of the check are pickled with a model)."""
+    found: dict[nn.Module, Original] = {}
+    for change in changes:
+        keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
+        # A parallel nn.TransformerEncoder computes padded positions, where the original fills in zeros.
+        attributes = {name: value for name, value in change.attributes.items() if name != "use_nested_tensor"}
+        original = found.setdefault(change.module, Original(change.module, type(change.module)))
+        original.attributes.update(attributes)
+        original.foreign_hooks |= keys
+    return list(found.values())
+
+
+class Run:
+    """The module's copies, sharded or full, with the output that they gave.
+
+    Args:
+        module: The module.
+        names: FQN of every module.
+        axis: Over which ranks.
+        dtype: What floating parameters and buffers are cast to; None leaves them.
+        originals: What the plan changed; for a run of the original, else None.
+        opaque: Modules that stay sharded in a run of the original, with all below them.
+        skipped: Hooks that do not run.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Mapping[nn.Module, str],
+        axis: Axis,
+        dtype: torch.dtype | None,
+        *,
+        originals: list[Original] | None = None,
+        opaque: frozenset[nn.Module] = frozenset(),
+        skipped: object = None,
+    ) -> None:
+        self.module = module
+        self.axis = axis
+        self.dtype = dtype
+        self.output: Any = None
+        self.parameters: dict[Key, nn.Parameter] = {}
+        self.buffers: dict[Key, torch.Tensor] = {}
+        self._skipped = skipped
+        self._kinds: dict[nn.Module, type[nn.Module]] = {}
+        self._state: dict[nn.Module, dict[str, Any]] = {}
+        stays = {below for one in opaque for below in one.modules()}
+        before = {original.module: original for original in originals or ()}
+        copies: dict[tuple[int, bool], nn.Parameter] = {}
+        for current in module.modules():
+            reverted = originals is not None and current not in stays
+            self._state[current] = self._prepared(current, names.get(current, ""), reverted, before, copies)
+
+    # ------------------------------------------------------------------ what is swapped in
+
+    def _prepared(
+        self,
+        module: nn.Module,
+        name: str,
+        reverted: bool,
+        before: dict[nn.Module, Original],
+        copies: dict[tuple[int, bool], nn.Parameter],
+    ) -> dict[str, Any]:
+        state = dict(vars(module))
+        replaced: dict[int, Any] = {}
+        parameters: dict[str, nn.Parameter | None] = {}
+        buffers: dict[str, torch.Tensor | None] = {}
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                known = (id(parameter), reverted)
+                if known not in copies:
+                    copies[known] = self._full(parameter) if reverted else self._shard(parameter)
+                replaced[id(parameter)] = self.parameters[name, key] = copies[known]
+            parameters[key] = None if parameter is None else copies[known]
+        for key, buffer in module._buffers.items():
+            buffers[key] = None
+            if buffer is not None:
+                copy = self._cast(buffer.detach().clone())
+                buffers[key] = replaced[id(buffer)] = self.buffers[name, key] = copy
+        state["_parameters"], state["_buffers"] = parameters, buffers
+        for key, value in state.items():
+            if key not in INTERNAL:
+                state[key] = _copied(value, replaced)
+        original = before.get(module)
+        foreign = original.foreign_hooks if original is not None else set()
+        for table in HOOK_TABLES:
+            hooks = state[table]
+            left_out = {key for key, hook in hooks.items() if hook is self._skipped or _of_fsdp(hook)}
+            if reverted:
+                left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
+            state[table] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in left_out)
+        if reverted:
+            if _is_ours(state.get("forward")):
+                del state["forward"]
+            if original is not None:
+                state.update(original.attributes)
+                self._kinds[module] = original.kind
+        return state
+
+    def _cast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
+
+    def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
+        """This rank's shard as a leaf of its own."""
+        if isinstance(parameter, DTensor):
+            local = self._cast(local_of(parameter).detach())
+            wrapped = DTensor.from_local(
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            return nn.Parameter(wrapped, parameter.requires_grad)
+        local = self._cast(parameter.detach().as_subclass(torch.Tensor))
+        kind = ShardParameter if isinstance(parameter, ShardParameter) else nn.Parameter
+        shard: Any = kind(local, parameter.requires_grad)
+        if hasattr(parameter, "_sharding_info"):  # also plain parameters of the bridge
+            shard._sharding_info = parameter._sharding_info
+        result: nn.Parameter = shard
+        return result
+
+    def _full(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The full parameter as a leaf of its own, gathered from the shards."""
+        value = parameter.detach()
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        elif (info := getattr(parameter, "_sharding_info", None)) is not None:
+            value = full_tensor(value.as_subclass(torch.Tensor), self.axis, split_of(info))
+        else:
+            # Replicas are compared where they are used; each rank's reference runs on its own.
+            value = value.as_subclass(torch.Tensor)
+        return nn.Parameter(self._cast(value), parameter.requires_grad)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The copies stand in the module."""
+        kept = {module: dict(vars(module)) for module in self._state}
+        kinds = {module: type(module) for module in self._kinds}
+        try:
+            for module, kind in self._kinds.items():
+                object.__setattr__(module, "__class__", kind)
+            for module, state in self._state.items():
+                vars(module).update(state)
+                for key in vars(module).keys() - state.keys():
+                    del vars(module)[key]
+            yield
+        finally:
+            for module, kind in kinds.items():
+                object.__setattr__(module, "__class__", kind)
+            for module, state in kept.items():
+                vars(module).clear()
+                vars(module).update(state)
+
+    # ------------------------------------------------------------------ running
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the module."""
+        with self.installed():
+            self.output = self.module(*args, **kwargs)
+
+    def backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """Fill the gradients of the copies and of the inputs, and of nothing else."""
+        leaves: dict[int, torch.Tensor] = {id(p): p for p in self.parameters.values() if p.requires_grad}
+        leaves |= {id(x): x for x in inputs if x.requires_grad}
+        with self.installed():  # a checkpoint inside runs forwards once more
+            torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))
+
+
+def has_fsdp_below(module: nn.Module) -> bool:
+    """True if modules within a module are units of FSDP2, which gather their parameters only when they are called."""
+    below = (child for child in module.modules() if child is not module)
+    return any(_of_fsdp(hook) for child in below for hook in child._forward_pre_hooks.values())
+
+
+def full_numel(parameter: torch.Tensor) -> int:
+    """Elements of the global parameter."""
+    info = getattr(parameter, "_sharding_info", None)
+    return int(info[2].numel()) if info is not None else parameter.numel()
+
+
+def _of_fsdp(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", None)
+    return owner is not None and type(owner).__module__.startswith(FSDP)
+
+
+def _is_ours(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", hook)
+    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, KeepOffFastPath)
+
+
+def _copied(value: Any, replaced: dict[int, Any]) -> Any:
+    """A value of a module's `__dict__` that a run may write to; parameters and buffers in it are the run's."""
+    if id(value) in replaced:
+        return replaced[id(value)]
+    if type(value) in (list, tuple, set):
+        return type(value)([_copied(one, replaced) for one in value])
+    if type(value) is dict:
+        return {key: _copied(one, replaced) for key, one in value.items()}
+    if type(value) is torch.Tensor:
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return value

@@ -1,0 +1,73 @@
+"""What the planner and the runtime know of every style: a pure meaning, and functions around a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.spec import ModuleInfo, ParameterSpec, StyleSpec
+from tp_styles.split import Split
+
+PrepareInput = Callable[..., Any]
+PrepareOutput = Callable[..., Any]
+
+
+class Style(TorchParallelStyle):
+    """The part of a style that is a value; `styles.base.ParallelStyle` adds how it is applied on its own."""
+
+    _prepare_input: PrepareInput | None = None
+    _prepare_output: PrepareOutput | None = None
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """What the style does to a module of a tensor-parallel group of `tp_size` ranks. Pure.
+
+        Args:
+            info: The module.
+            tp_size: Number of ranks.
+
+        Returns:
+            The decision, with everything that speaks against it in `.problems`.
+        """
+        replicated = tuple((parameter.name, ParameterSpec(Split.replicated())) for parameter in info.parameters)
+        return StyleSpec(compute="dtensor", parameters=replicated)
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if the style only says how it is applied (`_apply`), and not what it means (`spec`)."""
+        return False
+
+    def _arguments(self) -> dict[str, object]:
+        """What was passed to the constructor, for the repr and for comparing two styles."""
+        return {"_prepare_input": self._prepare_input, "_prepare_output": self._prepare_output}
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{name}={_text(value)}" for name, value in self._arguments().items())
+        return f"{type(self).__name__}({inside})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._arguments() == other._arguments()
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self._arguments())))
+
+
+class WithoutNestedTensors(Style):
+    """What `apply_plan` does to an `nn.TransformerEncoder` around parallel layers: it stays off nested tensors."""
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """One attribute."""
+        return StyleSpec(compute="none", attributes=(("use_nested_tensor", False),))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise AssertionError("the planner adds it")
+
+    def _arguments(self) -> dict[str, object]:
+        return {}
+
+
+def _text(value: object) -> str:
+    return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else repr(value)
