@@ -1,4 +1,4 @@
-"""The files that pages of the docs name: a user's model, a Hugging Face config and folder, a safetensors file, plans."""
+"""Files that pages of the docs name: a user's model, a Hugging Face config and folder, a safetensors file, plans."""
 
 from __future__ import annotations
 

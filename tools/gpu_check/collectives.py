@@ -79,7 +79,6 @@ def sync_debug(settings: Settings) -> Result:
 def reshard_program(settings: Settings) -> Callable[[], object]:
     """shard-reshard: one plan, called again and again."""
     import torch
-
     from shard_reshard import Resharder, plan_reshard
 
     resharder = Resharder(plan_reshard((64, 96), torch.float32, "1: S(0)", "1: S(1)"))
@@ -90,7 +89,6 @@ def reshard_program(settings: Settings) -> Callable[[], object]:
 def async_reshard_program(settings: Settings) -> Callable[[], object]:
     """shard-reshard: a handle, waited for later."""
     import torch
-
     from shard_reshard import reshard
 
     x = torch.ones(64, 96, device=settings.device)

@@ -39,7 +39,6 @@ def allocator_peaks(settings: Settings) -> Result:
 def reshard_peak(settings: Settings, part: int | None) -> tuple[int, int]:
     """Promised and measured bytes of a change of layout, nothing sent; its workspace limited to 1 / part of a shard."""
     import torch
-
     from shard_reshard import plan_reshard
     from shard_reshard.execution.exchange import Exchange
     from shard_reshard.lowering.program import build_program

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def pack_bandwidth(settings: Settings) -> Result:
     """shard-reshard's packing and unpacking against a device-to-device copy of the same bytes; nothing is sent."""
     import torch
-
     from shard_reshard import plan_reshard
     from shard_reshard.execution.exchange import Exchange
     from shard_reshard.lowering.program import build_program

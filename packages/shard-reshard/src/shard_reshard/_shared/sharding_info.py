@@ -63,7 +63,7 @@ class ShardingInfo(NamedTuple):
 
     @property
     def needs_sections(self) -> bool:
-        """Whether placements alone would misdescribe the shard: several sections, or copies."""
+        """Placements alone would misdescribe the shard: it has several sections, or copies."""
         return len(self.sections) > 1 or any(section.copies > 1 or section.unit > 1 for section in self.sections)
 
     def section_axis(self) -> tuple[int, int]:
