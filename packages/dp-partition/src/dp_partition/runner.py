@@ -21,6 +21,8 @@ from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import find_hypers
 from dp_partition.capture.subject import Subject, find_subject
+from dp_partition.check.checked_call import CheckedCall
+from dp_partition.check.schedule import CheckSchedule
 from dp_partition.failure import guarded
 from dp_partition.feeding import gather_inputs, store_outputs
 from dp_partition.keys import program_key
@@ -51,6 +53,10 @@ class Runner:
         latest: The program of the last call.
         num_traces: How many programs were traced.
         num_compiled: How many pieces of programs were compiled.
+        schedule: Which calls are checked.
+        num_checked: How many calls were checked.
+        checked: Programs that a check has run.
+        unchecked: Why calls that were to be checked were not.
     """
 
     def __init__(
@@ -71,7 +77,10 @@ class Runner:
         self.agreed: list[Mapping[str, str]] = []
         self.gathered_again: frozenset[str] | None = None
         self.latest: Program | None = None
-        self.num_traces = self.num_compiled = 0
+        self.num_traces = self.num_compiled = self.num_checked = 0
+        self.schedule = CheckSchedule(settings.check)
+        self.checked: set[int] = set()
+        self.unchecked: list[str] = []
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
 
@@ -104,6 +113,7 @@ class Runner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One step on this rank's batch."""
+        is_checked = self.schedule.is_due()
         binding = self.binding
         if binding is None:
             binding, program = self.start(args, kwargs)
@@ -111,6 +121,8 @@ class Runner:
             self.check_subject(binding, args, kwargs)
             take_over(binding)
             program = self.find_program(binding, args, kwargs)
+        if is_checked:
+            return CheckedCall(self, binding, program, (args, kwargs)).run()
         return self.run(binding, program, args, kwargs)
 
     def run(self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
