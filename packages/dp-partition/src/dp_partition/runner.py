@@ -104,6 +104,13 @@ class Runner:
         """How communication is arranged, as far as it does not change what is computed: what `verify` simulates."""
         return replace(self.settings.traffic, reduce_dtype=None, hook=None)
 
+    def checks(self) -> str:
+        """Which calls were compared with the eager step, as text for the plan."""
+        if self.settings.check == "never":
+            return "unchecked: check='never'"
+        text = f"{self.num_checked} of {self.schedule.calls} calls checked against the eager step"
+        return "; unchecked: ".join([text, *self.unchecked])
+
     @property
     def resharding(self) -> str | bool | frozenset[str]:
         """What is gathered again for backward; once chosen it stays, so that a rank that retraces alone does as all."""

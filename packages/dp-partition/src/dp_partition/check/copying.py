@@ -150,8 +150,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, weakref.ref) and not isinstance(obj, weakref.WeakMethod):
             target = obj()
             return weakref.ref, (_Nothing if target is None else target,)
-        # Both classes drop attributes when they are pickled: hooks, and the scale of a running step.
-        if isinstance(obj, Optimizer | torch.amp.GradScaler):
+        # These drop attributes when they are pickled (hooks, the scale of a running step), or refuse (parametrizations).
+        if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
             return object.__new__, (kind,), vars(obj), None, None, _fill_object
         return NotImplemented
 
