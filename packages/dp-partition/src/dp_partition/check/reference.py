@@ -85,13 +85,13 @@ def copy_step(
     change = transform or (lambda tensor: tensor)
     replaced: dict[int, torch.Tensor] = {}
     for param in binding.params.values():  # collectives: in one order on all ranks
-        plain = nn.Parameter(change(whole(param).clone()), param.requires_grad)
+        plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
         vars(plain).update({k: v for k, v in vars(param).items() if not isinstance(v, torch.Tensor)})
         replaced[id(param)] = plain
     for _, _, state in binding.states():
         for value in state.values():
             if isinstance(value, DTensor):
-                replaced[id(value)] = change(whole(value).clone())
+                replaced[id(value)] = change(full_copy(value))
     copier = Copier(replaced, transform)
     args, kwargs = arguments
     subject = binding.subject
@@ -103,6 +103,12 @@ def copy_step(
     made = Subject(modules, optimizers)
     index_tensors(made)
     return StepCopy(new_function, new_args, new_kwargs, made)
+
+
+def full_copy(placed: torch.Tensor) -> torch.Tensor:
+    """Full tensor with memory of its own and the strides of the original: fused optimizers walk through memory."""
+    full = whole(placed)
+    return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
 
 def _first_uncopied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Any) -> str:
