@@ -38,7 +38,9 @@ def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any],
     )
     trained = tuple([p.requires_grad for p in subject.params.values()])
     signature = static_signature(subject.optimizers)
-    autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    autocast = tuple(
+        [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
+    )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in subject.buffers.values()])
     constants = (signature, autocast, subject.attributes(), outside.read(), buffers)
     return tuple(map(_leaf_key, leaves)), spec, training, states, trained, constants

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dp_partition._torch_compat import pytree
+from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.agreement import batch_text, collectives_digest, together
 from dp_partition.axes import num_replicas, shard_world
 from dp_partition.binding import Binding
@@ -139,7 +139,7 @@ class Runner:
         kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
         drawing = self.stream.drawing() if self.stream is not None else nullcontext()
-        with torch.no_grad(), guarded(kept, buffers), drawing:
+        with torch.no_grad(), without_autocast(), guarded(kept, buffers), drawing:
             values = program.run(inputs)
         store_outputs(binding, program, values)
         return program.capture.returned.result(values)
