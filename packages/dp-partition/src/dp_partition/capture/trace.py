@@ -25,6 +25,7 @@ from dp_partition.capture.effects import Results, check_repeatable, param_groups
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hypers import Hyper
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
+from dp_partition.capture.random_state import RandomReplay
 from dp_partition.capture.phases import Phases, mark_phases
 from dp_partition.capture.subject import Subject
 from dp_partition.capture.tagging import TAG_GRAD, gradients_tagging
@@ -118,7 +119,7 @@ class _Tracing:
         with installed(self.subject, self.fakes) as self.symbols, recording:
             tagging, kept = gradients_tagging(dict(self.fakes.params)), param_groups_kept(optimizers)
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
-            with tagging, torch.enable_grad(), kept, self.results:
+            with tagging, torch.enable_grad(), kept, self.results, RandomReplay(self.name).installed():
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
             values, self.returned = collect_outputs(result, self.subject, self.fakes, self.phases)
