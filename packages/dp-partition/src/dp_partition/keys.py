@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.constants import FunctionConstants
+from dp_partition.capture.constants import FunctionConstants, fingerprint
 from dp_partition.capture.hypers import static_signature
 from dp_partition.capture.states import states_by_id
 from dp_partition.capture.subject import Subject
@@ -56,10 +56,12 @@ def _leaf_key(leaf: Any) -> Any:
         return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
+    if hasattr(leaf, "__dict__") and not callable(leaf):
+        return fingerprint(leaf)  # not by identity: its attributes change, and ids come again
     try:
         hash(leaf)
     except TypeError:
-        return id(leaf)
+        return fingerprint(leaf)
     return type(leaf), leaf
 
 

@@ -17,6 +17,7 @@ from dp_partition.agreement import batch_text, collectives_digest, together
 from dp_partition.axes import num_replicas, shard_world
 from dp_partition.binding import Binding
 from dp_partition.bucket import Traffic
+from dp_partition.capture.arguments import closing, open_arguments
 from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import find_hypers
@@ -68,7 +69,7 @@ class Runner:
         passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
         progress: TextIO | None = None,
     ) -> None:
-        self.function, self.mesh, self.settings = function, mesh, settings
+        self.function, self.mesh, self.settings = closing(function), mesh, settings
         self.share, self.passes, self.progress = share, passes, Progress(progress)
         self.outside = FunctionConstants(function)
         self.stream: Stream | None = None
@@ -121,6 +122,7 @@ class Runner:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One step on this rank's batch."""
         is_checked = self.schedule.is_due()
+        args, kwargs = open_arguments(self.name, (args, kwargs))
         binding = self.binding
         if binding is None:
             binding, program = self.start(args, kwargs)
@@ -262,11 +264,28 @@ class Runner:
         self.num_traces += 1
         settings = (self.batch_dim, self.settings.traffic, self.accumulate, self.resharding)
         function = counted(self.function, self.progress)
+        before = self.python_state(subject, args, kwargs)
         program = build_program(function, args, kwargs, subject, plan, self.mesh, *settings)
+        self.check_python_state(before, self.python_state(subject, args, kwargs))
         if self.passes is not None:
             program.module.recompile()
             program.capture.module = self.passes(program.module)
         return program
+
+    def python_state(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the step reads beside tensors, as it is now."""
+        return program_key(subject, args, kwargs, self.outside)
+
+    def check_python_state(self, before: Any, after: Any) -> None:
+        """Raise if running the step changed what it reads: a graph of it would not.
+
+        Raises:
+            PlanError: ``python-state``.
+        """
+        if before != after:
+            found = "running it changes Python values that it reads: a counter, a flag, an entry of a list or dict"
+            hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
+            raise PlanError(Problem("python-state", self.name, found=found, hint=hint))
 
     # ---- later calls ------------------------------------------------------------------------------------------------
 

@@ -107,8 +107,8 @@ class _Tracing:
         kept, watched = attributes_kept(self.subject.modules), random_numbers_watched(self.name)
         with kept, watched, self.mode, _recurrent_layers_taken_apart(self.subject), _casts_made_anew():
             made = run(*self.flat)
-        for param in self.fakes.params.values():
-            param.grad = None
+        for tensor in (*self.fakes.params.values(), *self.fakes.args):
+            tensor.grad = None
         return made
 
     def body(self, *tensors: Any) -> list[Any]:
