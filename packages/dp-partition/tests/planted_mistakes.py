@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from dp_partition import idle_views, keys, runner
 from dp_partition.capture import constants, hypers, trace
 from dp_partition.messages import is_collective, is_wait
-from dp_partition.ops import aten
+from dp_partition.ops import aten, is_op, mutated_inputs
 from dp_partition.rules import pointwise
 from dp_partition.rules.table import R
 from torch import fx, nn
@@ -54,6 +54,15 @@ def finish(loss: torch.Tensor, model: nn.Module, optim: torch.optim.Optimizer) -
 
 def plain(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return finish(F.mse_loss(model(x), y), model, optim)
+
+
+def unclipped(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The step for mistakes that scale gradients: clipped ones have one length, whatever they are scaled by."""
+    loss = F.mse_loss(model(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optim.step()
+    optim.zero_grad()
+    return loss
 
 
 @dataclasses.dataclass
@@ -206,6 +215,7 @@ MENDED: dict[str, Cause] = {
         lambda: in_float32,
         lambda: patch.object(runner, "without_autocast", nullcontext),
         around=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        settings={"style": "replicate"},  # shards cannot be gathered in two dtypes: that is no silent mistake
     ),
 }
 
@@ -253,12 +263,15 @@ def _no_reduction(graph: fx.Graph) -> bool:
         if "all_reduce" not in str(reduction.target):
             return False
         wait.replace_all_uses_with(reduction.args[0])
+        graph.erase_node(wait)
+        graph.erase_node(reduction)  # it works in place
     return bool(found)
 
 
 def _rolled(graph: fx.Graph) -> bool:
     found = [node for node in graph.nodes if is_wait(node)]
-    return bool(found) and _after(graph, found[-1], aten.roll.default, [1])
+    gathered = [node for node in found if "all_gather" in str(node.args[0].target)]
+    return bool(gathered) and _after(graph, gathered[0], aten.roll.default, [1])
 
 
 def _erase(text: str, index: int = 0) -> Change:
@@ -323,21 +336,25 @@ def _argument(target: Any, *args: Any) -> Change:
 
 def _swapped(graph: fx.Graph) -> bool:
     """Two gradients of one size change places in their bucket."""
-    for node in _calls(graph, aten.cat.default):
-        rows = list(node.args[0])
-        sizes: dict[Any, int] = {}
-        for index, row in enumerate(rows):
-            value = getattr(row.all_input_nodes[0] if row.all_input_nodes else row, "meta", {}).get("val")
-            size = value.numel() if isinstance(value, torch.Tensor) else None
-            if size in sizes and size is not None and size > 1:
-                rows[sizes[size]], rows[index] = rows[index], rows[sizes[size]]
-                node.update_arg(0, rows)
-                return True
-            sizes[size] = index
+    for node in reversed(_named(graph, "split_with_sizes")):
+        sizes: Any = node.args[1]
+        alike = [index for index, size in enumerate(sizes) if size > 1 and sizes.count(size) > 1]
+        users = {user.args[1]: user for user in node.users}
+        if len(alike) > 1 and alike[0] in users and sizes[alike[0]] in sizes[alike[0] + 1 :]:
+            other = list(sizes).index(sizes[alike[0]], alike[0] + 1)
+            users[alike[0]].update_arg(1, other)
+            users[other].update_arg(1, alike[0])
+            return True
     return False
 
 
-# what is planted -> style, change of the graph; None: under Adam and SGD alike
+def _other_mask(graph: fx.Graph) -> bool:
+    for node in _named(graph, "aten.bernoulli_"):
+        node.update_arg(1, 0.6)
+    return bool(_named(graph, "aten.bernoulli_"))
+
+
+# what is planted -> style, change of the graph
 GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {
     "sum instead of average": ("replicate", _other_op("sum")),
     "sum instead of average, sharded": ("fully_shard", _other_op("sum")),
@@ -359,7 +376,7 @@ GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {
     "clipping left out": ("fully_shard", _scaled("aten.linalg_vector_norm", 1e-6)),
     "clipping by a shard's norm": ("fully_shard", _scaled("aten.clamp", 0.7)),
     "backward of an activation scaled": ("zero2", _scaled("aten.tanh_backward", 0.99)),
-    "mask of another dropout": ("replicate", _scaled("aten.bernoulli", 1.5)),
+    "mask of another dropout": ("replicate", _other_mask),
     "normalised by another variance": ("replicate", _scaled("aten.gelu_backward", 1.01)),
 }
 
@@ -371,12 +388,12 @@ def mutation(index: int) -> Change:
         found = [
             node
             for node in graph.nodes
-            if node.op == "call_function"
+            if is_op(node)
             and isinstance(node.meta.get("val"), torch.Tensor)
             and node.meta["val"].is_floating_point()
             and node.users
             and not is_collective(node)
-            and "_" != str(node.target).split(".")[-2][-1]
+            and not mutated_inputs(node)
         ]
         node = found[index % len(found)]
         return _after(graph, node, aten.mul.Tensor, 1.01)

@@ -90,7 +90,7 @@ def _is_settings(value: Any) -> bool:
         return False
     if isinstance(value, nn.Module):
         return True
-    return not type(value).__module__.startswith("torch")
+    return not type(value).__module__.startswith(("torch", "dp_partition."))
 
 
 class _Every:
