@@ -11,13 +11,14 @@ import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from dp_partition import idle_views, keys, runner
-from dp_partition.capture import constants, hypers, trace
+from dp_partition.capture import constants, hypers, random_state
 from dp_partition.messages import is_collective, is_wait
 from dp_partition.ops import aten, is_op, mutated_inputs
 from dp_partition.rules import pointwise
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 
 def finish(loss: torch.Tensor, model: nn.Module, optim: torch.optim.Optimizer) -> torch.Tensor:
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optim.step()
     optim.zero_grad()
@@ -59,7 +60,7 @@ def plain(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: to
 def unclipped(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The step for mistakes that scale gradients: clipped ones have one length, whatever they are scaled by."""
     loss = F.mse_loss(model(x), y)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optim.step()
     optim.zero_grad()
     return loss
@@ -87,7 +88,7 @@ def recomputed(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, 
 
 def norms(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     loss = F.mse_loss(model(x), y)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     with torch.no_grad():
         for param in model.parameters():
             mean = param.grad.mean()  # type: ignore[union-attr]
@@ -171,6 +172,14 @@ def _swap_groups(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     one["params"], other["params"] = other["params"], one["params"]
 
 
+def _halve_after_steps(model: nn.Module, optim: torch.optim.Optimizer) -> None:
+    def halve(own: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for param in model.parameters():
+            param.data.mul_(0.5)
+
+    optim.register_step_post_hook(halve)
+
+
 def _set(owner: Any, name: str, value: Any) -> Callable[[Any, Any], None]:
     return lambda model, optim: setattr(owner, name, value)
 
@@ -186,7 +195,7 @@ MENDED: dict[str, Cause] = {
     ),
     "2 conjugate view": Cause(lambda: rotary, lambda: patch.object(idle_views, "_place", _place_without_bits)),
     "3 recomputed dropout": Cause(
-        lambda: recomputed, lambda: patch.object(trace.RandomReplay, "installed", lambda self: nullcontext())
+        lambda: recomputed, lambda: patch.object(random_state.RandomReplay, "installed", lambda self: nullcontext())
     ),
     "4 partial squares": Cause(
         lambda: norms,
@@ -207,9 +216,7 @@ MENDED: dict[str, Cause] = {
     "6 optimizer hook": Cause(
         lambda: plain,
         lambda: patch.object(hypers, "_own", lambda optimizer: ()),
-        between=lambda model, optim: optim.register_step_post_hook(  # type: ignore[arg-type, return-value]
-            lambda own, args, kwargs: [p.data.mul_(0.5) for g in own.param_groups for p in g["params"]] and None
-        ),
+        between=_halve_after_steps,
     ),
     "7 ambient autocast": Cause(
         lambda: in_float32,
@@ -244,7 +251,11 @@ def _after(graph: fx.Graph, node: fx.Node, target: Any, *args: Any) -> bool:
 
 
 def _reductions(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if is_collective(n) and ("reduce_scatter" in str(n.target) or "all_reduce" in str(n.target))]
+    return [
+        n
+        for n in graph.nodes
+        if is_collective(n) and ("reduce_scatter" in str(n.target) or "all_reduce" in str(n.target))
+    ]
 
 
 def _other_op(op: str) -> Change:
@@ -292,13 +303,17 @@ def _scaled(text: str, factor: float, index: int = 0) -> Change:
     return change
 
 
+def _value_for(node: fx.Node, value: float, one: fx.Node) -> Any:
+    return value if one is node else one
+
+
 def _burnt_in(name: str, value: float) -> Change:
     def change(graph: fx.Graph) -> bool:
         found = [n for n in graph.nodes if n.op == "placeholder" and n.name.endswith(name)]
         for node in found:
             for user in list(node.users):
-                user.args = fx.map_arg(user.args, lambda n, node=node: value if n is node else n)
-                user.kwargs = fx.map_arg(user.kwargs, lambda n, node=node: value if n is node else n)
+                user.args = fx.map_arg(user.args, partial(_value_for, node, value))
+                user.kwargs = fx.map_arg(user.kwargs, partial(_value_for, node, value))
         return bool(found)
 
     return change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -46,7 +47,7 @@ def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, na
         model, optim = started(ranks)
         planted.CONFIG.scale = 1.0  # type: ignore[attr-defined]
         found = None
-        with cause.taken_back() if reverted else planted.nullcontext():
+        with cause.taken_back() if reverted else nullcontext():
             step = dp.compile(cause.step(), mesh=ranks.mesh((2,), ("dp",)), **cause.settings)
             for call in range(3):
                 if call == 1:
@@ -83,7 +84,8 @@ def attempt(ranks: Ranks, style: str, optimizer: str, change: planted.Change, fu
         try:
             step(model, optim, *batch(ranks, call))
         except CheckMismatch as error:
-            assert len(set(ranks.gather(len(error.problems)))) == 1, "all ranks raise the same"
+            count = len(set(ranks.gather(len(error.problems))))
+            assert count == 1, "all ranks raise the same"
             assert torch.equal(draws, torch.get_rng_state())
             if call:
                 assert all(map(torch.equal, before, state_of(model, optim)))
@@ -144,7 +146,7 @@ def right_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> int:
     if name == "bfloat16":
         model = model.to(torch.bfloat16)
     if name == "global":
-        model.forward = lambda x: model.down(torch.tanh(model.up(x)))  # type: ignore[method-assign, operator]  # no dropout
+        model.forward = lambda x: model.down(torch.tanh(model.up(x)))  # type: ignore[operator]  # no dropout
     step = dp.compile(planted.plain, mesh=ranks.mesh((2,), ("dp",)), **settings)
     for call in range(30):
         x, y = batch(ranks, call)

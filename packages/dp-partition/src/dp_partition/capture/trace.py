@@ -25,8 +25,8 @@ from dp_partition.capture.effects import Results, check_repeatable, param_groups
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.hypers import Hyper
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
-from dp_partition.capture.random_state import RandomReplay
 from dp_partition.capture.phases import Phases, mark_phases
+from dp_partition.capture.random_state import RandomReplay
 from dp_partition.capture.subject import Subject
 from dp_partition.capture.tagging import TAG_GRAD, gradients_tagging
 from dp_partition.problems import PlanError, Problem

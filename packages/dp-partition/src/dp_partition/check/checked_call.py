@@ -39,7 +39,7 @@ FACTOR = 10.0
 NUM_PERTURBED = 3
 
 
-class CheckMismatch(PlanError):  # noqa: N818 - reads as what was found
+class CheckMismatch(PlanError):
     """The graph's outcome of a checked call is not that of the step. Everything is as before the call."""
 
 
@@ -138,7 +138,8 @@ class CheckedCall:
         return [
             replace(one, noise=noise[one.name])
             for one in found
-            if one.error > FACTOR * noise[one.name] and not (self.is_count(one.name, reference) and one.error < INTEGERS)
+            if one.error > FACTOR * noise[one.name]
+            and not (self.is_count(one.name, reference) and one.error < INTEGERS)
         ]
 
     def variation(self, transform: Transform | None, mode: Any) -> Outcome | None:

@@ -150,7 +150,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, weakref.ref) and not isinstance(obj, weakref.WeakMethod):
             target = obj()
             return weakref.ref, (_Nothing if target is None else target,)
-        # These drop attributes when they are pickled (hooks, the scale of a running step), or refuse (parametrizations).
+        # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
         if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
             return object.__new__, (kind,), vars(obj), None, None, _fill_object
         return NotImplemented

@@ -62,7 +62,7 @@ class GradientAverage:
         backward, grad = torch.autograd.backward, torch.autograd.grad
         with ExitStack() as stack:
             for name, param in self.params.items():
-                handle: Any = param.register_hook(self._note(name))  # type: ignore[no-untyped-call]
+                handle: Any = param.register_hook(self._note(name))
                 stack.callback(handle.remove)
             stack.enter_context(patch.object(torch.autograd, "backward", self._around(backward, self._after_backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", self._around(grad, self._after_grad)))

@@ -98,5 +98,4 @@ def perturbation(recording: Recording, seed: int) -> Transform:
     return change
 
 
-
 __all__ = ["InDouble", "Recorder", "Recording", "perturbation", "to_double"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
     for index in range(count):
         average.is_last = index == count - 1
         kept = [_state_copy(optimizer) for optimizer in copied.subject.optimizers]
-        args, kwargs = pytree.tree_map(lambda t: _rows(t, index, count, dim), (copied.args, copied.kwargs))
+        args, kwargs = pytree.tree_map(partial(_rows, index=index, count=count, dim=dim), (copied.args, copied.kwargs))
         with average.installed():
             results.append(copied.function(*args, **kwargs))
         if average.is_last:
@@ -317,10 +318,10 @@ def numbers_of(subject: Subject) -> dict[str, Any]:
             for key, value in group.items():
                 if isinstance(value, bool | int | float | str | tuple):
                     found[f"optim{number}.param_groups[{index}][{key!r}]"] = value
-        for key, state in states_by_id(optimizer).items():
+        for param, state in states_by_id(optimizer).items():
             for entry, value in state.items():
-                if isinstance(value, bool | int | float | str) and key in names:
-                    found[state_name(number, names[key], entry)] = value
+                if isinstance(value, bool | int | float | str) and param in names:
+                    found[state_name(number, names[param], entry)] = value
     return found
 
 

@@ -100,7 +100,7 @@ class RandomState:
             generator.set_state(state)
         random.setstate(self.python)
         if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)  # type: ignore[attr-defined]
+            sys.modules["numpy"].random.set_state(self.numpy)
         if self.stream is not None and self.own is not None:
             self.stream.cpu_state, self.stream.cuda_state = self.own
 

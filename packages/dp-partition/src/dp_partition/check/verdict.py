@@ -123,7 +123,7 @@ def relative_error(
         error = max(0.0, error - eps * size)
     if error == 0.0:
         return 0.0
-    return error / scale if scale else math.inf
+    return float(error / scale) if scale else math.inf
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:
@@ -148,12 +148,12 @@ def _number_error(got: Any, want: Any) -> float:
     numbers = isinstance(got, int | float) and isinstance(want, int | float)
     if not numbers or isinstance(got, bool) or not math.isfinite(got) or not math.isfinite(want) or not want:
         return math.inf
-    return abs(got - want) / abs(want)
+    return float(abs(got - want) / abs(want))
 
 
 def _equal(got: Any, want: Any) -> bool:
     if got is want or type(got) is not type(want):
-        return got is want or isinstance(got, int | float) and isinstance(want, int | float) and got == want
+        return got is want or (isinstance(got, int | float) and isinstance(want, int | float) and got == want)
     if isinstance(got, float):
         return got == want or (math.isnan(got) and math.isnan(want)) or _number_error(got, want) <= 2e-5
     if isinstance(got, tuple | list):
