@@ -1,7 +1,7 @@
 """Copy a train step with everything it works on: function, closure, model, optimizer, schedulers, arguments.
 
 One pass of pickle's machinery, which keeps identity (a parameter in the model, in ``param_groups`` and in a closure is
-one object in the copy, too). Pickle alone would refuse closures and lose an optimizer's hooks, so both are reduced here.
+one object in the copy, too). Pickle alone would refuse closures and lose an optimizer's hooks; both are reduced here.
 Tensors never pass through the byte stream.
 """
 
