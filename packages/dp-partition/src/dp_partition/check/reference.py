@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dp_partition._torch_compat import pytree
 from dp_partition.axes import shard_group, shard_rank, shard_world
 from dp_partition.binding import Binding, local_of
-from dp_partition.capture.constants import FunctionConstants
+from dp_partition.capture.constants import FunctionConstants, Same
 from dp_partition.capture.states import states_by_id
 from dp_partition.capture.subject import Subject, index_tensors
 from dp_partition.check.copying import CannotCopyError, Copier, Transform
@@ -131,7 +131,7 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
     average = GradientAverage(copied.subject.params, binding.mesh, settings.traffic, local and not shares)
     before = _locals(copied.subject, binding, clone=True)
     constants = FunctionConstants(copied.function)
-    python_before = constants.read(), copied.subject.attributes()
+    python_before = _plain(constants.read())
     try:
         with ExitStack() as stack:
             if stream is not None:
@@ -155,12 +155,19 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
             return Ended(unchecked="out of memory")
         _tell(average, FAILED)
         return Ended(error=error)
-    if (constants.read(), copied.subject.attributes()) != python_before:
+    if _plain(constants.read()) != python_before:
         # The graph runs none of the step's Python, so the next call would find the values of this one.
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     return Ended(Outcome(leaves, spec, _locals(copied.subject, binding), before, numbers_of(copied.subject)))
+
+
+def _plain(value: Any) -> Any:
+    """A fingerprint without objects that count by identity: caches may be filled."""
+    if isinstance(value, tuple | frozenset):
+        return tuple(map(_plain, value))
+    return None if isinstance(value, Same) else value
 
 
 def _tell(average: GradientAverage, status: int) -> None:
