@@ -92,7 +92,7 @@ class Copier:
     def persistent(self, value: Any) -> int | None:
         """Index of what does not pass through the stream; None for what does."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN and id(value) not in self.shared_ids:  # the globals of a function are shared
             return None
         if id(value) in self.index:
             return self.index[id(value)]
