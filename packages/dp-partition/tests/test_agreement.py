@@ -65,7 +65,7 @@ def test_a_rank_may_retrace_alone_where_batches_are_its_own(ranks: Ranks) -> Non
     """The last batch of an epoch is shorter on one rank: each gradient is still the mean of the ranks'."""
     model, optim = started(ranks)
     reference = models.seeded(models.mlp)
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
     generator = torch.Generator().manual_seed(7)
     logs = []
     for shorter in (0, 0, 1, 0, 1):

@@ -80,7 +80,7 @@ def test_what_is_sent_in_which_group(ranks: Ranks) -> None:
     outer = (ranks.rank % 2, ranks.rank % 2 + 2)
     model = models.seeded(models.mlp).to(ranks.device)  # 8 x 16 + 16 + 16 x 3 + 3, the last two padded to 4 rows
     optim = ADAMW(model.parameters())
-    step = dp.compile(models.mean_step, mesh=mesh, style="hybrid", reshard_after_forward=False)
+    step = dp.compile(models.mean_step, mesh=mesh, style="hybrid", reshard_after_forward=False, check="never")
     x = torch.ones(4, 8, device=ranks.device)
     step(model, optim, x)
     with ranks.record() as log:

@@ -96,7 +96,7 @@ def trained(ranks: Ranks, backend: str, style: str, optimizer: Any, settings: di
         function = models.mean_step
     mesh = ranks.mesh((2,), ("dp",))
     torch.manual_seed(5)
-    step = dp.compile(function, mesh=mesh, style=style, backend=backend, **settings)
+    step = dp.compile(function, mesh=mesh, style=style, backend=backend, check="first", **settings)
     generator = torch.Generator().manual_seed(3)
     found, compiled = [], set()
     for number in range(5):

@@ -24,7 +24,7 @@ def trained(ranks: Ranks, style: str, **settings: Any) -> tuple[Any, list[torch.
     """Three steps on 8 x 16 + 16 + 16 x 3 + 3 elements: the step, the parameters, what the last step sent."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = SGD(model.parameters())
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style, **settings)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style, check="first", **settings)
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         batch = models.rows_of(ranks, torch.randn(8, 8, generator=generator))

@@ -39,6 +39,7 @@ __all__ = [
     "storage_key",
     "symbolic_scalar",
     "tensor_metadata",
+    "without_autocast",
     "without_onednn",
 ]
 
@@ -73,6 +74,17 @@ def without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Within the block no operator is cast: a recorded graph holds the casts that the step made."""
+    if not torch._C._is_any_autocast_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 class _Scalars(ShapeEnv):

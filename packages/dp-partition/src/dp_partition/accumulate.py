@@ -13,7 +13,7 @@ from torch import fx
 
 from dp_partition.capture.tagging import TAG_GRAD
 from dp_partition.capture.trace import Capture
-from dp_partition.ops import aten
+from dp_partition.ops import aten, base_of
 from dp_partition.problems import PlanError, Problem
 
 
@@ -60,7 +60,7 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
             continue
         value = node.meta.get("val")
         scalar = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 0
-        if node.target is TAG_GRAD or (scalar and all(user.op == "output" for user in users)):
+        if node.target is TAG_GRAD or _copies_gradient(node) or (scalar and all(user.op == "output" for user in users)):
             found.append(node)
         elif node.op != "get_attr":
             hint = "return scalar results only, and use nothing but gradients after backward"
@@ -71,6 +71,22 @@ def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
     if problems:
         raise PlanError(problems, "the step cannot be run on micro-batches")
     return found
+
+
+def _copies_gradient(node: fx.Node) -> bool:
+    """Whether autograd copies a gradient here: one that is a view gets memory with its parameter's strides."""
+    written = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
+    sources = [user.args[1] for user in written]
+    made = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)
+    return made and len(sources) == 1 and _is_view_of_gradient(sources[0])
+
+
+def _is_view_of_gradient(node: Any) -> bool:
+    while isinstance(node, fx.Node):
+        if node.target is TAG_GRAD:
+            return True
+        node = base_of(node)
+    return False
 
 
 def _slice_batch(

@@ -120,7 +120,8 @@ def _same_geometry(one: fx.Node, other: fx.Node) -> bool:
     a, b = one.meta.get("val"), other.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    return a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+    same = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    return same and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def eliminate_dead(graph: fx.Graph) -> bool:

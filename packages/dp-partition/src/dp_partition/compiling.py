@@ -35,6 +35,7 @@ def compile(
     reduce_dtype: torch.dtype | None = None,
     comm_hook: CommHook | None = None,
     backend: str = "eager",
+    check: str = "sampled",
     share: Step | None = None,
     progress: TextIO | None = None,
 ) -> Step:
@@ -68,6 +69,8 @@ def compile(
         comm_hook: What averages a bucket of gradients instead of the plain collective: a function of a flat bucket and
             a `GradientGroup`, traced into the graph; `bf16_compress` and `fp16_compress` are such.
         backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
+        check: How often the step is compared with its own eager run on a copy of everything it works on: ``"sampled"``
+            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)) up to 1,024, ``"first"`` at calls 1 and 2, ``"never"``.
         share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
         progress: Where to show how far tracing and compiling are, for example ``sys.stderr``.
 
@@ -103,6 +106,7 @@ def compile(
         rng,
         reshard_after_forward,
         backend,
+        check,
     )
     problems += settings.problems()
     problems += _mesh_problems(mesh, parsed)

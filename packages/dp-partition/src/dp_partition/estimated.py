@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from dp_partition.axes import shard_rank, shard_world
+from dp_partition.capture.arguments import open_arguments
 from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.subject import find_subject
 from dp_partition.compiling import compile as compile_step
@@ -181,6 +182,7 @@ def estimate(
     """
     _check_request(world, rank, device, settings)
     shown = Progress(progress)
+    args = open_arguments(getattr(train_step, "__name__", "train_step"), args)
     given = find_subject(train_step, args, {})
     check_traceable(given)
     stand = Stand(device)

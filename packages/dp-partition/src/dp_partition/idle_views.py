@@ -50,7 +50,10 @@ def _value(node: fx.Node) -> torch.Tensor | None:
 
 def _place(node: fx.Node) -> Any:
     value = _value(node)
-    return None if value is None else (value.shape, value.stride(), value.storage_offset(), value.dtype)
+    if value is None:
+        return None
+    bits = value.is_conj(), value.is_neg()  # views that differ in nothing else: what is read of them is another number
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, bits
 
 
 __all__ = ["drop_idle_views"]

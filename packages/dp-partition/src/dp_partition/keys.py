@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.constants import FunctionConstants
+from dp_partition.capture.constants import FunctionConstants, fingerprint
 from dp_partition.capture.hypers import static_signature
 from dp_partition.capture.states import states_by_id
 from dp_partition.capture.subject import Subject
@@ -38,7 +38,9 @@ def program_key(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any],
     )
     trained = tuple([p.requires_grad for p in subject.params.values()])
     signature = static_signature(subject.optimizers)
-    autocast = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    autocast = tuple(
+        [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
+    )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in subject.buffers.values()])
     constants = (signature, autocast, subject.attributes(), outside.read(), buffers)
     return tuple(map(_leaf_key, leaves)), spec, training, states, trained, constants
@@ -54,10 +56,12 @@ def _leaf_key(leaf: Any) -> Any:
         return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
+    if hasattr(leaf, "__dict__") and not callable(leaf):
+        return fingerprint(leaf)  # not by identity: its attributes change, and ids come again
     try:
         hash(leaf)
     except TypeError:
-        return id(leaf)
+        return fingerprint(leaf)
     return type(leaf), leaf
 
 

@@ -120,3 +120,15 @@ def value_of(node: fx.Node) -> Any:
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is one tensor."""
     return isinstance(value_of(node), torch.Tensor)
+
+
+def draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of an operator draws random numbers, from its arguments as they are."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    named = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" not in named:
+        return True
+    position = named.index("dropout_p")
+    default = op._schema.arguments[position].default_value
+    return bool((args[position] if position < len(args) else kwargs.get("dropout_p", default)) != 0.0)

@@ -79,6 +79,7 @@ class PartitionPlan:
         params: One entry per unique parameter.
         replicas: Number of replicas of all that (``"hybrid"``); a gradient is averaged over them too.
         reduction: How gradients are reduced, where it is not plainly: their dtype on the way, or the hook's name.
+        checks: Which calls were compared with the eager step, and why others were not; no part of the plan itself.
         problems: What is wrong with the plan; a plan with problems is not carried out.
     """
 
@@ -89,6 +90,7 @@ class PartitionPlan:
     problems: tuple[Problem, ...] = field(default=())
     replicas: int = 1
     reduction: str = ""
+    checks: str = field(default="", compare=False)
 
     def __getitem__(self, name: str) -> ParamPlan:
         for param in self.params:
@@ -123,6 +125,8 @@ class PartitionPlan:
             lines.append(f"  {self.replicas} replicas of these ranks; gradients are averaged over the replicas as well")
         if self.reduction:
             lines.append(f"  gradients are reduced {self.reduction}")
+        if self.checks:
+            lines.append(f"  {self.checks}")
         return lines
 
     def to_json(self) -> str:

@@ -12,15 +12,18 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dp_partition._torch_compat import pytree
+from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.agreement import batch_text, collectives_digest, together
 from dp_partition.axes import num_replicas, shard_world
 from dp_partition.binding import Binding
 from dp_partition.bucket import Traffic
+from dp_partition.capture.arguments import closing, open_arguments
 from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.constants import FunctionConstants
 from dp_partition.capture.hypers import find_hypers
 from dp_partition.capture.subject import Subject, find_subject
+from dp_partition.check.checked_call import CheckedCall
+from dp_partition.check.schedule import CheckSchedule
 from dp_partition.failure import guarded
 from dp_partition.feeding import gather_inputs, store_outputs
 from dp_partition.keys import program_key
@@ -51,6 +54,10 @@ class Runner:
         latest: The program of the last call.
         num_traces: How many programs were traced.
         num_compiled: How many pieces of programs were compiled.
+        schedule: Which calls are checked.
+        num_checked: How many calls were checked.
+        checked: Programs that a check has run.
+        unchecked: Why calls that were to be checked were not.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Runner:
         passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
         progress: TextIO | None = None,
     ) -> None:
-        self.function, self.mesh, self.settings = function, mesh, settings
+        self.function, self.mesh, self.settings = closing(function), mesh, settings
         self.share, self.passes, self.progress = share, passes, Progress(progress)
         self.outside = FunctionConstants(function)
         self.stream: Stream | None = None
@@ -71,7 +78,10 @@ class Runner:
         self.agreed: list[Mapping[str, str]] = []
         self.gathered_again: frozenset[str] | None = None
         self.latest: Program | None = None
-        self.num_traces = self.num_compiled = 0
+        self.num_traces = self.num_compiled = self.num_checked = 0
+        self.schedule = CheckSchedule(settings.check)
+        self.checked: set[int] = set()
+        self.unchecked: list[str] = []
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
 
@@ -95,6 +105,13 @@ class Runner:
         """How communication is arranged, as far as it does not change what is computed: what `verify` simulates."""
         return replace(self.settings.traffic, reduce_dtype=None, hook=None)
 
+    def checks(self) -> str:
+        """Which calls were compared with the eager step, as text for the plan."""
+        if self.settings.check == "never":
+            return "unchecked: check='never'"
+        text = f"{self.num_checked} of {self.schedule.calls} calls checked against the eager step"
+        return "; unchecked: ".join([text, *self.unchecked])
+
     @property
     def resharding(self) -> str | bool | frozenset[str]:
         """What is gathered again for backward; once chosen it stays, so that a rank that retraces alone does as all."""
@@ -104,6 +121,8 @@ class Runner:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One step on this rank's batch."""
+        is_checked = self.schedule.is_due()
+        args, kwargs = open_arguments(self.name, (args, kwargs))
         binding = self.binding
         if binding is None:
             binding, program = self.start(args, kwargs)
@@ -111,6 +130,8 @@ class Runner:
             self.check_subject(binding, args, kwargs)
             take_over(binding)
             program = self.find_program(binding, args, kwargs)
+        if is_checked:
+            return CheckedCall(self, binding, program, (args, kwargs)).run()
         return self.run(binding, program, args, kwargs)
 
     def run(self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +141,7 @@ class Runner:
         kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
         drawing = self.stream.drawing() if self.stream is not None else nullcontext()
-        with torch.no_grad(), guarded(kept, buffers), drawing:
+        with torch.no_grad(), without_autocast(), guarded(kept, buffers), drawing:
             values = program.run(inputs)
         store_outputs(binding, program, values)
         return program.capture.returned.result(values)
@@ -243,11 +264,28 @@ class Runner:
         self.num_traces += 1
         settings = (self.batch_dim, self.settings.traffic, self.accumulate, self.resharding)
         function = counted(self.function, self.progress)
+        before = self.python_state(subject, args, kwargs)
         program = build_program(function, args, kwargs, subject, plan, self.mesh, *settings)
+        self.check_python_state(before, self.python_state(subject, args, kwargs))
         if self.passes is not None:
             program.module.recompile()
             program.capture.module = self.passes(program.module)
         return program
+
+    def python_state(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the step reads beside tensors, as it is now."""
+        return program_key(subject, args, kwargs, self.outside)
+
+    def check_python_state(self, before: Any, after: Any) -> None:
+        """Raise if running the step changed what it reads: a graph of it would not.
+
+        Raises:
+            PlanError: ``python-state``.
+        """
+        if before != after:
+            found = "running it changes Python values that it reads: a counter, a flag, an entry of a list or dict"
+            hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
+            raise PlanError(Problem("python-state", self.name, found=found, hint=hint))
 
     # ---- later calls ------------------------------------------------------------------------------------------------
 

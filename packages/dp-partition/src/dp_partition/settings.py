@@ -41,6 +41,7 @@ class Settings:
         rng: ``None``, ``"same"`` or ``"per_rank"``.
         reshard: ``"auto"``, ``True`` or ``False``.
         backend: ``"eager"`` or ``"inductor"``.
+        check: ``"sampled"``, ``"first"`` or ``"never"``.
     """
 
     style: DataParallelStyle
@@ -53,10 +54,11 @@ class Settings:
     rng: str | None = None
     reshard: str | bool = "auto"
     backend: str = "eager"
+    check: str = "sampled"
 
     def text(self) -> str:
         """What has to be equal on every rank and shows neither in the plan nor in the collectives."""
-        chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend)
+        chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend, self.check)
         return ", ".join(map(str, chosen))
 
     def reduction(self) -> str:
@@ -73,6 +75,7 @@ class Settings:
             *_choice("equal", self.equal, ("broadcast", "check")),
             *_choice("reshard_after_forward", self.reshard, ("auto", True, False)),
             *_choice("backend", self.backend, ("eager", "inductor")),
+            *_choice("check", self.check, ("sampled", "first", "never")),
             *_choice("rng", self.rng, (None, "same", "per_rank")),
         ]
         if self.semantics == "global" and (self.accumulate > 1 or self.rng == "same"):

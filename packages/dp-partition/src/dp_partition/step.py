@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -45,7 +46,7 @@ class Step:
     @property
     def plan(self) -> PartitionPlan:
         """Where parameters, gradients and state lie; there after the first call."""
-        return self._runner.bound().plan
+        return replace(self._runner.bound().plan, checks=self._runner.checks())
 
     @property
     def graph(self) -> fx.GraphModule:

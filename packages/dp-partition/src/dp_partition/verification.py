@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dp_partition._torch_compat import pytree
+from dp_partition.capture.arguments import open_arguments
 from dp_partition.capture.attributes import check_traceable
 from dp_partition.capture.subject import Subject, find_subject
 from dp_partition.capture.trace import Capture
@@ -66,6 +67,7 @@ def verify(step: Step, *args: Any, world: Sequence[int] = (2, 3), **kwargs: Any)
             partitioned for one of the worlds.
     """
     total = Verified(tuple(world), 0, 0, True)
+    args, kwargs = open_arguments(step.name, (args, kwargs))
     for size in world:
         total = _add(total, _verify_world(runner_of(step), args, kwargs, size))
     return total

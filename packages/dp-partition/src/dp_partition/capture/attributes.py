@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dp_partition.capture.constants import PLAIN_TYPES, can_be_compared, frozen, names_of_forward
+from dp_partition.capture.constants import PLAIN_TYPES, FunctionConstants, can_be_compared, frozen, names_of_forward
 from dp_partition.problems import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ class Attributes:
         self.structure = structure
         self.built: Any = None
         self.names: set[str] = set()
-        self.places: list[tuple[dict[str, Any], str]] = []
+        self.places: list[tuple[Any, str]] = []
+        self.hooks: list[FunctionConstants] = []
 
     def read(self) -> tuple[Any, ...]:
         """How the modules are built, and type and value of each attribute; a config that several share is read once."""
@@ -92,6 +93,20 @@ class Attributes:
                 for key, value in vars(module).items()
                 if key not in _OF_TORCH and self._counts(module, key, value)
             ]
+            kinds_of_modules = dict.fromkeys(k for module in self.structure.modules for k in type(module).__mro__)
+            self.places += [  # class attributes that forward reads
+                (vars(kind), key)
+                for kind in kinds_of_modules
+                if issubclass(kind, nn.Module) and kind.__module__.split(".")[0] != "torch"
+                for key in names_of_forward(kind)
+                if type(vars(kind).get(key)) in PLAIN_TYPES
+            ]
+            self.hooks = [
+                FunctionConstants(hook)
+                for module in self.structure.modules
+                for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+                for hook in table.values()
+            ]
         values = [table.get(key) for table, key in self.places]
         kinds = tuple(map(type, values))
         known: dict[int, Any] = {}
@@ -99,7 +114,7 @@ class Attributes:
             if kind not in PLAIN_TYPES and id(value) not in known:
                 known[id(value)] = frozen(value, self.names)
         plain = [one if kind in PLAIN_TYPES else known[id(one)] for one, kind in zip(values, kinds, strict=True)]
-        return self.built, kinds, tuple(plain)
+        return self.built, kinds, tuple(plain), tuple([hook.read() for hook in self.hooks])
 
     def _counts(self, module: nn.Module, key: str, value: Any) -> bool:
         """Whether it is plain, or can be compared and is named by what forward runs."""

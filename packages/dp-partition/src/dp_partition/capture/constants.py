@@ -90,7 +90,25 @@ def _is_settings(value: Any) -> bool:
         return False
     if isinstance(value, nn.Module):
         return True
-    return not type(value).__module__.startswith("torch") and not callable(value)
+    return not type(value).__module__.startswith(("torch", "dp_partition."))
+
+
+class _Every:
+    """All names."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def fingerprint(value: Any) -> Any:
+    """A hashable copy of an object with all its attributes."""
+    return frozen(value, _Every())
 
 
 class FunctionConstants:
@@ -131,15 +149,24 @@ class FunctionConstants:
             return
         if (function.__module__ or "").split(".")[0] == "torch":
             return
+        named = names_in(function.__code__)
         for cell in function.__closure__ or ():
             self._look_at((cell, "cell_contents"), seen)
+            self._look_into_module(_at(cell, "cell_contents"), named)
         self._look_at((function, "__defaults__"), seen)
         self._look_at((function, "__kwdefaults__"), seen)
-        named = names_in(function.__code__)
         self.names |= named
         for name in sorted(named):
             if name in function.__globals__:
                 self._look_at((function.__globals__, name), seen)
+                self._look_into_module(function.__globals__[name], named)
+
+    def _look_into_module(self, value: Any, named: Collection[str]) -> None:
+        """Settings in a module: the plain values that the code names."""
+        if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] != "torch":
+            table = vars(value)
+            settings = (*PLAIN, *_CONTAINERS)
+            self.places += [(table, key) for key in sorted(named) if isinstance(table.get(key), settings)]
 
     def _look_at(self, place: tuple[Any, str], seen: set[int]) -> None:
         value = _at(*place)
@@ -147,6 +174,8 @@ class FunctionConstants:
             self.places.append(place)
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
             self._visit(value, seen)
+        elif callable(value) and _is_settings(value) and not isinstance(value, nn.Module):
+            self._visit(type(value).__call__, seen)
 
 
 def _at(owner: Any, name: str | None) -> Any:
@@ -204,6 +233,7 @@ __all__ = [
     "FunctionConstants",
     "Same",
     "can_be_compared",
+    "fingerprint",
     "frozen",
     "frozen_attributes",
     "names_in",

@@ -59,7 +59,7 @@ def is_live(key: str, value: Any) -> bool:
 
 
 def static_signature(optimizers: list[Optimizer]) -> tuple[Any, ...]:
-    """What a trace depends on besides live floats: flags, names and the number of parameters of each group."""
+    """What a trace depends on besides live floats: flags, names, hooks, and which parameters each group has."""
     parts: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -69,8 +69,20 @@ def static_signature(optimizers: list[Optimizer]) -> tuple[Any, ...]:
                 if not is_live(key, value)
                 and key not in ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
             )
-            parts.append((type(optimizer).__qualname__, len(group["params"]), frozen))
+            parts.append((type(optimizer).__qualname__, tuple(map(id, group["params"])), frozen))
+        parts.append(_own(optimizer))
     return tuple(parts)
+
+
+def _own(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Hooks, and attributes of an optimizer class of one's own. Private ones torch's schedulers write at every step."""
+    plain = [(k, v) for k, v in vars(optimizer).items() if k[0] != "_" and isinstance(v, bool | int | float | str)]
+    hooks = [
+        (id(hook), hook)
+        for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        for hook in table.values()
+    ]
+    return tuple(plain), tuple(hooks)
 
 
 def _signature_of(value: Any) -> Any:

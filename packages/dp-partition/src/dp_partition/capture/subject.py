@@ -82,7 +82,7 @@ def find_subject(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if len(modules) == 1:
         modules = [("", modules[0][1])]
     subject = Subject(modules, optimizers)
-    _index_tensors(subject)
+    index_tensors(subject)
     _check_optimizers(subject)
     return subject
 
@@ -100,7 +100,7 @@ def _named_leaves(
             yield (name if len(leaves) == 1 else f"{name}.{index}"), leaf
 
 
-def _index_tensors(subject: Subject) -> None:
+def index_tensors(subject: Subject) -> None:
     first_name: dict[int, str] = {}
     for fqn, module, attribute, is_param in subject.slots():
         tensor = (module._parameters if is_param else module._buffers)[attribute]

@@ -14,7 +14,10 @@ library.define("tag_grad(Tensor(a) self, str name='') -> Tensor(a)")
 
 
 def _same_tensor(grad: torch.Tensor, name: str = "") -> torch.Tensor:
-    return grad
+    if grad.layout != torch.strided:
+        return grad  # refused by name afterwards
+    # Another object: autograd may hand this tensor on to other inputs (of a sum), whose gradient is not the average.
+    return torch.ops.aten.alias.default(grad)  # type: ignore[no-any-return]
 
 
 library.impl("tag_grad", _same_tensor, "CompositeExplicitAutograd")

@@ -26,6 +26,7 @@ from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, inst
 from dp_partition.capture.hypers import Hyper
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import Phases, mark_phases
+from dp_partition.capture.random_state import RandomReplay
 from dp_partition.capture.subject import Subject
 from dp_partition.capture.tagging import TAG_GRAD, gradients_tagging
 from dp_partition.problems import PlanError, Problem
@@ -106,8 +107,8 @@ class _Tracing:
         kept, watched = attributes_kept(self.subject.modules), random_numbers_watched(self.name)
         with kept, watched, self.mode, _recurrent_layers_taken_apart(self.subject), _casts_made_anew():
             made = run(*self.flat)
-        for param in self.fakes.params.values():
-            param.grad = None
+        for tensor in (*self.fakes.params.values(), *self.fakes.args):
+            tensor.grad = None
         return made
 
     def body(self, *tensors: Any) -> list[Any]:
@@ -118,7 +119,7 @@ class _Tracing:
         with installed(self.subject, self.fakes) as self.symbols, recording:
             tagging, kept = gradients_tagging(dict(self.fakes.params)), param_groups_kept(optimizers)
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
-            with tagging, torch.enable_grad(), kept, self.results:
+            with tagging, torch.enable_grad(), kept, self.results, RandomReplay(self.name).installed():
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
             values, self.returned = collect_outputs(result, self.subject, self.fakes, self.phases)

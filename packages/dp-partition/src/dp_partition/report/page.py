@@ -86,6 +86,7 @@ def _summary(plan: PartitionPlan, rank: int) -> str:
     return (
         f"{len(plan.params)} parameters, {numel:,} elements; {plan.style.name.lower()} over {plan.world} ranks, "
         f"{plan.semantics} semantics; numbers are of rank {rank}; plan {plan.digest[:12]}"
+        + (f"; {plan.checks}" if plan.checks else "")
     )
 
 

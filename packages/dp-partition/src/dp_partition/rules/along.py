@@ -35,6 +35,8 @@ _OF_FIRST_ONLY = frozenset(["index_select"])  # the index has one dim of its own
 def along(call: Call) -> Iterator[Candidate]:
     ndim = len(call.shape(call.arg(0)))
     given = call.named("dim", call.named("dims", -1))
+    if call.name == "roll" and not call.named("dims"):
+        return  # rolls the flat tensor: rows do not stay rows
     touched = {d % ndim for d in ([given] if isinstance(given, int) else given)} if ndim else set()
     nodes = call.tensors(call.arg(0)) if call.name in _OF_FIRST_ONLY else call.tensors()
     if any(len(call.shape(node)) != ndim for node in nodes):

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from dp_partition.ops import arguments, is_op
+from dp_partition.ops import arguments, is_op, nodes_in
 from dp_partition.rules.table import Call, Candidate, R, State, cheapest
 
 # f(a + b) == f(a) + f(b) in the one argument that is partial, the others being equal on every rank.
@@ -116,17 +116,30 @@ def _partial_ways(
     if name in _FACTORY_LIKE:
         yield {partial[0]: kind}, R
         return
+    if not is_linear_dtype(call):
+        return
     if kind.reduce_op not in ("sum", "avg"):
         if name in KEEPS_NORMS and len(operands) == 1:
             yield {partial[0]: kind}, kind
         return
     base = name.removeprefix("_foreach_")
+    if call.named("rounding_mode") is not None:
+        return
     others_equal = all(call.at(node) == R for node in operands if node is not partial[0])
-    divides = base == "div" and call.arg(0) is not partial[0] and name == base
-    if len(partial) == 1 and base in LINEAR_IN_ONE and others_equal and not divides:
+    divides = base == "div" and partial[0] not in nodes_in(call.arg(0))
+    # Linear in one argument, not in one node: of `s * s` the parts' squares are not parts of the square.
+    stands = sum(node is partial[0] for _, value in arguments(call.node) for node in nodes_in(value))
+    if len(partial) == 1 and stands == 1 and base in LINEAR_IN_ONE and others_equal and not divides:
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
     if base in LINEAR_IN_ALL and len(operands) > 1 and all(call.at(node) == kind for node in operands):
         yield dict.fromkeys(operands, kind), kind
+
+
+def is_linear_dtype(call: Call) -> bool:
+    """Whether the output keeps fractions: a sum of rounded parts is not the rounded sum."""
+    value = call.node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))
 
 
 def foreach(call: Call) -> Iterator[Candidate]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from dp_partition.rules.pointwise import is_linear_dtype
 from dp_partition.rules.table import Call, Candidate, R, State, rule
 
 _KINDS = {
@@ -30,6 +31,7 @@ def reduce_dims(call: Call) -> Iterator[Candidate]:
     kind = _KINDS[call.name]
     placement = call.at(source)
     linear = isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg") and call.name in ("sum", "mean")
+    linear = linear and is_linear_dtype(call)
     if linear and (call.may_stay_partial or source not in call.wish):
         yield Candidate({source: placement}, placement)
     for _, dim in call.shards([source]):
@@ -42,6 +44,8 @@ def _reduced_shard(call: Call, source: fx.Node, dim: int, kind: str) -> Iterator
     dims = [dims] if isinstance(dims, int) else dims
     reduced = {d % ndim for d in dims} if dims else set(range(ndim))
     if dim in reduced:
+        if kind in ("max", "min") and call.leaves_a_rank_empty(source, dim):
+            return
         if kind != "avg" or call.splits(source, dim):
             yield Candidate({source: Shard(dim)}, Partial(kind))
         return
@@ -67,7 +71,9 @@ def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
     if call.at(source) == partial:
         yield Candidate({source: partial}, partial)
     for _, dim in call.shards([source]):
-        yield Candidate({source: Shard(dim)}, partial)
+        # The norm of nothing is 0, but greatest and least have no value for it: the kernel would raise on one rank.
+        if not math.isinf(order) or not call.leaves_a_rank_empty(source, dim):
+            yield Candidate({source: Shard(dim)}, partial)
 
 
 def norm_op(order: float) -> str:

@@ -60,8 +60,8 @@ class Call:
         """Positional argument, or what was passed by the name it has in the schema."""
         if position < len(self.node.args):
             return self.node.args[position]
-        schema = self.node.target._schema  # type: ignore[union-attr]
-        return self.node.kwargs.get(schema.arguments[position].name, default)
+        named = self.node.target._schema.arguments  # type: ignore[union-attr]
+        return self.node.kwargs.get(named[position].name, default) if position < len(named) else default
 
     def named(self, name: str, default: Any = None) -> Any:
         """What was passed for the schema argument of this name."""
@@ -100,6 +100,11 @@ class Call:
         """Whether the world size divides the dim of a tensor."""
         shape = self.shape(node)
         return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.world == 0
+
+    def leaves_a_rank_empty(self, node: fx.Node, dim: int) -> bool:
+        """Whether the last rank's shard of a dim has no elements."""
+        size = self.shape(node)[dim]
+        return -(-size // self.world) * (self.world - 1) >= size
 
 
 Rule = Callable[[Call], Iterator[Candidate]]

@@ -97,7 +97,7 @@ def squeeze(call: Call) -> Iterator[Candidate]:
     source = call.arg(0)
     yield from _partial(call, source)
     shape = call.shape(source)
-    given = call.arg(1)
+    given = call.arg(1)  # no argument at all in the overload that drops every dim of size one
     dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
     for _, dim in call.shards([source]):

@@ -1,0 +1,155 @@
+"""Arguments that are objects: dataclasses and mappings are opened, so that the tensors in them are inputs of the graph.
+
+Pytree looks into what is registered with it (lists, dicts, named tuples, Hugging Face's outputs). A dataclass, a
+``UserDict`` or a ``BatchEncoding`` is a leaf to it, and would be a constant of the trace. Such a leaf is replaced by an
+`Opened` one, and put together again where the step's Python runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.constants import fingerprint
+from dp_partition.problems import PlanError, Problem
+
+_PLAIN_TYPES = (
+    torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
+)  # fmt: skip
+_DEPTH = 3
+
+
+class _Shell:
+    """An object without its values: what an `Opened` argument is of.
+
+    Args:
+        value: The object.
+        keys: Names of its fields or entries.
+    """
+
+    def __init__(self, value: Any, keys: tuple[Any, ...]) -> None:
+        self.kind, self.keys = type(value), keys
+        self.empty = copy.copy(value)
+        for key in keys:
+            _put(self.empty, key, None)
+        self.rest = fingerprint(self.empty)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Shell) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self.keys)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.kind, self.keys, self.rest
+
+
+class Opened:
+    """A dataclass or mapping among the arguments, of which pytree sees the values."""
+
+    def __init__(self, shell: _Shell, values: list[Any]) -> None:
+        self.shell, self.values = shell, values
+
+    def close(self) -> Any:
+        """The object, with the values that stand here now."""
+        value = copy.copy(self.shell.empty)
+        for key, one in zip(self.shell.keys, self.values, strict=True):
+            _put(value, key, close_arguments(one))
+        return value
+
+
+pytree.register_pytree_node(
+    Opened, lambda one: (one.values, one.shell), lambda values, shell: Opened(shell, list(values))
+)
+
+
+def _put(owner: Any, key: Any, value: Any) -> None:
+    if isinstance(owner, Mapping):
+        owner[key] = value  # type: ignore[index]  # mappings without this cannot be opened
+    else:
+        object.__setattr__(owner, key, value)  # frozen dataclasses too
+
+
+def open_arguments(name: str, arguments: Any) -> Any:
+    """The arguments with dataclasses and mappings opened; the same object where there are none.
+
+    Raises:
+        PlanError: ``iterator-argument`` for iterators, ``object-argument`` for other objects that hold tensors.
+    """
+    leaves, spec = pytree.tree_flatten(arguments)
+    odd = [position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN_TYPES)]
+    if not odd:
+        return arguments
+    changed = False
+    for position in odd:
+        opened = _open(name, leaves[position])
+        changed |= opened is not leaves[position]
+        leaves[position] = opened
+    return pytree.tree_unflatten(leaves, spec) if changed else arguments
+
+
+def _open(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, Iterator):
+        hint = "call next() outside, and pass what it gives"
+        found = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
+        raise PlanError(Problem("iterator-argument", name, found=found, hint=hint))
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        keys = tuple(field.name for field in dataclasses.fields(leaf))
+        values = [getattr(leaf, key) for key in keys]
+    elif isinstance(leaf, Mapping) and hasattr(type(leaf), "__setitem__"):
+        keys, values = tuple(leaf), list(leaf.values())
+    else:
+        if _holds_tensors(leaf, _DEPTH):
+            hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
+            found = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
+            raise PlanError(Problem("object-argument", name, found=found, hint=hint))
+        return leaf
+    return Opened(_Shell(leaf, keys), [open_arguments(name, value) for value in values])
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, _PLAIN_TYPES) or callable(value):
+        return False
+    if isinstance(value, Mapping):
+        inner: list[Any] = list(value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = list(value)
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+        inner += [getattr(value, key, None) for key in getattr(type(value), "__slots__", ()) if isinstance(key, str)]
+    return any(_holds_tensors(one, depth - 1) for one in inner)
+
+
+def close_arguments(arguments: Any) -> Any:
+    """The arguments as the step takes them."""
+
+    def is_opened(value: Any) -> bool:
+        return isinstance(value, Opened)
+
+    return pytree.tree_map(lambda one: one.close() if is_opened(one) else one, arguments, is_leaf=is_opened)
+
+
+def closing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called with opened arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = close_arguments((args, kwargs))
+        return function(*args, **kwargs)
+
+    try:
+        return functools.wraps(function)(call)
+    except (AttributeError, TypeError):
+        return call
+
+
+__all__ = ["Opened", "close_arguments", "closing", "open_arguments"]

@@ -1,0 +1,271 @@
+"""One checked call: copy, run the graph, run the reference, compare, and take everything back if they differ.
+
+The recipe (all ranks alike, since the copy and the averages communicate):
+
+1. agree that the copy fits, take a snapshot to go back to, copy the step;
+2. run the graph;
+3. run the copy from the same random numbers, and compare;
+4. what is suspicious on any rank is judged by more runs of the copy;
+5. on a mismatch restore the snapshot and raise on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dp_partition._torch_compat import FakeTensor
+from dp_partition.axes import all_groups, gather_objects
+from dp_partition.binding import Binding, local_of
+from dp_partition.check.copying import CannotCopyError, Transform
+from dp_partition.check.noise import InDouble, Recorder, perturbation, to_double
+from dp_partition.check.reference import Ended, Outcome, copy_step, is_out_of_memory, live_outcome, run_reference
+from dp_partition.check.snapshot import RandomState, Snapshot, live_tensors
+from dp_partition.check.verdict import INTEGERS, Difference, differences, measure
+from dp_partition.messages import is_collective
+from dp_partition.problems import PlanError, Problem
+from dp_partition.program import Program
+
+if TYPE_CHECKING:
+    from dp_partition.runner import Runner
+
+# A right graph's error may be this many times what right results lie apart.
+FACTOR = 10.0
+NUM_PERTURBED = 3
+
+
+class CheckMismatch(PlanError):
+    """The graph's outcome of a checked call is not that of the step. Everything is as before the call."""
+
+
+class CheckedCall:
+    """State of one checked call.
+
+    Args:
+        runner: The step.
+        binding: Its placed model and optimizers.
+        program: The graph that the call runs.
+        arguments: Arguments and keyword arguments.
+    """
+
+    def __init__(self, runner: Runner, binding: Binding, program: Program, arguments: Any) -> None:
+        self.runner, self.binding, self.program, self.arguments = runner, binding, program, arguments
+        # A step without collectives may be called by some ranks only: its check must not communicate either.
+        self.communicates = binding.mesh.size() > 1 and any(map(is_collective, program.module.graph.nodes))
+
+    # ---- the recipe -------------------------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """Run the call and check it."""
+        reason = self.not_checkable()
+        if reason:
+            return self.unchecked(reason)
+        try:
+            self.before = Snapshot(self.binding, self.arguments)
+            self.random = RandomState(self.arguments, self.runner.stream)
+            copied, reason = copy_step(self.runner.function, self.arguments, self.binding), ""
+        except CannotCopyError as error:
+            copied, reason = None, f"cannot copy {error}"
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            copied, reason = None, "out of memory"
+        reason = next(filter(None, self.gather(reason)), "")
+        if copied is None or reason:
+            return self.unchecked(reason)
+        result = self.graph_run()
+        after = RandomState(self.arguments, self.runner.stream)
+        versions = self.versions()
+        self.random.restore()
+        ended = run_reference(copied, self.binding, self.runner.settings, self.runner.stream)
+        del copied
+        after.restore()
+        self.conclude(ended, result, versions)
+        self.runner.schedule.advance(again=self.any_unseen())
+        return result
+
+    def conclude(self, ended: Ended, result: Any, versions: list[int]) -> None:
+        """Compare, and raise on every rank what any rank found."""
+        found: list[Difference] = []
+        failure = None
+        if self.versions() != versions:
+            failure = "the step reaches the live model past its arguments: the copy of it wrote to live tensors"
+        elif ended.error is not None:
+            failure = f"the step raised {type(ended.error).__name__}: {ended.error}, and its graph did not"
+        elif ended.outcome is not None:
+            graph = live_outcome(self.binding, result, self.before.local)
+            found = differences(graph, ended.outcome)
+        rows = self.gather((failure, ended.unchecked, len(found)))
+        failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
+        if failed:
+            self.roll_back()
+            name, hint = self.name(), "compile with check='never' only if the step is meant to do that"
+            problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
+            raise CheckMismatch(problems, "the step's eager run failed where its graph did not") from ended.error
+        reason = next((text for _, text, _ in rows if text), "")
+        if reason:
+            self.note_unchecked(reason)
+            self.runner.checked.add(id(self.program))  # another check of it would come to the same end
+            return
+        if any(count for _, _, count in rows):
+            found = self.judged(found, ended.outcome)  # communicates: all ranks take part
+        self.raise_mismatch(found)
+        self.runner.checked.add(id(self.program))
+        self.runner.num_checked += 1
+
+    def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
+        """Leave out what right results differ by as well."""
+        noise = dict.fromkeys((one.name for one in found), 0.0)
+        post, after = Snapshot(self.binding, self.arguments), RandomState(self.arguments, self.runner.stream)
+        recorder = Recorder()
+        self.variation(None, recorder)
+        modes: list[tuple[Transform, Any]] = [(to_double, InDouble(recorder.recording))]
+        modes += [(perturbation(recorder.recording, seed), None) for seed in range(NUM_PERTURBED)]
+        for transform, mode in modes:
+            outcome = self.variation(transform, mode)
+            if outcome is not None and reference is not None:
+                for name in noise:
+                    error = measure(name, outcome, reference)
+                    if mode is None or error < 0.2:  # what double precision changes more is another computation
+                        noise[name] = max(noise[name], error)
+        post.restore()
+        after.restore()
+        return [
+            replace(one, noise=noise[one.name])
+            for one in found
+            if one.error > FACTOR * noise[one.name]
+            and not (self.is_count(one.name, reference) and one.error < INTEGERS)
+        ]
+
+    def variation(self, transform: Transform | None, mode: Any) -> Outcome | None:
+        """Outcome of another right run; None where it does not go through."""
+        self.before.restore()
+        self.random.restore()
+        try:
+            copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
+        except CannotCopyError:
+            copied = None
+        if not all(self.gather(copied is not None)) or copied is None:
+            return None
+        if mode is None:
+            ended = run_reference(copied, self.binding, self.runner.settings, self.runner.stream)
+        else:
+            with mode:
+                ended = run_reference(copied, self.binding, self.runner.settings, self.runner.stream)
+        return ended.outcome
+
+    def is_count(self, name: str, reference: Outcome | None) -> bool:
+        """Whether a value is made of integers, which rounding decides only at ties."""
+        if reference is None:
+            return False
+        value = reference.tensors.get(name)
+        if name.startswith("result"):
+            value = reference.leaves[int(name.split(" ")[1]) if " " in name else 0]
+        return isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+
+    def raise_mismatch(self, found: list[Difference]) -> None:
+        """Raise on every rank if any rank found a difference."""
+        rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
+        problems: list[Problem] = []
+        hint = "dp_partition.verify(step, ...) names the node; check='never' trains on without this check"
+        for rank, row in enumerate(rows):
+            for name, text, noise in row:
+                if all(name != known.name for known in problems):
+                    right = f" (right results lie {noise:.0e} apart)" if noise else ""
+                    where = f"rank {rank}, " if self.communicates else ""
+                    problems.append(Problem("check-mismatch", name, found=f"{where}{text}{right}", hint=hint))
+        if problems:
+            self.roll_back()
+            calls = self.runner.schedule.calls
+            summary = (
+                f"call {calls} of {self.name()}: the graph does not do what the step does; "
+                "parameters, state, buffers and generators are as before the call"
+            )
+            raise CheckMismatch(problems[:8], summary)
+
+    def roll_back(self) -> None:
+        """Everything as before the call, and the next call is checked again."""
+        self.before.restore()
+        self.random.restore()
+        self.runner.schedule.advance(again=True)
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def graph_run(self) -> Any:
+        """Run the graph; a failure is the step's own, and leaves the schedule going."""
+        try:
+            return self.runner.run(self.binding, self.program, *self.arguments)
+        except BaseException:
+            self.runner.schedule.advance(again=True)
+            raise
+
+    def name(self) -> str:
+        """Name of the step."""
+        return self.runner.name
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, where ranks communicate in a step; otherwise this rank's."""
+        return gather_objects(self.binding.mesh, value) if self.communicates else [value]
+
+    def versions(self) -> list[int]:
+        """Version counters of all live tensors: each write of a shadow to one of them shows."""
+        return [local_of(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
+
+    def any_unseen(self) -> bool:
+        """Whether some rank has traced a graph that no check has run."""
+        programs = [one for known in self.runner.programs.values() for one in known]
+        return any(self.gather(any(id(one) not in self.runner.checked for one in programs)))
+
+    def not_checkable(self) -> str:
+        """Why the call is not checked; empty where it is. Chooses the seed of the schedule as well."""
+        tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
+        if any(isinstance(local_of(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
+            return "tensors have no values"
+        if self.binding.mesh.size() > 1 and any(_is_fake(group) for group in all_groups(self.binding.mesh)):
+            return "the process group moves no data"
+        # Full parameters, gradients and state of the copy; the snapshot beside the live shards.
+        full = sum(t.numel() * t.element_size() for t in tensors)
+        local = sum(local_of(t.detach()).numel() * t.element_size() for t in tensors)
+        rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local))
+        text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.name()}"
+        self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+        short = [rank for rank, (_, free, needed) in enumerate(rows) if needed > free]
+        return f"a full copy does not fit into free memory on rank {short[0]}" if short else ""
+
+    def unchecked(self, reason: str) -> Any:
+        """Run the call without a check, and keep the reason for the plan."""
+        self.note_unchecked(reason)
+        result = self.graph_run()
+        self.runner.schedule.advance()
+        return result
+
+    def note_unchecked(self, reason: str) -> None:
+        """Show in the plan that this call was not checked; warn once for each reason."""
+        if reason not in self.runner.unchecked:
+            self.runner.unchecked.append(reason)
+            if "memory" in reason or reason.startswith("cannot copy"):
+                warnings.warn(f"{self.name()} is not checked against its eager run: {reason}", stacklevel=2)
+
+
+def free_bytes(device_type: str) -> int:
+    """Free memory of this process' device."""
+    if device_type == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 1 << 30
+        return pages * (os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096)
+
+
+def _is_fake(group: Any) -> bool:
+    return any("fake" in str(group._get_backend(device).name()).lower() for device in group._device_types)
+
+
+__all__ = ["CheckMismatch", "CheckedCall"]

@@ -1,0 +1,205 @@
+"""Copy a train step with everything it works on: function, closure, model, optimizer, schedulers, arguments.
+
+One pass of pickle's machinery, which keeps identity (a parameter in the model, in ``param_groups`` and in a closure is
+one object in the copy, too). Pickle alone would refuse closures and lose an optimizer's hooks; both are reduced here.
+Tensors never pass through the byte stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from dp_partition._torch_compat import FakeTensor, OpOverload
+from dp_partition.binding import local_of
+from dp_partition.capture.retired import Retired
+
+Transform = Callable[[torch.Tensor], torch.Tensor]
+
+_CALLS = (types.BuiltinFunctionType, functools._lru_cache_wrapper, types.MethodWrapperType, OpOverload)
+# Code, types and handles to what exists once; a copy of them would mean nothing.
+_SHARED = (type, types.ModuleType, types.CodeType, Retired, FakeTensor, DeviceMesh, dist.ProcessGroup, torch.Stream)
+
+
+class CannotCopyError(Exception):
+    """Something that the step reaches cannot be copied."""
+
+
+class Copier:
+    """Copies object graphs, all under one memo.
+
+    Args:
+        replaced: Tensors that stand for others, by ``id``: plain full tensors for placed ones.
+        transform: Applied to each copied tensor.
+    """
+
+    def __init__(self, replaced: dict[int, torch.Tensor], transform: Transform | None = None) -> None:
+        self.transform = transform or (lambda tensor: tensor)
+        self.handed: list[Any] = []  # what the stream names by its index
+        self.index: dict[int, int] = {}
+        self.held: list[Any] = []  # no id comes again while copying
+        self.cells: list[tuple[types.CellType, types.CellType]] = []
+        self.shared_ids: set[int] = set()
+        self.replaced = replaced
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy that shares no memory and no mutable object with the original.
+
+        Raises:
+            CannotCopyError: With the reason.
+        """
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, self)
+        cells_done = 0
+        try:
+            pickler.dump(value)
+            # A closure's contents may name the function itself: cells are made empty and filled afterwards.
+            while cells_done < len(self.cells):
+                pickler.dump(_contents(self.cells[cells_done][0]))
+                cells_done += 1
+            stream.seek(0)
+            unpickler = _Unpickler(stream, self)
+            result = unpickler.load()
+            for _, cell in self.cells:
+                contents = unpickler.load()
+                if contents:
+                    cell.cell_contents = contents[0]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise CannotCopyError(f"{type(error).__name__}: {error}".splitlines()[0][:200]) from error
+        return result
+
+    def hand(self, original: Any, stand_in: Any) -> int:
+        """Name an object by an index of the stream."""
+        if id(original) not in self.index:
+            self.index[id(original)] = len(self.handed)
+            self.handed.append(stand_in)
+            self.held.append(original)
+        return self.index[id(original)]
+
+    def persistent(self, value: Any) -> int | None:
+        """Index of what does not pass through the stream; None for what does."""
+        kind = type(value)
+        if kind in _PLAIN and id(value) not in self.shared_ids:  # the globals of a function are shared
+            return None
+        if id(value) in self.index:
+            return self.index[id(value)]
+        if isinstance(value, _SHARED) or id(value) in self.shared_ids:
+            return self.hand(value, value)
+        if isinstance(value, torch.Tensor):
+            return self.hand(value, self._tensor(value))
+        if isinstance(value, torch.Generator):
+            return self.hand(value, _generator(value))
+        if kind is types.CellType:
+            cell = types.CellType()
+            self.cells.append((value, cell))
+            return self.hand(value, cell)
+        if kind is types.FunctionType and is_importable(value):
+            return self.hand(value, value)
+        if isinstance(value, _CALLS) and isinstance(getattr(value, "__self__", None), types.ModuleType | None):
+            return self.hand(value, value)
+        return None
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        known = self.replaced.get(id(value))
+        if known is not None:
+            return known
+        source = local_of(value) if type(value) is not torch.Tensor else value
+        copied = self.transform(source.detach().clone())
+        if isinstance(value, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, value.requires_grad)
+        else:
+            copied.requires_grad_(value.requires_grad)
+        if value.is_leaf and value.grad is not None:
+            copied.grad = self.transform(value.grad.detach().clone())
+        return copied
+
+
+_PLAIN = frozenset([bool, int, float, complex, str, bytes, type(None), list, tuple, dict, set, frozenset])
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, copier: Copier) -> None:
+        super().__init__(stream, protocol=5)
+        self.copier = copier
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self.copier.persistent(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is types.FunctionType:
+            self.copier.shared_ids.add(id(obj.__globals__))
+            state = (obj.__defaults__, obj.__kwdefaults__, vars(obj), obj.__module__, obj.__qualname__, obj.__doc__)
+            made = (obj.__code__, obj.__globals__, obj.__name__, obj.__closure__)
+            return _make_function, made, state, None, None, _fill_function
+        if kind is types.MethodType:
+            return types.MethodType, (obj.__func__, obj.__self__)
+        if isinstance(obj, weakref.ref) and not isinstance(obj, weakref.WeakMethod):
+            target = obj()
+            return weakref.ref, (_Nothing if target is None else target,)
+        # These drop attributes when pickled (hooks, the scale of a running step), or refuse (parametrizations).
+        if isinstance(obj, torch.nn.Module | Optimizer | torch.amp.GradScaler):
+            return object.__new__, (kind,), vars(obj), None, None, _fill_object
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, copier: Copier) -> None:
+        super().__init__(stream)
+        self.copier = copier
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.copier.handed[pid]
+
+
+class _Nothing:
+    """Target of weak references whose own is gone."""
+
+
+def is_importable(function: types.FunctionType) -> bool:
+    """Whether a module holds the function under its name, and it keeps nothing in cells of its own."""
+    found: Any = sys.modules.get(function.__module__ or "")
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function or (function.__closure__ is None and not function.__defaults__ and not vars(function))
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # empty
+        return ()
+
+
+def _make_function(code: Any, module: Any, name: str, cells: Any) -> types.FunctionType:
+    return types.FunctionType(code, module, name, None, cells)
+
+
+def _fill_function(function: Any, state: tuple[Any, ...]) -> None:
+    function.__defaults__, function.__kwdefaults__, attributes = state[:3]
+    function.__module__, function.__qualname__, function.__doc__ = state[3:]
+    vars(function).update(attributes)
+
+
+def _fill_object(made: Any, attributes: dict[str, Any]) -> None:
+    vars(made).update(attributes)
+
+
+def _generator(value: torch.Generator) -> torch.Generator:
+    return torch.Generator(value.device).set_state(value.get_state())
+
+
+__all__ = ["CannotCopyError", "Copier", "Transform", "is_importable"]

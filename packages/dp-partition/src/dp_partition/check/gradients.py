@@ -1,0 +1,245 @@
+"""Average the reference's gradients over the ranks, as the graph does: at the end of each backward pass.
+
+The order is that of parameters and not that in which gradients arrive: ranks whose batches take other paths would
+otherwise fill each other's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dp_partition.axes import all_groups, num_replicas, replica_group_name, shard_group, shard_world
+from dp_partition.bucket import Traffic
+from dp_partition.reducing import GradientGroup, division
+
+RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
+
+
+class PeerStoppedError(BaseException):
+    """Another rank's reference has stopped. No `Exception`: the step's own handlers must not catch it."""
+
+
+class NotComparableError(BaseException):
+    """The reference cannot be what the graph is to be compared with; says why."""
+
+
+class GradientAverage:
+    """What happens to gradients at the end of a backward pass of the reference.
+
+    Args:
+        params: The copied parameters by name.
+        mesh: The ranks.
+        traffic: How gradients are reduced.
+        averages: Whether the ranks' gradients are averaged; otherwise they stay as they are.
+
+    Attributes:
+        stopped: Why no rank may communicate any more; None while all run.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, traffic: Traffic, averages: bool) -> None:
+        self.params = {name: param for name, param in params.items() if param.requires_grad}
+        self.mesh, self.traffic = mesh, traffic
+        self.averages = averages
+        casts = traffic.reduce_dtype is not None or traffic.hook is not None
+        self.meets = averages and (mesh.size() > 1 or casts)
+        self.stopped: int | None = None
+        self.depth = self.passes = 0
+        self.fired: set[str] = set()
+        self.micro_batches, self.is_last = 1, True
+        self.sums: list[dict[str, torch.Tensor]] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the block every outermost backward pass ends with the average."""
+        backward, grad = torch.autograd.backward, torch.autograd.grad
+        with ExitStack() as stack:
+            for name, param in self.params.items():
+                handle: Any = param.register_hook(self._note(name))
+                stack.callback(handle.remove)
+            stack.enter_context(patch.object(torch.autograd, "backward", self._around(backward, self._after_backward)))
+            stack.enter_context(patch.object(torch.autograd, "grad", self._around(grad, self._after_grad)))
+            self.passes, self.fired = 0, set()
+            yield
+            if self.fired and self.averages:
+                raise NotComparableError("takes gradients past torch.autograd.backward and torch.autograd.grad")
+
+    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        def fire(gradient: torch.Tensor) -> None:
+            self.fired.add(name)
+
+        return fire
+
+    def _around(self, call: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+        def outermost(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:  # re-entrant checkpointing calls backward within backward
+                return call(*args, **kwargs)
+            before: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
+            if self.micro_batches > 1:
+                before = {n: None if p.grad is None else p.grad.clone() for n, p in self.params.items()}
+            self.depth += 1
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                self.depth -= 1
+            return after(result, before, *args, **kwargs)
+
+        return outermost
+
+    def _after_backward(self, result: Any, before: dict[str, torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        if not self.averages or not self.fired:
+            return result
+        gradients = {name: param.grad for name, param in self.params.items()}
+        for name, value in self._reduced(gradients, before).items():
+            self.params[name].grad = value
+        self.fired.clear()
+        return result
+
+    def _after_grad(
+        self,
+        result: tuple[torch.Tensor | None, ...],
+        before: dict[str, torch.Tensor | None],
+        outputs: Any,
+        inputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        names = {id(param): name for name, param in self.params.items()}
+        asked = [names.get(id(one)) for one in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
+        if not self.averages or not any(asked):
+            self.fired.clear()
+            return result
+        gradients: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
+        gradients |= {name: one for name, one in zip(asked, result, strict=True) if name is not None}
+        reduced = self._reduced(gradients, dict.fromkeys(self.params))
+        self.fired.clear()
+        return tuple(one if name is None else reduced.get(name, one) for name, one in zip(asked, result, strict=True))
+
+    @torch.no_grad()
+    def _reduced(
+        self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
+    ) -> dict[str, torch.Tensor]:
+        if self.micro_batches > 1:
+            gradients = self._over_micro_batches(gradients, before)
+            if not self.is_last:
+                return {}
+        if not self.meets:
+            return {name: one for name, one in gradients.items() if one is not None}
+        present = self.meet(RUNNING, [one is not None for one in gradients.values()])
+        full = {
+            name: torch.zeros_like(self.params[name]) if one is None else one
+            for (name, one), anywhere in zip(gradients.items(), present, strict=True)
+            if anywhere
+        }
+        result: dict[str, torch.Tensor] = {}
+        for dtype in dict.fromkeys(one.dtype for one in full.values()):
+            names = [name for name, one in full.items() if one.dtype == dtype]
+            flat = self._reduce_flat(torch.cat([full[name].reshape(-1) for name in names]), [full[n] for n in names])
+            parts = flat.split([full[name].numel() for name in names])
+            for name, part in zip(names, parts, strict=True):
+                like = full[name]
+                result[name] = torch.empty_like(like).copy_(part.view(like.shape))
+        return result
+
+    def _over_micro_batches(
+        self, gradients: dict[str, torch.Tensor | None], before: dict[str, torch.Tensor | None]
+    ) -> dict[str, torch.Tensor | None]:
+        """Mean over the micro-batches of what this pass added to the gradients."""
+        if self.passes == len(self.sums):
+            self.sums.append({})
+        sums = self.sums[self.passes]
+        self.passes += 1
+        mean: dict[str, torch.Tensor | None] = {}
+        for name, gradient in gradients.items():
+            old = before[name]
+            added = gradient if gradient is None or old is None else gradient - old
+            if added is not None:
+                sums[name] = sums[name] + added if name in sums else added.clone()
+            total = sums.get(name)
+            mean[name] = old if total is None else total / self.micro_batches + (0 if old is None else old)
+        return mean
+
+    def _reduce_flat(self, flat: torch.Tensor, members: list[torch.Tensor]) -> torch.Tensor:
+        dtype = self.traffic.reduce_dtype
+        if self.traffic.hook is not None:
+            return self._by_hook(flat, members)
+        sent = flat if dtype is None else flat.to(dtype)
+        world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
+        if sent.dtype is not flat.dtype and dtype is torch.float16:
+            before, after = division(world * replicas)
+            sent = sent / before
+            for group in all_groups(self.mesh):
+                dist.all_reduce(sent, group=group)
+            return (sent / after).to(flat.dtype)
+        for group in all_groups(self.mesh):  # the average of each axis, as the graph's collectives take it
+            dist.all_reduce(sent, group=group)
+            sent = sent / dist.get_world_size(group)
+        return sent.to(flat.dtype)
+
+    def _by_hook(self, flat: torch.Tensor, members: list[torch.Tensor]) -> torch.Tensor:
+        """One call for all and one for each parameter: what depends on the bucket cannot be compared."""
+        hook: Any = self.traffic.hook
+        name = str(shard_group(self.mesh).group_name)
+        across = replica_group_name(self.mesh)
+        group = GradientGroup(name, shard_world(self.mesh), False, across, num_replicas(self.mesh))
+        at_once = hook(flat.clone(), group)
+        one_by_one = torch.cat([hook(member.reshape(-1).clone(), group) for member in members])
+        same = torch.tensor(torch.equal(at_once, one_by_one), dtype=torch.float32, device=flat.device)
+        for one in all_groups(self.mesh):
+            dist.all_reduce(same, op=dist.ReduceOp.MIN, group=one)
+        if not same.item():
+            self.stopped = FAILED  # on every rank: nobody communicates after this
+            raise NotComparableError("has a comm_hook whose result depends on what is in the bucket")
+        return torch.as_tensor(at_once)
+
+    def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
+        """Exchange what the ranks' references are about to do.
+
+        Args:
+            status: ``RUNNING`` before an average, otherwise why this rank's reference has come to its end.
+            present: Which parameters have a gradient here.
+
+        Returns:
+            Which have one on any rank.
+
+        Raises:
+            PeerStoppedError: Where another rank does something else.
+        """
+        if not self.meets:
+            return present or []
+        if self.stopped is not None:
+            raise PeerStoppedError
+        flags = present or [False] * len(self.params)
+        row = torch.tensor([status, -status, *flags], dtype=torch.float32)
+        device = self._device()
+        row = row.to(device)
+        for group in all_groups(self.mesh):
+            dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group)
+        greatest, least, *anywhere = row.tolist()
+        if greatest != RUNNING:
+            self.stopped = int(greatest)
+        if greatest != -least:
+            raise PeerStoppedError
+        return [bool(one) for one in anywhere]
+
+    def _device(self) -> torch.device:
+        kinds = [device.type for device in all_groups(self.mesh)[0]._device_types]
+        return torch.device("cpu") if "cpu" in kinds else torch.device(self.mesh.device_type)
+
+
+__all__ = [
+    "FAILED",
+    "FINISHED",
+    "OUT_OF_MEMORY",
+    "RUNNING",
+    "GradientAverage",
+    "NotComparableError",
+    "PeerStoppedError",
+]

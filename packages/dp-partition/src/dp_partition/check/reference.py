@@ -1,0 +1,335 @@
+"""The reference: the step's own Python, run eagerly on a copy of everything, with the meaning that the graph has.
+
+Local semantics: on this rank's batch, gradients averaged over the ranks. Global semantics: on all ranks' rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from dp_partition._torch_compat import pytree
+from dp_partition.axes import shard_group, shard_rank, shard_world
+from dp_partition.binding import Binding, local_of
+from dp_partition.capture.constants import FunctionConstants, Same
+from dp_partition.capture.states import states_by_id
+from dp_partition.capture.subject import Subject, index_tensors
+from dp_partition.check.copying import CannotCopyError, Copier, Transform
+from dp_partition.check.gradients import (
+    FAILED,
+    FINISHED,
+    OUT_OF_MEMORY,
+    GradientAverage,
+    NotComparableError,
+    PeerStoppedError,
+)
+from dp_partition.check.snapshot import live_tensors, state_name
+from dp_partition.collectives import chunk_bounds
+from dp_partition.plain import whole
+from dp_partition.randomness import Stream
+from dp_partition.settings import Settings
+
+
+@dataclass
+class StepCopy:
+    """A step with all that it works on, apart from the live one."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    subject: Subject
+
+
+@dataclass
+class Outcome:
+    """What a run of the step left behind.
+
+    Attributes:
+        leaves: Its result, flattened.
+        spec: How.
+        tensors: Local shards of parameters, state and buffers afterwards, by name.
+        before: The same, as they were.
+        numbers: Plain values in optimizer state and parameter groups.
+    """
+
+    leaves: list[Any]
+    spec: Any
+    tensors: dict[str, torch.Tensor]
+    before: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
+
+
+@dataclass
+class Ended:
+    """How a reference run ended: with an outcome, with an error, or not comparable."""
+
+    outcome: Outcome | None = None
+    error: BaseException | None = None
+    unchecked: str = ""
+
+
+def copy_step(
+    function: Callable[..., Any], arguments: Any, binding: Binding, transform: Transform | None = None
+) -> StepCopy:
+    """Copy a step as things are now. Placed tensors become full and plain, so all ranks of a sharded step call this.
+
+    Raises:
+        CannotCopyError: On this rank, after all communication.
+    """
+    change = transform or (lambda tensor: tensor)
+    replaced: dict[int, torch.Tensor] = {}
+    for param in binding.params.values():  # collectives: in one order on all ranks
+        plain = nn.Parameter(change(full_copy(param)), param.requires_grad)
+        vars(plain).update({k: v for k, v in vars(param).items() if not isinstance(v, torch.Tensor)})
+        replaced[id(param)] = plain
+    for _, _, state in binding.states():
+        for value in state.values():
+            if isinstance(value, DTensor):
+                replaced[id(value)] = change(full_copy(value))
+    copier = Copier(replaced, transform)
+    args, kwargs = arguments
+    subject = binding.subject
+    parts = (function, args, kwargs, subject.modules, subject.optimizers)
+    try:
+        new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
+    except CannotCopyError as error:
+        raise CannotCopyError(f"{_first_uncopied(function, args, kwargs, replaced)}: {error}") from error
+    made = Subject(modules, optimizers)
+    index_tensors(made)
+    return StepCopy(new_function, new_args, new_kwargs, made)
+
+
+def full_copy(placed: torch.Tensor) -> torch.Tensor:
+    """Full tensor with memory of its own and the strides of the original: fused optimizers walk through memory."""
+    full = whole(placed)
+    return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
+
+
+def _first_uncopied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Any) -> str:
+    named = {f"argument {number}": value for number, value in enumerate(args)} | kwargs
+    for name, value in named.items():
+        for leaf in pytree.tree_leaves(value):
+            try:
+                Copier(replaced).copy(leaf)
+            except CannotCopyError:
+                return f"{name} ({type(leaf).__name__})"
+    return "the step's function, or what it holds"
+
+
+def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream: Stream | None) -> Ended:
+    """Run a copy to its end, on all ranks alike. Random numbers are those of the generators as they stand."""
+    local = settings.semantics == "local"
+    shares = not copied.subject.optimizers
+    average = GradientAverage(copied.subject.params, binding.mesh, settings.traffic, local and not shares)
+    before = _locals(copied.subject, binding, clone=True)
+    constants = FunctionConstants(copied.function)
+    python_before = _plain(constants.read())
+    try:
+        with ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(stream.drawing())
+            if local:
+                result = _run_local(copied, average, settings)
+            else:
+                result = _run_global(copied, binding, settings)
+        average.meet(FINISHED)
+    except PeerStoppedError:
+        if average.stopped == OUT_OF_MEMORY:
+            return Ended(unchecked="out of memory on another rank")
+        found = "raises on another rank" if average.stopped == FAILED else "runs other backward passes on other ranks"
+        return Ended(unchecked=f"the eager run {found}")
+    except NotComparableError as reason:
+        _tell(average, FINISHED)
+        return Ended(unchecked=f"the step {reason}")
+    except Exception as error:
+        if is_out_of_memory(error):
+            _tell(average, OUT_OF_MEMORY)
+            return Ended(unchecked="out of memory")
+        _tell(average, FAILED)
+        return Ended(error=error)
+    if _plain(constants.read()) != python_before:
+        # The graph runs none of the step's Python, so the next call would find the values of this one.
+        return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
+    leaves, spec = pytree.tree_flatten(result)
+    leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return Ended(Outcome(leaves, spec, _locals(copied.subject, binding), before, numbers_of(copied.subject)))
+
+
+def _plain(value: Any) -> Any:
+    """A fingerprint without objects that count by identity: caches may be filled."""
+    if isinstance(value, tuple | frozenset):
+        return tuple(map(_plain, value))
+    return None if isinstance(value, Same) else value
+
+
+def _tell(average: GradientAverage, status: int) -> None:
+    try:
+        average.meet(status)
+    except PeerStoppedError:
+        return
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _run_local(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
+    if settings.accumulate == 1:
+        with average.installed():
+            return copied.function(*copied.args, **copied.kwargs)
+    return _run_micro_batches(copied, average, settings)
+
+
+def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Settings) -> Any:
+    """Run the step on each micro-batch; only the last one's update counts, with the mean of all gradients."""
+    count, dim = settings.accumulate, settings.batch_dim
+    average.micro_batches = count
+    values = [param.detach().clone() for param in copied.subject.params.values()]
+    results = []
+    for index in range(count):
+        average.is_last = index == count - 1
+        kept = [_state_copy(optimizer) for optimizer in copied.subject.optimizers]
+        args, kwargs = pytree.tree_map(partial(_rows, index=index, count=count, dim=dim), (copied.args, copied.kwargs))
+        with average.installed():
+            results.append(copied.function(*args, **kwargs))
+        if average.is_last:
+            break
+        with torch.no_grad():
+            for param, value in zip(copied.subject.params.values(), values, strict=True):
+                param.copy_(value)
+                param.grad = None
+        for optimizer, state in zip(copied.subject.optimizers, kept, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+    return pytree.tree_map(_mean_of_scalars, *results)
+
+
+def _state_copy(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
+    def clone(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    return {param: {key: clone(value) for key, value in state.items()} for param, state in optimizer.state.items()}
+
+
+def _rows(value: Any, index: int, count: int, dim: int) -> Any:
+    if not isinstance(value, torch.Tensor) or value.ndim <= dim:
+        return value
+    size = value.shape[dim] // count
+    return value.detach().narrow(dim, index * size, size).requires_grad_(value.requires_grad)
+
+
+def _mean_of_scalars(*values: Any) -> Any:
+    if isinstance(values[0], torch.Tensor) and values[0].is_floating_point() and values[0].ndim == 0:
+        return torch.stack([value.detach() for value in values]).mean()
+    if isinstance(values[0], float):
+        return sum(values) / len(values)
+    return values[-1]
+
+
+def _run_global(copied: StepCopy, binding: Binding, settings: Settings) -> Any:
+    """Run the step on all ranks' rows. Its draws would be one device's and not the ranks': no comparison then."""
+    group, world = shard_group(binding.mesh), shard_world(binding.mesh)
+
+    def all_rows(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.ndim <= settings.batch_dim or world == 1:
+            return value
+        mine = value.detach().contiguous()
+        rows = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(rows, mine, group=group)
+        return torch.cat(rows, settings.batch_dim).requires_grad_(value.requires_grad)
+
+    args, kwargs = pytree.tree_map(all_rows, (copied.args, copied.kwargs))
+    before = _generator_states()
+    result = copied.function(*args, **kwargs)
+    if world > 1 and not all(map(torch.equal, before, _generator_states())):
+        raise NotComparableError("draws random numbers under global semantics")
+    return result
+
+
+def _generator_states() -> list[torch.Tensor]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _locals(subject: Subject, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
+    """This rank's shards of a copy's tensors."""
+    found: dict[str, torch.Tensor] = {}
+
+    def enter(name: str, tensor: torch.Tensor, like: torch.Tensor | None) -> None:
+        part = shard_like(tensor.detach(), like, binding)
+        found[name] = part.clone() if clone else part
+
+    for fqn, param in subject.params.items():
+        enter(fqn, param, binding.params[fqn])
+    for fqn, module, attribute, is_param in subject.slots():
+        if not is_param and fqn not in subject.aliases:
+            enter(fqn, module._buffers[attribute], None)  # type: ignore[arg-type]  # slots() yields tensors only
+    names = {id(param): fqn for fqn, param in subject.params.items()}
+    for number, optimizer in enumerate(subject.optimizers):
+        live = states_by_id(binding.subject.optimizers[number])
+        for key, state in states_by_id(optimizer).items():
+            fqn = names.get(key, "")
+            placed = live.get(id(binding.params.get(fqn)), {})
+            for entry, value in state.items():
+                if isinstance(value, torch.Tensor) and fqn:
+                    enter(state_name(number, fqn, entry), value, placed.get(entry))
+    return found
+
+
+def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding) -> torch.Tensor:
+    """The part of a full tensor that this rank holds of another one."""
+    if not isinstance(like, DTensor) or like.shape != tensor.shape:
+        return tensor
+    placement = like.placements[-1]
+    if not isinstance(placement, Shard):
+        return tensor
+    size = tensor.shape[placement.dim]
+    start, end = chunk_bounds(size, shard_world(binding.mesh), shard_rank(binding.mesh))
+    return tensor.narrow(placement.dim, start, end - start)
+
+
+def live_outcome(binding: Binding, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]) -> Outcome:
+    """What the graph left behind.
+
+    Args:
+        binding: The placed model and optimizers.
+        result: What the step returned.
+        before: The local value that a tensor had before the call.
+    """
+    leaves, spec = pytree.tree_flatten(result)
+    tensors: dict[str, torch.Tensor] = {}
+    old: dict[str, torch.Tensor] = {}
+    for name, _, _, tensor in live_tensors(binding, ()):
+        tensors[name] = local_of(tensor.detach())
+        value = before(tensor)
+        if value is not None:
+            old[name] = value
+    return Outcome(leaves, spec, tensors, old, numbers_of(binding.subject))
+
+
+def numbers_of(subject: Subject) -> dict[str, Any]:
+    """Plain values of optimizer state and parameter groups, by name."""
+    found: dict[str, Any] = {}
+    names = {id(param): fqn for fqn, param in subject.params.items()}
+    for number, optimizer in enumerate(subject.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, bool | int | float | str | tuple):
+                    found[f"optim{number}.param_groups[{index}][{key!r}]"] = value
+        for param, state in states_by_id(optimizer).items():
+            for entry, value in state.items():
+                if isinstance(value, bool | int | float | str) and param in names:
+                    found[state_name(number, names[param], entry)] = value
+    return found
+
+
+__all__ = ["Ended", "Outcome", "StepCopy", "copy_step", "live_outcome", "run_reference"]

@@ -1,0 +1,166 @@
+"""Compare what the graph did with what the step does: relative to what the step changes, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dp_partition.check.reference import Outcome
+
+# Beyond this an error is looked at again, next to how far right results lie apart (`noise`).
+SUSPICIOUS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# What is left of a tensor of integers that rounding decides: a prediction at a near tie.
+INTEGERS = 0.01
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that differs.
+
+    Attributes:
+        name: Parameter, buffer, state entry or result.
+        error: By how much, relative to what the step changes; infinite for another shape, dtype or value.
+        found: The first elements that differ, or the values.
+        noise: How far right results lie apart; 0 where it was not measured.
+    """
+
+    name: str
+    error: float
+    found: str
+    noise: float = 0.0
+
+    def __str__(self) -> str:
+        size = "" if math.isinf(self.error) else f"by {self.error:.1e} of what the step changes: "
+        return f"{size}{self.found}"
+
+
+def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
+    """What differs by more than rounding usually does; results first."""
+    found = _result_differences(graph, reference)
+    for name, want in reference.tensors.items():
+        if name not in graph.tensors:
+            found.append(Difference(name, math.inf, "the graph makes no such state"))
+            continue
+        got, before = graph.tensors[name], reference.before.get(name)
+        error = relative_error(got, want, before)
+        if error > tolerance(want):
+            found.append(Difference(name, error, first_difference(got, want)))
+    for name, number in reference.numbers.items():
+        if name in graph.numbers and not _equal(graph.numbers[name], number):
+            found.append(Difference(name, math.inf, f"{graph.numbers[name]!r}, expected {number!r}"))
+    return found
+
+
+def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
+    if len(graph.leaves) != len(reference.leaves):
+        counts = f"{len(graph.leaves)} values, expected {len(reference.leaves)}"
+        return [Difference("result", math.inf, counts)]
+    found = []
+    for index, (got, want) in enumerate(zip(graph.leaves, reference.leaves, strict=True)):
+        name = "result" if len(graph.leaves) == 1 else f"result {index}"
+        if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
+            error = relative_error(got, want, None)
+            if error > tolerance(want):
+                found.append(Difference(name, error, first_difference(got, want)))
+        elif not _equal(got, want):
+            found.append(Difference(name, _number_error(got, want), f"{got!r:.80}, expected {want!r:.80}"))
+    return found
+
+
+def measure(name: str, one: Outcome, reference: Outcome) -> float:
+    """Error of one value between two runs of the step that started from nearly the same tensors."""
+    if name.startswith("result"):
+        index = int(name.split(" ")[1]) if " " in name else 0
+        if index >= len(one.leaves):
+            return 0.0
+        got, want = one.leaves[index], reference.leaves[index]
+        if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
+            return relative_error(got, want, None, any_dtype=True)
+        return _number_error(got, want)
+    got, want = one.tensors.get(name), reference.tensors.get(name)
+    if got is None or want is None:
+        return 0.0
+    start, before = one.before.get(name), reference.before.get(name)
+    if start is not None and before is not None and got.shape == want.shape and got.is_floating_point():
+        got = got.double() - start.double() + before.double()  # what was changed beforehand is no error
+    return relative_error(got, want, before, any_dtype=True)
+
+
+def tolerance(value: torch.Tensor) -> float:
+    """Relative error beyond which a value is looked at again."""
+    real = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(value.dtype, value.dtype)
+    return SUSPICIOUS.get(real, 0.0 if not value.is_floating_point() else 1e-2)
+
+
+def relative_error(
+    got: torch.Tensor, want: torch.Tensor, before: torch.Tensor | None, *, any_dtype: bool = False
+) -> float:
+    """Norm of the difference relative to that of the change from ``before``, or of the value itself.
+
+    The rounding of the value itself counts for nothing: a small change of a large value cannot be more exact.
+    """
+    if got.shape != want.shape or (got.dtype != want.dtype and not any_dtype):
+        return math.inf
+    if not want.numel():
+        return 0.0
+    eps = torch.finfo(want.dtype).eps if want.is_floating_point() or want.is_complex() else 0.0
+    one, other = _real(got), _real(want).to(got.device)
+    odd = ~torch.isfinite(other)
+    if odd.any() or not torch.isfinite(one).all():
+        if not torch.equal(one[odd].nan_to_num(), other[odd].nan_to_num()) or not torch.isfinite(one[~odd]).all():
+            return math.inf
+        one, other = one.masked_fill(odd, 0.0), other.masked_fill(odd, 0.0)
+    error = float((one - other).norm())
+    if error == 0.0:
+        return 0.0
+    size = float(other.norm())
+    scale = size
+    if before is not None and before.shape == want.shape:
+        scale = float((other - _real(before).to(other.device)).nan_to_num(0.0, 0.0, 0.0).norm())
+        error = max(0.0, error - eps * size)
+    if error == 0.0:
+        return 0.0
+    return float(error / scale) if scale else math.inf
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.to(torch.float64)
+
+
+def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
+    """The element that differs most, as text."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}"
+    one, other = _real(got), _real(want).to(got.device)
+    index = int((one - other).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(index), one.shape)]
+    values = one.reshape(-1)[index].item(), other.reshape(-1)[index].item()
+    return f"{values[0]:.6g} at {place}, expected {values[1]:.6g}"
+
+
+def _number_error(got: Any, want: Any) -> float:
+    numbers = isinstance(got, int | float) and isinstance(want, int | float)
+    if not numbers or isinstance(got, bool) or not math.isfinite(got) or not math.isfinite(want) or not want:
+        return math.inf
+    return float(abs(got - want) / abs(want))
+
+
+def _equal(got: Any, want: Any) -> bool:
+    if got is want or type(got) is not type(want):
+        return got is want or (isinstance(got, int | float) and isinstance(want, int | float) and got == want)
+    if isinstance(got, float):
+        return got == want or (math.isnan(got) and math.isnan(want)) or _number_error(got, want) <= 2e-5
+    if isinstance(got, tuple | list):
+        return len(got) == len(want) and all(map(_equal, got, want))
+    if isinstance(got, bool | int | str | complex | torch.dtype | torch.device):
+        return bool(got == want)
+    return True  # objects compare as they please
+
+
+__all__ = ["INTEGERS", "Difference", "differences", "measure", "relative_error", "tolerance"]
