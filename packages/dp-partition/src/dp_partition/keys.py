@@ -1,4 +1,4 @@
-"""What a trace depends on: programs are found again by it."""
+"""Key of a trace: all that it depends on. Programs are found again by it."""
 
 from __future__ import annotations
 

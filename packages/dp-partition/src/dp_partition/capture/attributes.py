@@ -26,7 +26,7 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class Structure:
-    """Which modules there are, with which hooks and names of tensors and attributes.
+    """Modules, their hooks, and the names of their tensors and attributes.
 
     Args:
         roots: The modules that the step is given.
@@ -117,7 +117,7 @@ class Attributes:
         return self.built, kinds, tuple(plain), tuple([hook.read() for hook in self.hooks])
 
     def _counts(self, module: nn.Module, key: str, value: Any) -> bool:
-        """Whether it is plain, or can be compared and is named by what forward runs."""
+        """Return whether it is plain, or can be compared and is named by the code of forward."""
         if isinstance(value, nn.Module) or not can_be_compared(value):
             return False
         return type(value) in PLAIN_TYPES or key == "forward" or key in names_of_forward(type(module))

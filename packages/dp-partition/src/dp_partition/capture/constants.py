@@ -42,7 +42,7 @@ class Same:
 
 
 def can_be_compared(value: Any) -> bool:
-    """Whether `frozen` says more of the value than its type."""
+    """Return whether `frozen` holds more of the value than its type."""
     return isinstance(value, (*PLAIN, *_CONTAINERS, *_FUNCTIONS, torch.Tensor)) or _is_settings(value)
 
 
@@ -188,7 +188,7 @@ def _at(owner: Any, name: str | None) -> Any:
 
 
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """What a function's code names: globals, attributes, and strings, which may be names too."""
+    """Return the names in a function's code: globals, attributes, and strings, which may be names too."""
     found = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
@@ -197,7 +197,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 def names_of_forward(owner: type[nn.Module]) -> frozenset[str]:
-    """What a module's `forward` names, and the methods and functions that it calls."""
+    """Return the names in a module's `forward`, and in the methods and functions that it calls."""
     if owner not in _forward_names:
         _forward_names[owner] = _names_of_forward(owner)
     return _forward_names[owner]

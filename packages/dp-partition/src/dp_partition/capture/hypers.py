@@ -50,7 +50,7 @@ def find_hypers(optimizers: list[Optimizer]) -> list[Hyper]:
 
 
 def is_live(key: str, value: Any) -> bool:
-    """Whether a value of a parameter group is a number that schedulers change; a tensor of one element is one too."""
+    """Return whether a value of a parameter group is a number (or tensor of one element) that schedulers change."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point():
         return True
     if isinstance(value, bool) or key in ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"):
@@ -59,7 +59,7 @@ def is_live(key: str, value: Any) -> bool:
 
 
 def static_signature(optimizers: list[Optimizer]) -> tuple[Any, ...]:
-    """What a trace depends on besides live floats: flags, names, hooks, and which parameters each group has."""
+    """Return all that a trace depends on besides live floats: flags, names, hooks, and parameters of each group."""
     parts: list[Any] = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -160,7 +160,7 @@ class CheckedCall:
         return ended.outcome
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
-        """Whether a value is made of integers, which rounding decides only at ties."""
+        """Return whether a value is made of integers, which rounding decides only at ties."""
         if reference is None:
             return False
         value = reference.tensors.get(name)
@@ -217,7 +217,7 @@ class CheckedCall:
         return [local_of(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
 
     def any_unseen(self) -> bool:
-        """Whether some rank has traced a graph that no check has run."""
+        """Return whether some rank has traced a graph that no check has run."""
         programs = [one for known in self.runner.programs.values() for one in known]
         return any(self.gather(any(id(one) not in self.runner.checked for one in programs)))
 

@@ -170,7 +170,7 @@ class _Nothing:
 
 
 def is_importable(function: types.FunctionType) -> bool:
-    """Whether a module holds the function under its name, and it keeps nothing in cells of its own."""
+    """Return whether a module holds the function under its name, and it keeps nothing in cells of its own."""
     found: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)

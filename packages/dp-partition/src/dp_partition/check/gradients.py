@@ -32,7 +32,7 @@ class NotComparableError(BaseException):
 
 
 class GradientAverage:
-    """What happens to gradients at the end of a backward pass of the reference.
+    """Work on gradients at the end of a backward pass of the reference.
 
     Args:
         params: The copied parameters by name.

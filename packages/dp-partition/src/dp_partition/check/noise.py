@@ -1,4 +1,4 @@
-"""How far apart right results of a step lie: more runs of the reference, each of them as right as the first.
+"""Distance between right results of a step: more runs of the reference, each as right as the first.
 
 One in double precision with the same random numbers; three from parameters and inputs that differ in the last bit. A
 gradient that is zero but for rounding is a full step under Adam, and here it is one in another direction.
@@ -22,7 +22,7 @@ _COARSEST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass
 class Recording:
-    """What a run drew, and the coarsest dtype that it computed in."""
+    """Draws of a run, and the coarsest dtype that it computed in."""
 
     draws: list[Any]
     dtypes: set[torch.dtype]

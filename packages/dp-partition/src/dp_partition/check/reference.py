@@ -50,7 +50,7 @@ class StepCopy:
 
 @dataclass
 class Outcome:
-    """What a run of the step left behind.
+    """Tensors, numbers and results that a run of the step left.
 
     Attributes:
         leaves: Its result, flattened.
@@ -69,7 +69,7 @@ class Outcome:
 
 @dataclass
 class Ended:
-    """How a reference run ended: with an outcome, with an error, or not comparable."""
+    """End of a reference run: an outcome, an error, or not comparable."""
 
     outcome: Outcome | None = None
     error: BaseException | None = None
@@ -178,7 +178,7 @@ def _tell(average: GradientAverage, status: int) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
+    """Return whether an allocation failed, on a device or on the host."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -298,7 +298,7 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding
 
 
 def live_outcome(binding: Binding, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]) -> Outcome:
-    """What the graph left behind.
+    """Return the outcome of the graph.
 
     Args:
         binding: The placed model and optimizers.

@@ -38,7 +38,7 @@ class Difference:
 
 
 def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
-    """What differs by more than rounding usually does; results first."""
+    """Return values that differ by more than rounding usually does; results first."""
     found = _result_differences(graph, reference)
     for name, want in reference.tensors.items():
         if name not in graph.tensors:
