@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 
 import torch
 from shard_spec.optimal import (
+    OptimalPlanner,
     PairwiseBuilder,
     PairwiseProblem,
+    Workload,
     least_memory,
     solve_capped,
     solve_exact,
     solve_highs,
 )
-from shard_spec.planners import MegatronPlanner, OptimalPlanner, Workload
+from shard_spec.planners import MegatronPlanner
 from torch import nn
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench_planners import llama
 from shard_spec import AlphaBetaCostModel, topology_preset
-from shard_spec.planners import OptimalPlanner, Workload
+from shard_spec.optimal import OptimalPlanner, Workload
 from torch import nn
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarks" / "shard-spec-llama.md"

@@ -151,7 +151,8 @@ def test_blocks_that_cannot_be_cut(what: str) -> None:
 @pytest.mark.extra("shard-spec")
 def test_plans_of_other_axes() -> None:
     """A plan that cuts weights for a data-parallel axis is no tensor-parallel plan, whatever the axis is called."""
-    from shard_spec.planners import FullyShardPlanner, MegatronPlanner, OptimalPlanner, Workload, compose
+    from shard_spec.optimal import OptimalPlanner, Workload
+    from shard_spec.planners import FullyShardPlanner, MegatronPlanner, compose
 
     model = models.Grouped()
     mesh = {"dp": 2, "tp": 2}
@@ -274,7 +275,7 @@ def test_any_plan_with_gathers(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_an_optimal_plan_trains_right_or_raises(ranks: Ranks) -> None:
     """Whatever OptimalPlanner chose for the axis: a small batch makes it tensor parallel, a large one does not."""
-    from shard_spec.planners import OptimalPlanner, Workload
+    from shard_spec.optimal import OptimalPlanner, Workload
 
     done = []
     for batch, sequence, limit in ((1, 64, None), (1, 4096, None), (64, 4096, None), (64, 64, 40_000)):
