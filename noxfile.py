@@ -125,6 +125,7 @@ def isolation(session: nox.Session, package: str) -> None:
     session.run(*pytest, "--without-extras", *session.posargs, env=RANK_ENV)
     if found.test_requirements:  # the same environment, from here on with what the extras and their tests need
         _install(session, house, TORCH, *found.test_requirements)
+        session.chdir(found.path)  # some of these tests run a page of docs/; src/ is not on the path here either
         none_selected = [5] if session.posargs else []  # a `-k` may well name no test of an extra
         session.run(*pytest, "-m", "extra", *session.posargs, env=RANK_ENV, success_codes=[0, *none_selected])
 

@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(
         PlanError: No mesh, shards of another size than the classes say, or a target of another shape.
         IndexError: On CPU, a target outside of the classes.
     """
-    if IN_ORIGINAL.get() and not isinstance(logits, DTensor):
+    if not torch.compiler.is_compiling() and IN_ORIGINAL.get() and not isinstance(logits, DTensor):
         found = F.cross_entropy(
             logits.flatten(0, -2),
             target.flatten(),
