@@ -15,8 +15,8 @@ import repo
 # torch.load with weights_only=True is safe; nothing here reads torch files at all, so it is named with the others.
 LOADERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch", "numpy", "np"}
 BUILTINS = {"eval", "exec", "__import__"}
-# PyYAML's load is given a SafeLoader that knows less: shard_spec/plan/strangers.py.
-SAFE = {("strangers.py", "yaml.load")}
+# PyYAML's load is given a SafeLoader that knows less: shard_spec/plan/untrusted_input.py.
+SAFE = {("untrusted_input.py", "yaml.load")}
 
 
 def unsafe_calls(source: str, file: str = "planted.py") -> list[str]:
