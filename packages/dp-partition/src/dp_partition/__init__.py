@@ -7,10 +7,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from dp_partition.__about__ import __version__
+from dp_partition._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from dp_partition import legacy as legacy
@@ -46,41 +46,6 @@ if TYPE_CHECKING:
     from dp_partition.styles import NodeType as NodeType
     from dp_partition.verification import Verified as Verified
     from dp_partition.verification import verify as verify
-
-_WHERE = {
-    "compile": "compiling",
-    "verify": "verification",
-    "Verified": "verification",
-    "Step": "step",
-    "Batch": "settings",
-    "GradientGroup": "reducing",
-    "bf16_compress": "reducing",
-    "fp16_compress": "reducing",
-    "plan_placements": "plan",
-    "PartitionPlan": "plan",
-    "ParamPlan": "plan",
-    "TensorInfo": "plan",
-    "DataParallelStyle": "styles",
-    "NodeType": "styles",
-    "PlacementSpec": "placements",
-    "PlacementStrategy": "placements",
-    "DataParallelStrategy": "placements",
-    "TupleStrategy": "placements",
-    "PerRank": "placements",
-    "gradients_tagging": "capture.tagging",
-    "build_data_parallel_strategies": "data_parallel.strategies",
-    "mark_data_parallel_shardings": "data_parallel.marking",
-    "partitioner": "data_parallel.marking",
-    "partition_data_parallel": "data_parallel.partition",
-    "BatchDimAnalyzer": "data_parallel.batch_dim",
-    "estimate": "estimated",
-    "Estimate": "estimated",
-    "Link": "link",
-    "Machine": "link",
-    "StepInterrupted": "failure",
-    "PlanError": "problems",
-    "Problem": "problems",
-}
 
 __all__ = [
     "__version__",
@@ -119,12 +84,59 @@ __all__ = [
     "Problem",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name in _WHERE:
-        value = getattr(importlib.import_module(f"dp_partition.{_WHERE[name]}"), name)
-        globals()[name] = value
-        return value
-    if name == "legacy":
-        return importlib.import_module("dp_partition.legacy")
-    raise AttributeError(f"module 'dp_partition' has no attribute {name!r}")
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "compiling": ("compile",),
+        "verification": (
+            "verify",
+            "Verified",
+        ),
+        "step": ("Step",),
+        "settings": ("Batch",),
+        "reducing": (
+            "GradientGroup",
+            "bf16_compress",
+            "fp16_compress",
+        ),
+        "plan": (
+            "plan_placements",
+            "PartitionPlan",
+            "ParamPlan",
+            "TensorInfo",
+        ),
+        "styles": (
+            "DataParallelStyle",
+            "NodeType",
+        ),
+        "placements": (
+            "PlacementSpec",
+            "PlacementStrategy",
+            "DataParallelStrategy",
+            "TupleStrategy",
+            "PerRank",
+        ),
+        "capture.tagging": ("gradients_tagging",),
+        "data_parallel.strategies": ("build_data_parallel_strategies",),
+        "data_parallel.marking": (
+            "mark_data_parallel_shardings",
+            "partitioner",
+        ),
+        "data_parallel.partition": ("partition_data_parallel",),
+        "data_parallel.batch_dim": ("BatchDimAnalyzer",),
+        "estimated": (
+            "estimate",
+            "Estimate",
+        ),
+        "link": (
+            "Link",
+            "Machine",
+        ),
+        "failure": ("StepInterrupted",),
+        "problems": (
+            "PlanError",
+            "Problem",
+        ),
+    },
+    ("legacy",),
+)

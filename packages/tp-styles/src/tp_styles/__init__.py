@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from tp_styles.__about__ import __version__
+from tp_styles._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from tp_styles.apply import apply_plan as apply_plan
@@ -54,62 +54,6 @@ if TYPE_CHECKING:
     from tp_styles.styles.rowwise import RowwiseParallel as RowwiseParallel
     from tp_styles.styles.sequence import SequenceParallel as SequenceParallel
     from tp_styles.styles.transformer import TransformerLayerParallel as TransformerLayerParallel
-
-# Public name -> (module, name there). Looked up lazily, so that `import tp_styles` does not import torch.
-_WHERE = {
-    # today's styles
-    "ParallelStyle": ("styles.base", "ParallelStyle"),
-    "ColwiseParallel": ("styles.colwise", "ColwiseParallel"),
-    "RowwiseParallel": ("styles.rowwise", "RowwiseParallel"),
-    "SequenceParallel": ("styles.sequence", "SequenceParallel"),
-    "PrepareModuleInput": ("styles.prepare_module", "PrepareModuleInput"),
-    "PrepareModuleOutput": ("styles.prepare_module", "PrepareModuleOutput"),
-    "PrepareModuleInputOutput": ("styles.prepare_module", "PrepareModuleInputOutput"),
-    "FusedColwiseParallel": ("styles.fused", "FusedColwiseParallel"),
-    "GQAParallel": ("styles.gqa", "GQAParallel"),
-    "MultiheadAttentionParallel": ("styles.mha", "MultiheadAttentionParallel"),
-    "TransformerLayerParallel": ("styles.transformer", "TransformerLayerParallel"),
-    "LoRAParallel": ("styles.lora", "LoRAParallel"),
-    "NoParallel": ("styles.replicated", "NoParallel"),
-    # the first styles
-    "PairwiseParallel": ("legacy.pairwise", "PairwiseParallel"),
-    "PairwiseSequenceParallel": ("legacy.pairwise", "PairwiseSequenceParallel"),
-    "make_input_replicate_1d": ("legacy.prepare", "make_input_replicate_1d"),
-    "make_input_reshard_replicate": ("legacy.prepare", "make_input_reshard_replicate"),
-    "make_input_shard_1d": ("legacy.prepare", "make_input_shard_1d"),
-    "make_input_shard_1d_last_dim": ("legacy.prepare", "make_input_shard_1d_last_dim"),
-    "make_sharded_output_tensor": ("legacy.prepare", "make_sharded_output_tensor"),
-    "make_output_replicate_1d": ("legacy.prepare", "make_output_replicate_1d"),
-    "make_output_reshard_tensor": ("legacy.prepare", "make_output_reshard_tensor"),
-    "make_output_tensor": ("legacy.prepare", "make_output_tensor"),
-    "make_output_shard_1d": ("legacy.prepare", "make_output_shard_1d"),
-    # plan
-    "plan_styles": ("plan.planned", "plan_styles"),
-    "explain": ("plan.planned", "explain"),
-    "TPPlan": ("plan.planned", "TPPlan"),
-    "Problem": ("problems", "Problem"),
-    "PlanError": ("problems", "PlanError"),
-    "from_sharding_plan": ("from_plan.convert", "from_sharding_plan"),
-    "from_hf_tp_plan": ("hf.plan", "from_hf_tp_plan"),
-    "auto_plan": ("hf.auto", "auto_plan"),
-    # act
-    "apply_plan": ("apply", "apply_plan"),
-    "TPHandle": ("handle", "TPHandle"),
-    "parallelize_module": ("parallelize", "parallelize_module"),
-    "full_state_dict": ("state", "full_state_dict"),
-    # train
-    "vocab_parallel_cross_entropy": ("loss", "vocab_parallel_cross_entropy"),
-    "clip_grad_norm_": ("clip", "clip_grad_norm_"),
-    "tp_rng": ("rng", "tp_rng"),
-    # for styles of one's own
-    "Split": ("split", "Split"),
-    "Section": ("split", "Section"),
-    "ModuleInfo": ("spec", "ModuleInfo"),
-    "ParameterInfo": ("spec", "ParameterInfo"),
-    "ParameterSpec": ("spec", "ParameterSpec"),
-    "Flow": ("spec", "Flow"),
-    "StyleSpec": ("spec", "StyleSpec"),
-}
 
 __all__ = [
     "__version__",
@@ -161,15 +105,68 @@ __all__ = [
     "StyleSpec",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _WHERE[name]
-    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "styles.base": ("ParallelStyle",),
+        "styles.colwise": ("ColwiseParallel",),
+        "styles.rowwise": ("RowwiseParallel",),
+        "styles.sequence": ("SequenceParallel",),
+        "styles.prepare_module": (
+            "PrepareModuleInput",
+            "PrepareModuleOutput",
+            "PrepareModuleInputOutput",
+        ),
+        "styles.fused": ("FusedColwiseParallel",),
+        "styles.gqa": ("GQAParallel",),
+        "styles.mha": ("MultiheadAttentionParallel",),
+        "styles.transformer": ("TransformerLayerParallel",),
+        "styles.lora": ("LoRAParallel",),
+        "styles.replicated": ("NoParallel",),
+        "legacy.pairwise": (
+            "PairwiseParallel",
+            "PairwiseSequenceParallel",
+        ),
+        "legacy.prepare": (
+            "make_input_replicate_1d",
+            "make_input_reshard_replicate",
+            "make_input_shard_1d",
+            "make_input_shard_1d_last_dim",
+            "make_sharded_output_tensor",
+            "make_output_replicate_1d",
+            "make_output_reshard_tensor",
+            "make_output_tensor",
+            "make_output_shard_1d",
+        ),
+        "plan.planned": (
+            "plan_styles",
+            "explain",
+            "TPPlan",
+        ),
+        "problems": (
+            "Problem",
+            "PlanError",
+        ),
+        "from_plan.convert": ("from_sharding_plan",),
+        "hf.plan": ("from_hf_tp_plan",),
+        "hf.auto": ("auto_plan",),
+        "apply": ("apply_plan",),
+        "handle": ("TPHandle",),
+        "parallelize": ("parallelize_module",),
+        "state": ("full_state_dict",),
+        "loss": ("vocab_parallel_cross_entropy",),
+        "clip": ("clip_grad_norm_",),
+        "rng": ("tp_rng",),
+        "split": (
+            "Split",
+            "Section",
+        ),
+        "spec": (
+            "ModuleInfo",
+            "ParameterInfo",
+            "ParameterSpec",
+            "Flow",
+            "StyleSpec",
+        ),
+    },
+)
