@@ -13,6 +13,7 @@ from ranktest import Ranks
 from torch import fx, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 
 STYLES = {"replicate": dp.DataParallelStyle.REPLICATE, "fully_shard": dp.DataParallelStyle.FULLY_SHARD,
           "default": dp.DataParallelStyle.DEFAULT}  # fmt: skip
@@ -50,12 +51,40 @@ def train_decorated(ranks: Ranks, style: str, optim: str) -> None:
     for i in range(6):
         (batch,) = models.vectors(generator)
         loss = step(model, own, models.rows_of(ranks, batch), last_train_step=i == 5)
-        torch.testing.assert_close(loss.cpu(), models.mean_step(reference, theirs, batch).detach(), rtol=1e-11, atol=0)
+        losses = torch.stack(ranks.gather(loss.detach().cpu()))  # each of its rank's rows
+        torch.testing.assert_close(
+            losses.mean(), models.mean_step(reference, theirs, batch).detach(), rtol=1e-11, atol=0
+        )
     assert len(seen) == 1
     whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     assert sum(p.numel() for p in whole) == sum(p.numel() for p in reference.parameters()) > 0
     for one, other in zip(whole, reference.parameters(), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-12)
+
+
+def sum_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_a_sum_are_averaged_as_torch_2_1_did(ranks: Ranks) -> None:
+    """Its own tests compare a summed loss with DistributedDataParallel, which averages."""
+    for style in ("replicate", "fully_shard", "default"):
+        model, reference = (models.seeded(models.mlp).double().to(ranks.device) for _ in range(2))
+        ddp = DistributedDataParallel(reference)
+        own, theirs = (torch.optim.SGD(each.parameters(), lr=0.001, momentum=0.9) for each in (model, reference))
+        step = dp.legacy.compile(parallel_mode=dp.legacy.DataParallel(style))(sum_step)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(5):
+            (batch,) = models.vectors(generator)
+            rows = models.rows_of(ranks, batch)
+            torch.testing.assert_close(step(model, own, rows), sum_step(ddp, theirs, rows), rtol=1e-11, atol=0)
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other.detach(), rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
 
 
 class Scaled(nn.Module):

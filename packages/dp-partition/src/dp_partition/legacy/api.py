@@ -27,8 +27,10 @@ def compile(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a train step so that it trains data-parallel on all ranks.
 
-    Every rank calls the decorated function with its own rows of the batch; the step is equal to one device running the
-    function on all ranks' rows together. The first call traces; parameters become DTensors, ranks take rank 0's values.
+    Every rank calls the decorated function with its own rows of the batch. Gradients are averaged over the ranks, as
+    torch 2.1 did, whatever the loss: a mean over equal batches trains as one device does on all rows, a sum as
+    DistributedDataParallel. Results are this rank's own. The first call traces; parameters become DTensors, ranks take
+    rank 0's values.
 
     Args:
         module_override: Modules to put in place of others before tracing, passes over the graph after partitioning.
@@ -81,7 +83,7 @@ def _make_step(
         module = mode.transform_and_compile(module)
         return transformation(module) if transformation is not None else module
 
-    settings = Settings(mode.parallel_style, "global", batch_dim=mode.input_batch_dim)
+    settings = Settings(mode.parallel_style, "local", batch_dim=mode.input_batch_dim)
     step = Step(Runner(function, mesh, settings, passes=passes))
     return step
 
