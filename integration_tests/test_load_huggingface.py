@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from ranktest import Ranks
 from shard_reshard import PlanError, load_safetensors, reshard_state_dict
 from tp_styles import apply_plan, from_hf_tp_plan
-
-transformers: Any = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 96}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
