@@ -18,8 +18,8 @@ from shard_spec.apply.agreement import Outcome, attempt
 from shard_spec.apply.devices import device_of
 from shard_spec.apply.forwards.base import ShardedForward
 from shard_spec.apply.rank_checks import layout_problems, order_problems, ranks_of
-from shard_spec.apply.readers import forward_for, reader_problem
 from shard_spec.apply.shard_tensor import rank_problems, source_problems
+from shard_spec.apply.supported_modules import forward_for, unsupported_forward
 from shard_spec.apply.tensors import TensorAction, read_tensors
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.layout.mesh import MeshSpec
@@ -177,7 +177,7 @@ def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
     problems = []
     for fqn in action.names:
         path, _, name = fqn.rpartition(".")
-        problem = reader_problem(module, path, name, fqn)
+        problem = unsupported_forward(module, path, name, fqn)
         if problem is not None:
             problems.append(problem)
     return problems

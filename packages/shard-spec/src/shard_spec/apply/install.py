@@ -21,9 +21,9 @@ from shard_spec.apply.changes import Changes, Snapshot
 from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, still_ours, user_attributes
 from shard_spec.apply.meshes import MeshBook
 from shard_spec.apply.outputs import CloseFrame, LocalRows, OpenFrame, ReshardOutput
-from shard_spec.apply.readers import forward_for
 from shard_spec.apply.roster import Roster
 from shard_spec.apply.session import Session
+from shard_spec.apply.supported_modules import forward_for
 from shard_spec.apply.tensors import TensorAction, tensor_at
 
 
