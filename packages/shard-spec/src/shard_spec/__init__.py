@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shard_spec.apply.apply import apply_plan
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.module import shard_module, shard_parameter
-    from shard_spec.convert.dcp import CheckpointShard
+    from shard_spec.convert.dcp import CheckpointShard, dcp_state_dict
     from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication, Transfer
     from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel
@@ -93,6 +93,7 @@ __all__ = [
     "AlphaBetaCostModel",
     "topology_preset",
     "CheckpointShard",
+    "dcp_state_dict",
     "shard_module",
     "shard_parameter",
     "apply_plan",
@@ -173,7 +174,7 @@ __getattr__, __dir__ = lazy_exports(
             "CostModel",
             "AlphaBetaCostModel",
         ),
-        "convert.dcp": ("CheckpointShard",),
+        "convert.dcp": ("CheckpointShard", "dcp_state_dict"),
         "apply.module": (
             "shard_module",
             "shard_parameter",
