@@ -229,13 +229,13 @@ def test_memory_equals_the_live_bytes_of_a_real_step(model: Any, name: Any, make
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     plan = ShardingPlan({}, mesh={"x": 1})
-    assert plan.memory(model, name).total(0) == live_bytes(model, optimizer)
-    assert plan.memory(model, optimizer).total(0) == live_bytes(model, optimizer)
-    assert plan.memory(Model(), name, dtype=dtype).total(0) == live_bytes(model, optimizer)
+    assert plan.memory(model, optimizer=name).total(0) == live_bytes(model, optimizer)
+    assert plan.memory(model, optimizer=optimizer).total(0) == live_bytes(model, optimizer)
+    assert plan.memory(Model(), optimizer=name, dtype=dtype).total(0) == live_bytes(model, optimizer)
 
 
 def test_memory_counts_parts_ranks_frozen_and_integer_parameters() -> None:
-    found = ShardingPlan({**RULES, "table": "tp:S(0)"}, mesh={"dp": 1, "tp": 3}).memory(Model(), "adamw")
+    found = ShardingPlan({**RULES, "table": "tp:S(0)"}, mesh={"dp": 1, "tp": 3}).memory(Model(), optimizer="adamw")
     # embedding 32 rows over 3: 11, 11, 10; wq/wk/wv rows and wo columns of 8 over 3: 3, 3, 2; 16 of the table: 6, 6, 4
     trained = [11 * 8 + 2 * 4 * 3 * 8 + 3 * 8, 11 * 8 + 2 * 4 * 3 * 8 + 3 * 8, 10 * 8 + 2 * 4 * 2 * 8 + 3 * 8]
     frozen = 8 * 4 + 6
@@ -252,14 +252,14 @@ def test_memory_counts_parts_ranks_frozen_and_integer_parameters() -> None:
 def test_memory_of_mixed_precision() -> None:
     facts = ModelFacts.from_shapes({"w": (100,)}, dtype="bfloat16")
     plan = ShardingPlan({"w": "S(0)"}, mesh={"dp": 4})
-    found = plan.memory(facts, "mixed-adamw", grads="float32").on(0)
+    found = plan.memory(facts, optimizer="mixed-adamw", grads="float32").on(0)
     assert found == {"parameters": 50, "buffers": 0, "gradients": 100, "optimizer": 204, "master": 100}
-    assert plan.memory(facts, None, grads=False).on(3)["gradients"] == 0
+    assert plan.memory(facts, optimizer=None, grads=False).on(3)["gradients"] == 0
     slim = OptimizerState("8-bit", slots=2, dtype="uint8")
-    assert plan.memory(facts, slim).on(0)["optimizer"] == 50
-    for wrong in ({"optimizer": "lion9000"}, {"dtype": "float99"}):
+    assert plan.memory(facts, optimizer=slim).on(0)["optimizer"] == 50
+    for optimizer, dtype in (("lion9000", None), ("adamw", "float99")):
         with pytest.raises(PlanError):
-            plan.memory(facts, **wrong)
+            plan.memory(facts, optimizer=optimizer, dtype=dtype)
 
 
 # ---- communication --------------------------------------------------------------------------------------------------

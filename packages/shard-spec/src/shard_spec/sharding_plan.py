@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
     from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.batch import Batch
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import CostModel
     from shard_spec.estimate.memory import Memory
@@ -138,51 +139,68 @@ class ShardingPlan(PlanContent):
     def memory(
         self,
         module: nn.Module | ModelFacts,
-        optimizer: OptimizerLike = "adamw",
+        batch: Batch | None = None,
         *,
+        optimizer: OptimizerLike = "adamw",
         grads: bool | str = True,
         dtype: str | None = None,
+        data_axes: Sequence[str] | None = None,
+        checkpointing: bool = False,
     ) -> Memory:
         """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
 
         Args:
             module: The model, or its facts.
+            batch: As in :meth:`activations`, which are counted beside; they are an estimate. None: not counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
                 :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: Whether gradients are counted, or their dtype where it is not the parameters'.
             dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
+            data_axes: As in :meth:`communication`.
+            checkpointing: Count activations as if each block were recomputed in backward.
 
         Raises:
             PlanError: When the plan does not fit the model, or a name is not known.
         """
-        return memory(self, module, optimizer, grads=grads, dtype=dtype)
+        return memory(
+            self,
+            module,
+            batch,
+            optimizer=optimizer,
+            grads=grads,
+            dtype=dtype,
+            data_axes=data_axes,
+            checkpointing=checkpointing,
+        )
 
     def activations(
         self,
         module: nn.Module,
-        *inputs: Any,
+        batch: Batch,
+        *,
         data_axes: Sequence[str] | None = None,
-        **kwargs: Any,
+        dtype: str | None = None,
     ) -> ActivationEstimate:
         """An estimate of what autograd keeps between forward and backward on one rank.
 
         Args:
             module: The model, on any device; its forward runs once on shapes only (the meta device).
-            *inputs: What one rank passes to forward: its own part of the batch along the data axes.
+            batch: ``(sequences, length)`` of token ids over all ranks; or what one rank passes to forward: a tensor,
+                a tuple of arguments or a mapping of keyword arguments, for example ``{"input_ids": ids}``.
             data_axes: As in :meth:`communication`.
-            **kwargs: Passed to forward.
+            dtype: As in :meth:`memory`.
 
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        return estimate_activations(self, module, inputs, kwargs, data_axes=data_axes)
+        return estimate_activations(self, module, batch, data_axes=data_axes, dtype=dtype)
 
     def communication(
         self,
         module: nn.Module | ModelFacts,
-        batch: int | Sequence[int] | None = None,
-        topology: Topology | None = None,
+        batch: Batch | None = None,
         *,
+        topology: Topology | None = None,
         data_axes: Sequence[str] | None = None,
         dtype: str | None = None,
         cost_model: CostModel | None = None,
@@ -191,8 +209,8 @@ class ShardingPlan(PlanContent):
 
         Args:
             module: The model, or its facts.
-            batch: Tokens in a step over all ranks, or the shape of the batch, ``(sequences, length)``. None: do not
-                count activations.
+            batch: Tokens in a step over all ranks, ``(sequences, length)``, or what one rank passes to forward. None:
+                do not count activations.
             topology: Machine to tell the time for.
             data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
             dtype: Dtype on the wire, where it is not the parameters'.
@@ -201,7 +219,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
         """
-        return communication(self, module, batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
+        return communication(
+            self, module, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
+        )
 
     def explain(self, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
         """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""

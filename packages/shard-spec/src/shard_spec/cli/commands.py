@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.memory import Memory
-from shard_spec.estimate.roles import data_axes_of
 from shard_spec.estimate.topology import PRESETS, topology_preset
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal import OptimalPlanner, Workload
@@ -281,11 +278,11 @@ def _report(
 
 
 def _costs_of(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    memory = plan.memory(facts, arguments.optimizer, dtype=arguments.dtype)
+    memory = plan.memory(facts, optimizer=arguments.optimizer, dtype=arguments.dtype)
     axes = arguments.data_axes.split(",") if arguments.data_axes else None
     try:
         communication = plan.communication(
-            facts, _batch(arguments), _topology(arguments), data_axes=axes, dtype=arguments.dtype
+            facts, _batch(arguments), topology=_topology(arguments), data_axes=axes, dtype=arguments.dtype
         )
     except PlanError as error:
         if any(problem.code != "several-meshes" for problem in error.problems):
@@ -303,21 +300,12 @@ def _activations_of(
         return None, ""
     if isinstance(model, ModelFacts):
         return None, "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
-    import torch  # not before: --help and plans of files do not need it
-
-    mesh = plan.resolve(model).mesh
-    axes = data_axes_of(mesh, arguments.data_axes.split(",") if arguments.data_axes else None) if mesh else ()
-    sequences = max(1, -(-batch[0] // prod(mesh.axis_size(axis) for axis in axes))) if mesh else batch[0]
-    tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    axes = arguments.data_axes.split(",") if arguments.data_axes else None
     try:
-        cast = model.to(dtype) if dtype is not None else model
-        if "input_ids" in inspect.signature(model.forward).parameters:
-            return plan.activations(cast, input_ids=tokens), ""
-        return plan.activations(cast, tokens), ""
+        return plan.activations(model, batch, data_axes=axes, dtype=arguments.dtype), ""
     except Exception as error:  # a forward that takes something else; the rest of the report stands without it
         reason = (str(error).splitlines() or [""])[0][:200]
-        return None, f"forward on token ids of shape {list(tokens.shape)} raised {type(error).__name__}: {reason}"
+        return None, f"forward on token ids {arguments.batch} raised {type(error).__name__}: {reason}"
 
 
 def _activation_problems(

@@ -7,11 +7,13 @@ Parameters and gradients are counted to the byte. Activations follow from the ro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.batch import Batch, num_tokens
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
 from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
@@ -110,24 +112,24 @@ class Communication:
 def communication(
     plan: PlanContent,
     module: nn.Module | ModelFacts,
-    batch: int | Sequence[int] | None = None,
-    topology: Topology | None = None,
+    batch: Batch | None = None,
     *,
+    topology: Topology | None = None,
     data_axes: Iterable[str] | None = None,
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
     """What a step moves; see ``ShardingPlan.communication``."""
     return communication_of(
-        resolve(plan, module), batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
+        resolve(plan, module), batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
     )
 
 
 def communication_of(
     found: Resolution,
-    batch: int | Sequence[int] | None = None,
-    topology: Topology | None = None,
+    batch: Batch | None = None,
     *,
+    topology: Topology | None = None,
     data_axes: Iterable[str] | None = None,
     dtype: str | None = None,
     cost_model: CostModel | None = None,
@@ -135,7 +137,7 @@ def communication_of(
     """What a step of a resolved plan moves."""
     mesh = _one_mesh(found)
     data = data_axes_of(mesh, data_axes)
-    step = _Step(mesh, data, _tokens(batch), dtype)
+    step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
     transfers: list[Transfer] = []
     for tensor in found.facts.parameters:
         layout = found.layouts.get(tensor.name)
@@ -250,15 +252,6 @@ def _one_mesh(found: Resolution) -> MeshSpec:
             )
         )
     return meshes[0]
-
-
-def _tokens(batch: int | Sequence[int] | None) -> int | None:
-    if batch is None or isinstance(batch, int):
-        return batch
-    tokens = 1
-    for size in batch:
-        tokens *= int(size)
-    return tokens
 
 
 def _seconds(

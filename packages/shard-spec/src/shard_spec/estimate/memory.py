@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.activations import estimate_activations
+from shard_spec.estimate.batch import Batch
 from shard_spec.estimate.optimizers import OptimizerLike, OptimizerState, optimizer_state
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
@@ -24,12 +27,12 @@ PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes per rank. The static part is exact: what the tensors themselves occupy, without the allocator's rounding.
+    """Bytes per rank, without the allocator's rounding. All parts are exact but activations, an estimate.
 
     Attributes:
         ranks: The ranks, ascending.
-        parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` and ``"master"`` (copies) to the bytes
-            on each rank of ``ranks``.
+        parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
+            batch, ``"activations"`` to the bytes on each rank of ``ranks``.
         optimizer: What was counted as optimizer state.
         uncounted: Modules whose parameters a Sharder shards: nobody knows how, they are not in the sums.
     """
@@ -131,13 +134,23 @@ class MemorySettings:
 def memory(
     plan: PlanContent,
     module: nn.Module | ModelFacts,
-    optimizer: OptimizerLike = "adamw",
+    batch: Batch | None = None,
     *,
+    optimizer: OptimizerLike = "adamw",
     grads: bool | str = True,
     dtype: str | None = None,
+    data_axes: Iterable[str] | None = None,
+    checkpointing: bool = False,
 ) -> Memory:
     """Bytes per rank of ``module`` under ``plan``; see ``ShardingPlan.memory``."""
-    return memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
+    static = memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
+    if batch is None:
+        return static
+    if isinstance(module, ModelFacts):
+        raise PlanError(Problem("no-forward", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+    found = estimate_activations(plan, module, batch, data_axes=data_axes, dtype=dtype)
+    size = found.checkpointed_bytes if checkpointing else found.local_bytes
+    return replace(static, parts={**static.parts, "activations": (size,) * len(static.ranks)})
 
 
 def memory_of(
