@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -261,4 +262,20 @@ def _install(
     for path, new in replaced.items():
         install_module(module, path, new, changes)
         checks.append(no_way_back(path, actions.sharders[path]))
-    return ShardHandle(plan, actions, module, group, placed, [], checks)
+    hint = module.register_forward_hook(PlainInputHint(), always_call=True)
+    changes.note(hint.remove)
+    return ShardHandle(plan, actions, module, group, placed, [hint.remove], checks)
+
+
+class PlainInputHint:
+    """Forward hook of the root, also run when forward raises: adds what to do to torch's mixed-tensor error."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Add the note; the error stays torch's own."""
+        error = sys.exception()
+        if error is not None and "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "plan.apply lays parameters out and changes no forward. Pass DTensors on the plan's mesh, or use what "
+                "runs sharded parameters on plain tensors: shard_module, tp_styles.apply_plan, or torch's fully_shard "
+                "and parallelize_module on a model that plan.apply has not sharded"
+            )
