@@ -118,8 +118,11 @@ def _install_hooks(
     changes.note(roster.remove)
     removals.append(roster.remove)
     roster.look(module)
+    laid_out = "" in actions.outputs or "" in actions.locals or not actions.everything
     _register(module.register_forward_pre_hook(OpenFrame(session, roster), prepend=True), changes, removals)
-    _register(module.register_forward_hook(CloseFrame(session), always_call=True), changes, removals)
+    _register(
+        module.register_forward_hook(CloseFrame(session, is_laid_out=laid_out), always_call=True), changes, removals
+    )
 
 
 def _siblings(module: nn.Module, actions: ModuleActions) -> tuple[str, ...]:

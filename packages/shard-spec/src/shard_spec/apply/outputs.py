@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class OpenFrame:
 class CloseFrame:
     """Forward hook of the root, called also when its forward raises."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, is_laid_out: bool) -> None:
         self.session = session
+        self.warns = not is_laid_out  # a plan that says what becomes of the output needs no hint
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -52,6 +54,13 @@ class CloseFrame:
         if sight is not None and sight.open and sys.exception() is None:
             agree(self.session.group.group, sight.outcome, "the module changed after shard_module")
             self.session.agreed()
+        if self.warns and isinstance(output, DTensor):
+            self.warns = False
+            warnings.warn(
+                "shard_module: the module returns a DTensor of the whole batch, which plain targets cannot be compared "
+                "with; name it in return_local_tensor for this rank's rows, or in output_plan for another layout",
+                stacklevel=2,
+            )
 
 
 class ReshardOutput:
