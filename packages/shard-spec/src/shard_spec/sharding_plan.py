@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class ShardingPlan(PlanContent):
-    """What was decided about a model: a layout for each parameter, by name or pattern.
+    """Plan of a model: a layout for each parameter, by name or pattern.
 
     Args:
         plan: Pattern (see `Pattern`) to what the matching tensors get: placements (one for each axis of ``mesh``, or a
@@ -205,7 +205,7 @@ class ShardingPlan(PlanContent):
         dtype: str | None = None,
         cost_model: CostModel | None = None,
     ) -> Communication:
-        """What one training step moves, by axis: parameters and gradients to the byte, activations by rule.
+        """Return what one training step moves, by axis: parameters and gradients to the byte, activations by rule.
 
         Args:
             module: The model, or its facts.
@@ -228,7 +228,7 @@ class ShardingPlan(PlanContent):
         return explain(self, name, module)
 
     def diff(self, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
-        """What changes from this plan to ``other``: rules, and with ``module`` the tensors that lie otherwise."""
+        """Return the changes to ``other``: rules, and with ``module`` the tensors whose layouts differ."""
         return diff(self, other, module)
 
     def apply(
@@ -293,7 +293,7 @@ class ShardingPlan(PlanContent):
 
     @classmethod
     def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
-        """What a live model does now: DTensors and local shards by their placements, plain tensors replicated.
+        """Return the plan of a live model: DTensors and local shards by their placements, plain tensors replicated.
 
         Args:
             module: The model.
@@ -364,7 +364,7 @@ class ShardingPlan(PlanContent):
         prefix: str = "",
         forward: str = "refuse",
     ) -> ShardingPlan:
-        """How a transformers ``tp_plan`` lays parameters out.
+        """Return the plan that a transformers ``tp_plan`` describes.
 
         Args:
             tp_plan: Module or parameter name, ``*`` for layer numbers, to style: ``model.tp_plan``, or

@@ -32,7 +32,7 @@ from shard_spec.specs import ShardingSpec, as_sharder, as_spec
 
 @dataclass(frozen=True)
 class ModuleActions:
-    """What is done to each tensor and module.
+    """Actions on each tensor and module.
 
     Attributes:
         tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
@@ -80,7 +80,7 @@ class ModuleActions:
 
     @property
     def outcome(self) -> Outcome:
-        """What the ranks compare."""
+        """Header that the ranks compare."""
         return Outcome(self.lines, self.problems)
 
     @property
@@ -143,7 +143,7 @@ def plan_module(
 
 
 def plan_together(work: Callable[[], ModuleActions]) -> tuple[ModuleActions | None, Outcome]:
-    """What ``work`` plans, and what to compare with the other ranks: also when it raises on this one."""
+    """Return what ``work`` plans, and what to compare between ranks: also when it raises on this one."""
 
     def both() -> tuple[ModuleActions, Outcome]:
         actions = work()
@@ -240,7 +240,7 @@ def _options(module: nn.Module) -> str:
 
 
 def _earlier_layout(module: nn.Module) -> Layout | None:
-    """How the weight lies after an earlier call."""
+    """Return the layout of the weight after an earlier call."""
     forward = module.__dict__.get("forward")
     return forward.cut.layout if isinstance(forward, ShardedForward) and forward.cut is not None else None
 

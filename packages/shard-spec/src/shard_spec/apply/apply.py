@@ -125,7 +125,7 @@ def _plan(
     init: Initializer | str | None,
     seed: int,
 ) -> ModuleActions:
-    """What is done to each tensor; changes and sends nothing."""
+    """Plan the action on each tensor; changes and sends nothing."""
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
     problems += mesh_order_problems(mesh)

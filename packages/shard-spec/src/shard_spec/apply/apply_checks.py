@@ -1,4 +1,4 @@
-"""What ``plan.apply`` checks about its arguments, and how it understands them."""
+"""Checks of the arguments of ``plan.apply``."""
 
 from __future__ import annotations
 

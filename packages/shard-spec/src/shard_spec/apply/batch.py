@@ -1,4 +1,4 @@
-"""What every rank has to know of the others' inputs before a forward communicates.
+"""Metadata of all ranks' inputs, gathered before a forward communicates.
 
 Each call of a sharded forward starts with one small all_gather of shapes, dtypes and grad modes. It costs one
 latency and makes the rest safe: uneven local batches are right, and inputs that do not fit together raise the same
@@ -39,7 +39,7 @@ class InputFacts:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What all ranks pass to one call.
+    """Inputs that all ranks pass to one call.
 
     Attributes:
         inputs: For each rank of the group its tensors, in the order of the arguments; None where one is left out.
@@ -53,7 +53,7 @@ class BatchFacts:
         return tuple(0 if facts is None or not facts.shape else facts.shape[0] for facts in found)
 
     def any_requires_grad(self, at: int = 0) -> bool:
-        """Whether tensor ``at`` needs a gradient on some rank: then its backward runs on all of them."""
+        """Return whether tensor ``at`` needs a gradient on some rank: then its backward runs on all of them."""
         found = [rank[at] for rank in self.inputs]
         return any(facts is not None and facts.requires_grad for facts in found)
 

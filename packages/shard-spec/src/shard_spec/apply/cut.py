@@ -49,7 +49,7 @@ class WeightCut:
         return tuple(self.layout.is_primary(rank) for rank in self.ranks)
 
     def leads(self, rank: int, dim: int) -> bool:
-        """Whether ``rank`` of the group is the first among the ranks that share its interval of the other dim."""
+        """Return whether ``rank`` of the group is the first of those that share its interval of the other dim."""
         coordinate = self.layout.mesh.coordinate(self.ranks[rank])
         assert coordinate is not None
         return all(at == 0 for at, term in zip(coordinate, self._terms, strict=True) if term == dim)

@@ -28,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Who has which rows and works on which columns.
+    """Rows that each rank holds and columns that it computes.
 
     Attributes:
         group: The ranks.
@@ -55,7 +55,7 @@ class RowExchange:
         return sum(self.rows)
 
     def row_start(self, rank: int) -> int:
-        """Where the rows of ``rank`` begin in the concatenated batch."""
+        """Return the first row of ``rank`` in the concatenated batch."""
         return sum(self.rows[:rank])
 
 

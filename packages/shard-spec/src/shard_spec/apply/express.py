@@ -1,4 +1,4 @@
-"""What a parameter becomes: a DTensor where its placements can say the layout, else a local parameter or a problem."""
+"""Choice of a parameter's format: a DTensor where placements describe the layout, else a local one, or a problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Expression:
-    """How one layout is held.
+    """Format in which one layout is held.
 
     Attributes:
         kind: ``"dtensor"``; or ``"local"``: a plain parameter that carries ``_sharding_info``.
@@ -41,7 +41,7 @@ class Expression:
 def express(
     layout: Layout, shape: tuple[int, ...], name: str, *, local: bool = False, strided: bool = False
 ) -> Expression | Problem:
-    """How a tensor of ``shape`` under ``layout`` is held, or why it cannot be.
+    """Return the format of a tensor of ``shape`` under ``layout``, or the problem that prevents one.
 
     Args:
         layout: It fits ``shape``.

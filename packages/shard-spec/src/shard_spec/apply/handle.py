@@ -47,7 +47,7 @@ class Placed:
 
 
 class ShardHandle:
-    """What ``shard_module``, ``shard_parameter`` and ``plan.apply`` return.
+    """Handle that ``shard_module``, ``shard_parameter`` and ``plan.apply`` return.
 
     Attributes:
         plan: The plan that was applied.
@@ -155,7 +155,7 @@ class ShardHandle:
 
 
 def _state(value: torch.Tensor) -> str:
-    """What the ranks have to have alike for gathering a tensor and its gradient."""
+    """Return what has to be equal on all ranks to gather a tensor and its gradient."""
     dtype = str(value.dtype).removeprefix("torch.")
     if value.grad is None:
         return f"{dtype}, no gradient"
@@ -178,7 +178,7 @@ _OWN_ATTRIBUTES = {"_sharding_info", "_is_param", "_local_tensor", "_spec", "_st
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the user wrote on a parameter: it goes along to the tensor that takes its place."""
+    """Return attributes that the user set on a parameter; the tensor that replaces it gets them."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 

@@ -22,7 +22,7 @@ from shard_spec.layout.layout import Layout
 
 
 class MeshKey(NamedTuple):
-    """What tells one mesh from another: names and sizes of the axes, ranks row-major."""
+    """Identity of a mesh: names and sizes of the axes, ranks row-major."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]

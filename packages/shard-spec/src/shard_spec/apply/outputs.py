@@ -140,7 +140,7 @@ class LocalRows:
         return whole(value, parts=True).narrow(0, start, rows[group.rank])
 
     def _lies_in_rows(self, value: DTensor, rows: tuple[int, ...]) -> bool:
-        """Whether every rank has exactly the rows it passed; all ranks come to the same answer."""
+        """Return whether every rank has exactly the rows it passed; all ranks come to the same answer."""
         layout = _layout_of(value)
         if layout.partial or any(term.dim is not None and term.dim % value.dim() for term in layout.terms):
             return False
@@ -171,7 +171,7 @@ def _placements(layout: Layout, shape: tuple[int, ...], name: str) -> list[Place
 
 
 def _columns(value: DTensor, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[bool, ...]] | None:
-    """Which columns each rank has and which ranks count, where only the last dim is cut; else None.
+    """Return each rank's columns and which ranks count, where only the last dim is sharded; else None.
 
     Partial sums over ``sum`` count as they are: every rank has a part.
     """

@@ -1,4 +1,4 @@
-"""Which ranks the specs of one call name, and whether they are the group's, in one order."""
+"""Checks that the specs of one call name the ranks of the group, in one order."""
 
 from __future__ import annotations
 

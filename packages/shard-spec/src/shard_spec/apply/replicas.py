@@ -42,7 +42,7 @@ class _Sum(torch.autograd.Function):
 
 
 def sums_over(parameter: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the gradient of ``parameter`` is summed over ``group`` already."""
+    """Return whether the gradient of ``parameter`` is summed over ``group`` already."""
     return any(each.group is group for each in summed_over(parameter))
 
 
@@ -52,5 +52,5 @@ def summed_over(parameter: torch.Tensor) -> list[GroupRef]:
 
 
 def foreign_hooks(parameter: torch.Tensor) -> bool:
-    """Whether somebody else hooked ``parameter``: a replacement would lose these hooks."""
+    """Return whether somebody else hooked ``parameter``: a replacement would lose these hooks."""
     return any(not isinstance(hook, SumGradient) for hook in _torch_compat.tensor_hooks(parameter))

@@ -40,7 +40,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one look found.
+    """Result of one scan of the module.
 
     Attributes:
         word: A number that is equal on ranks whose modules are alike.
@@ -56,12 +56,12 @@ class Sight:
 
     @property
     def open(self) -> bool:
-        """Whether the ranks have something to agree on."""
+        """True if the ranks have something to agree on."""
         return bool(self.newcomers or self.problems)
 
     @property
     def outcome(self) -> Outcome:
-        """What the ranks compare where the words differ."""
+        """Header that the ranks compare where their checksums differ."""
         return Outcome(self.lines, self.problems)
 
 
@@ -155,7 +155,7 @@ class Roster:
         self._handles.clear()
 
     def _is_new(self, module: nn.Module, name: str, kind: str, parameter: nn.Parameter, first: bool) -> bool:
-        """Whether the ranks never compared this parameter."""
+        """Return whether the ranks never compared this parameter."""
         if not kind:
             return self.everything and not _managed_elsewhere(parameter, self.group)
         if kind != "whole":
@@ -176,7 +176,7 @@ class Roster:
 
 
 def _managed_elsewhere(parameter: nn.Parameter, group: GroupRef) -> bool:
-    """Whether another call of ``shard_module``, over other ranks, sums the gradient of this parameter."""
+    """Return whether another call of ``shard_module``, over other ranks, sums the gradient of this parameter."""
     return any(each.group is not group.group for each in summed_over(parameter))
 
 

@@ -43,7 +43,7 @@ class GroupRef:
 
 
 class Session:
-    """How many rows each rank passed, so that this rank's rows can be found again in a sharded output.
+    """Rows that each rank passed, to find this rank's rows again in a sharded output.
 
     A DTensor knows its total number of rows, not who passed how many. The root module opens a frame for each of its
     forwards; what is noted inside is kept until the next one opens, for recomputation in backward. A submodule that is
@@ -87,7 +87,7 @@ class Session:
             splits.append(rows)
 
     def rows(self, total: int, name: str) -> tuple[int, ...]:
-        """Who passed how many of ``total`` rows to the sharded modules before ``name``.
+        """Return each rank's share of ``total`` rows that entered the sharded modules before ``name``.
 
         Raises:
             PlanError: On every rank: ``unknown-split`` when no sharded module saw a batch of so many rows,

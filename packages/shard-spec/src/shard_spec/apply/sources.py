@@ -1,4 +1,4 @@
-"""Where ``plan.apply`` takes a tensor's values from: one rank, every rank's own copy, or an initializer."""
+"""Sources of values for ``plan.apply``: one rank, every rank's own copy, or an initializer."""
 
 from __future__ import annotations
 

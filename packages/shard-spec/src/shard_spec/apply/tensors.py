@@ -37,7 +37,7 @@ class TensorAction:
 
     @property
     def line(self) -> str:
-        """What is done, as text."""
+        """The action as text."""
         where = "whole"
         if self.layout is not None:
             mesh = self.layout.mesh
@@ -56,14 +56,14 @@ def tensor_at(module: nn.Module, fqn: str) -> Any:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a piece of a larger one already."""
+    """Return whether the tensor is a piece of a larger one already."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
 
 
 def read_tensors(
     module: nn.Module, found: Resolution, rank: int, src_rank: int, whole: bool
 ) -> tuple[tuple[TensorAction, ...], list[Problem]]:
-    """What is done to each tensor that the plan decides about, in the order of the module, and the problems with it."""
+    """Return the action for each tensor that the plan decides about, in module order, and the problems."""
     actions: list[TensorAction] = []
     problems: list[Problem] = []
     for facts in found.facts.tensors:
@@ -95,7 +95,7 @@ def read_tensors(
 
 
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
-    """What would be lost or mistaken if a DTensor took the place of ``tensor``."""
+    """Return what would be lost or wrong if a DTensor replaced ``tensor``."""
     if is_sharded(tensor):
         found, hint = "it is sharded already", "undo that first, or leave it out of the plan"
         return [Problem("already-sharded", name, found=found, hint=hint)]

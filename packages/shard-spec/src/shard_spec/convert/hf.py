@@ -100,7 +100,7 @@ def from_hf_tp_plan(
 
 
 def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], facts: ModelFacts) -> bool:
-    """Whether the globs mean the same parameters: their ``*`` stands for any segment, a tp_plan's for numbers."""
+    """Return whether the globs match the same parameters: ``*`` is any segment here, a number in a tp_plan."""
     patterns = [(Pattern(key), value) for key, value in rules.items()]
     names = [alias for tensor in facts.tensors for alias in tensor.aliases]
     for name in names:

@@ -64,7 +64,7 @@ def cut_dim(layout: Layout | None, tensor: TensorFacts, axis: str) -> int | None
 
 
 def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
-    """What ``output_plan`` says about the module: ``"whole"``, ``"last"`` (its last dim is cut), or None for nothing.
+    """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None.
 
     Raises:
         PlanError: When it says something else.

@@ -62,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Communication:
-    """What one step moves.
+    """Bytes that one step moves.
 
     Attributes:
         mesh: The mesh of the axes.
@@ -119,7 +119,7 @@ def communication(
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """What a step moves; see ``ShardingPlan.communication``."""
+    """Return what a step moves; see ``ShardingPlan.communication``."""
     return communication_of(
         resolve(plan, module), batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
     )
@@ -134,7 +134,7 @@ def communication_of(
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """What a step of a resolved plan moves."""
+    """Return what a step of a resolved plan moves."""
     mesh = _one_mesh(found)
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
@@ -153,7 +153,7 @@ def communication_of(
 
 @dataclass(frozen=True)
 class _Step:
-    """What all transfers of a step have in common."""
+    """Settings that all transfers of a step share."""
 
     mesh: MeshSpec
     data_axes: tuple[str, ...]
@@ -191,7 +191,7 @@ class _Step:
 
 
 def _activations(found: Resolution, step: _Step) -> list[Transfer]:
-    """What crosses the model axes: after row cuts forward, before column cuts backward, at the ends of the model."""
+    """Return transfers along model axes: after row-sharded weights, before column-sharded ones, at the model's ends."""
     transfers: list[Transfer] = []
     weights = [
         (tensor, found.layouts[tensor.name])

@@ -104,7 +104,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What is kept for a parameter, beside itself."""
+    """Settings of what is kept for a parameter beside itself."""
 
     state: OptimizerState
     gradients: str | bool
@@ -179,7 +179,7 @@ def memory_of(
 
 
 def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorFacts]]:
-    """How many tensors there are of each layout, shape, dtype and kind."""
+    """Count the tensors of each layout, shape, dtype and kind."""
     groups: Counter[tuple[Layout, TensorFacts]] = Counter()
     for tensor in resolution.facts.tensors:
         layout = resolution.layouts.get(tensor.name)

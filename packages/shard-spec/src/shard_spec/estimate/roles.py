@@ -40,12 +40,12 @@ def weight_dims(tensor: TensorFacts) -> tuple[int, int] | None:
 
 
 def is_embedding(tensor: TensorFacts) -> bool:
-    """Whether the tensor is looked up in, not multiplied with."""
+    """Return whether the tensor is looked up in, not multiplied with."""
     return tensor.module_type in _EMBEDDING
 
 
 def role(tensor: TensorFacts, layout: Layout, axis: str) -> str:
-    """What ``axis`` cuts: ``"column"`` (output features), ``"row"`` (input features), ``"cut"`` (else), ``"whole"``."""
+    """Return what ``axis`` shards: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
     term = layout.terms[layout.mesh.axis_index(axis)]
     if term.dim is None or layout.mesh.axis_size(axis) == 1:
         return "whole"

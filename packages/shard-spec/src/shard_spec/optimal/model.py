@@ -173,7 +173,7 @@ class StepModel:
     # ---- hand-written plans ----
 
     def assignment(self, recipe: Mapping[str, str]) -> tuple[int, ...]:
-        """What experts write by hand, in this model.
+        """Return the assignment of a hand-written recipe in this model.
 
         Args:
             recipe: axis to ``"data"`` (batch cut, weights whole), ``"fsdp"`` (batch cut, weights cut), ``"megatron"``
@@ -221,7 +221,7 @@ def _first_of(names: Sequence[str], operation: Operation) -> str:
 
 
 def _redundant(ways: Ways, sizes: Sequence[int]) -> bool:
-    """Whether ranks do the same work with the same weight; only where nothing divides."""
+    """Return whether ranks do the same work with the same weight; only where nothing divides."""
     return any(way.name == "whole" and size > 1 for way, size in zip(ways, sizes, strict=True))
 
 
@@ -231,7 +231,7 @@ def _kept_by(ways: Ways) -> tuple[bool, ...]:
 
 
 def _alike(operation: Operation) -> tuple[object, ...]:
-    """What decides about an operation's own cost."""
+    """Return the key of an operation's own cost."""
     return (
         operation.num_elements,
         operation.matmul_elements,

@@ -64,7 +64,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of a model: its operations, and what the recognisers remarked or did not understand."""
+    """Structure of a model: its operations, remarks of the recognisers, and what they did not understand."""
 
     operations: tuple[Operation, ...]
     notes: tuple[Problem, ...] = ()

@@ -31,7 +31,7 @@ _SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
 
 @dataclass(frozen=True)
 class Price:
-    """What one plan costs in the model."""
+    """Cost of one plan in the model."""
 
     seconds: float
     memory_bytes: int
@@ -82,7 +82,7 @@ class OptimalPlanner(LayoutPlanner):
         return self._model(self._structure(module))
 
     def price(self, module: nn.Module, recipe: Mapping[str, str]) -> Price:
-        """What a hand-written plan costs in the same model; see `StepModel.assignment` for recipes.
+        """Return the cost of a hand-written plan in the same model; see `StepModel.assignment` for recipes.
 
         For example ``planner.price(model, {"dp": "fsdp", "tp": "megatron"})``.
         """

@@ -1,4 +1,4 @@
-"""How an activation lies along one mesh axis, what each operation reads and writes, and what moving costs.
+"""Layouts of activations along one mesh axis, what operations read and write, and the cost of moving.
 
 An activation of ``[batch, sequence, channels]`` is, along each axis of the mesh, in one *state*:
 
@@ -22,7 +22,7 @@ CUT = "bsh"
 
 @dataclass(frozen=True)
 class Way:
-    """What one operation does along one axis.
+    """Strategy of one operation along one axis.
 
     Attributes:
         name: as in `Certificate.choices`.
@@ -52,12 +52,12 @@ class Way:
 
     @property
     def divides_work(self) -> bool:
-        """Whether each rank does only its share of the operations."""
+        """True if each rank does only its share of the operations."""
         return self.reads in CUT or self.writes in CUT or self.weight in ("column", "row")
 
     @property
     def sums_weight_gradient(self) -> bool:
-        """Whether ranks see different tokens with one weight, so that its gradient has to be summed over them."""
+        """True if ranks see different tokens with one weight, so that its gradient has to be summed over them."""
         return self.reads in "bs"
 
 

@@ -74,7 +74,7 @@ class TensorFacts:
 
     @property
     def is_floating(self) -> bool:
-        """Whether the dtype can have a gradient."""
+        """True if the dtype can have a gradient."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @property

@@ -228,7 +228,7 @@ def rows_by_share(rows: Mapping[str, int], costs: Mapping[str, float], num_ranks
 
 
 def _matched(patterns: Sequence[str], parameters: Mapping[str, nn.Parameter], argument: str) -> dict[str, nn.Parameter]:
-    """What `patterns` match, in the order of the model; every pattern has to match something."""
+    """Return the names that `patterns` match, in model order; every pattern has to match something."""
     read = [Pattern(text) for text in patterns]
     problems = [
         Problem("matches-nothing", pattern.text, found=f"{argument}= means nothing", hint="correct the pattern")
@@ -245,5 +245,5 @@ def _row_bytes(table: nn.Parameter) -> int:
 
 
 def _where(rows: Sequence[int]) -> str:
-    """Which ranks hold how many rows, in words."""
+    """Return the rows of each rank as text."""
     return ", ".join(f"{count} rows on {rank}" for rank, count in enumerate(rows) if count) or "no rows"

@@ -28,7 +28,7 @@ class ShardingPlanner(abc.ABC):
 
     @abc.abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """How `module` is to be sharded over the ranks.
+        """Return the plan that shards `module` over the ranks.
 
         Args:
             module: the module; a planner reads its structure, shapes and configuration, never its values, so that it
@@ -42,7 +42,7 @@ class ShardingPlanner(abc.ABC):
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a planner of this package decided.
+    """Decisions of a planner of this package.
 
     Attributes:
         layouts: FQN to layout, for parameters that are cut along an axis of this planner.
@@ -102,7 +102,7 @@ class LayoutPlanner(ShardingPlanner):
 
     @abc.abstractmethod
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """What to cut along this planner's axes, where `given` says what is already cut along others."""
+        """Decide what to shard along this planner's axes; `given` holds what is sharded along others."""
 
     def build_plan(self, module: nn.Module) -> PlannedSharding:
         """The plan, with `notes`, `unrecognised` and `certificate` on it.

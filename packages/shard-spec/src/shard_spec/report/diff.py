@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What changes from one plan to another.
+    """Changes from one plan to another.
 
     Attributes:
         settings: Mesh, strictness, output plan and local outputs that differ.
@@ -45,7 +45,7 @@ class PlanDiff:
     memory: tuple[int, int] | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything differs: with a model whether a tensor or setting does, without one whether a rule does."""
+        """Return whether anything differs: with a model a tensor or setting, without one a rule."""
         return bool(self.settings) or bool(self.rules if self.tensors is None else self.tensors)
 
     def to_json(self) -> str:
@@ -77,7 +77,7 @@ def _shown(side: str | None) -> str:
 
 
 def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
-    """What changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
+    """Return the changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
     before, after = _document(plan, []), _document(other, [])
     settings = tuple(
         Change(key, json.dumps(before[key]), json.dumps(after[key]))

@@ -48,16 +48,16 @@ class ShardedForward:
     # ---- input ------------------------------------------------------------------------------------------------
 
     def facts(self, *tensors: torch.Tensor | None, problem: str = "") -> BatchFacts:
-        """What all ranks pass; a collective. See ``exchange_facts``."""
+        """Gather what all ranks pass; a collective. See ``exchange_facts``."""
         return exchange_facts(tensors, self.session, self.name, problem)
 
     def stand_in(self) -> torch.Tensor:
-        """What is passed to ``facts`` in place of an input that cannot be taken."""
+        """Return an empty input for ``facts`` in place of one that cannot be taken."""
         return torch.empty(0, device=self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where the weight lies; it is not looked at before the ranks have compared their modules."""
+        """Device of the weight; not read before the ranks have compared their modules."""
         found = next((each.device for each in self.module.parameters(recurse=False)), None)
         return found or torch.device("cpu")
 

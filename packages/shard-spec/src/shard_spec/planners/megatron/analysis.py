@@ -21,7 +21,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `MegatronPlanner` understood of a model.
+    """Analysis of a model by `MegatronPlanner`.
 
     Attributes:
         units: regions that are cut, in module order.

@@ -45,7 +45,7 @@ class Projections:
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v come out of one linear."""
+        """True if q, k and v come out of one linear."""
         return len(self.inputs) == 1
 
 
@@ -59,7 +59,7 @@ class Heads:
 
 
 def find_attention(context: Context, name: str) -> Found | None:
-    """What is to be done with the attention whose q, k and v are direct children of the module called `name`."""
+    """Decide about the attention whose q, k and v are direct children of the module called `name`."""
     projections = _projections(context, name)
     if projections is None:
         return None
@@ -333,7 +333,7 @@ def _evidence(
     head_dim: int,
     known: Evidence | None = None,
 ) -> Evidence | Problem:
-    """Whether the region may be cut: by knowledge, by probing, by names; else why not."""
+    """Return whether the region may be cut: by knowledge, by probing, by names; else why not."""
     holder = context.modules[projections.holder]
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:

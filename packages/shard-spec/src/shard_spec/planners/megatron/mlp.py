@@ -33,12 +33,12 @@ class FeedForward:
 
     @property
     def fused(self) -> bool:
-        """Whether gate and up come out of one linear."""
+        """True if gate and up come out of one linear."""
         return len(self.columns) == 1 and self.columns[0].out_features == 2 * self.row.in_features
 
 
 def find_mlps(context: Context, name: str) -> list[Found]:
-    """What is to be done with the feed-forward blocks whose linears are children of the module called `name`."""
+    """Decide about the feed-forward blocks whose linears are children of the module called `name`."""
     module = context.modules[name]
     if isinstance(module, nn.Sequential):
         return [_decide(context, block, Evidence.LIBRARY) for block in _sequential(context, name, module)]

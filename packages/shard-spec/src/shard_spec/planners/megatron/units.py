@@ -1,4 +1,4 @@
-"""What the recognisers find: groups of parameters that have to be cut together.
+"""Units of the recognisers: groups of parameters that are sharded together.
 
 Vocabulary of this folder. A *column* linear is cut along its outputs and needs no communication before it; a *row*
 linear is cut along its inputs and its outputs are summed. Between them lies the *region*, where every rank works on
@@ -15,7 +15,7 @@ from shard_spec._shared.problems import Problem
 
 
 class UnitKind(StrEnum):
-    """What a unit is."""
+    """Kind of a unit."""
 
     ATTENTION = "attention"
     MLP = "mlp"
@@ -85,7 +85,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Found:
-    """What one recogniser says about one place: a unit, or why the parameters there stay whole, and remarks.
+    """Finding of one recogniser at one place: a unit, or why the parameters stay replicated, and remarks.
 
     Attributes:
         unit: the unit, if it may be cut.
