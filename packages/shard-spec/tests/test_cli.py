@@ -298,11 +298,11 @@ def page_of(tmp_path: Any) -> Any:
     plan = ShardingPlan(
         {"fused.weight": "dp:S(1), tp:I(0,[4,2,2])", "*.bias": "dp:R, tp:U(0,[8,0])"}, mesh={"dp": 2, "tp": 2}
     )
-    from shard_spec import facts_of
+    from shard_spec import metadata_of
 
-    facts = facts_of(net)
+    metadata = metadata_of(net)
     text = html_report(
-        plan, facts, plan.memory(facts), plan.communication(facts, 16), title="<script>alert(1)</script>"
+        plan, metadata, plan.memory(metadata), plan.communication(metadata, 16), title="<script>alert(1)</script>"
     )
     path = tmp_path / "page.html"
     path.write_text(text, encoding="utf-8")

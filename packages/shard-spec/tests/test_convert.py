@@ -191,9 +191,9 @@ def dcp_plan(size: Any) -> Any:
 
 
 def locals_of(plan: Any, rank: Any, values: Any) -> Any:
-    from shard_spec import ModelFacts
+    from shard_spec import ModelMetadata
 
-    found = plan.resolve(ModelFacts.from_shapes(SHAPES))
+    found = plan.resolve(ModelMetadata.from_shapes(SHAPES))
     state = {}
     for name, shape in SHAPES.items():
         state[name] = values(name)
@@ -210,19 +210,19 @@ def whole_value(name: Any) -> Any:
 @pytest.mark.ranks(2)
 def test_fused_and_uneven_weights_save_without_gathering_and_load_at_other_sizes(ranks: Ranks, tmp_path: Path) -> None:
     # DTensor-only stacks cannot: torch issue 140069 (fused QKV) is open since 2024.
-    from shard_spec import ModelFacts
+    from shard_spec import ModelMetadata
 
-    facts = ModelFacts.from_shapes(SHAPES)
+    metadata = ModelMetadata.from_shapes(SHAPES)
     path = Path(ranks.gather(str(tmp_path))[0]) / "checkpoint"
     plan = dcp_plan(2)
-    state = plan.to_dcp(facts, locals_of(plan, ranks.rank, whole_value), ranks.rank)
+    state = plan.to_dcp(metadata, locals_of(plan, ranks.rank, whole_value), ranks.rank)
     save(state, checkpoint_id=path)
     compared = 0
     for size in (1, 2, 3, 4):
         other = dcp_plan(size)
         for rank in range(size):  # every rank of the other world, here in each process
             local = locals_of(other, rank, lambda name: torch.full(SHAPES[name], -1.0))
-            wrapped = other.to_dcp(facts, local, rank)
+            wrapped = other.to_dcp(metadata, local, rank)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": it is
                 load(wrapped, checkpoint_id=path, no_dist=True)
@@ -299,11 +299,11 @@ def test_a_checkpoint_shard_computes_nothing_and_checks_shapes() -> None:
     with pytest.raises(PlanError, match="local-shape-mismatch"):
         CheckpointShard(torch.zeros(3, 3), layout, (8, 3), 1)
     plan = dcp_plan(2)
-    from shard_spec import ModelFacts
+    from shard_spec import ModelMetadata
 
     bad = {"qkv": torch.zeros(7, 6), "other": torch.zeros(1), "whole": torch.zeros(4), "note": "text"}
     with pytest.raises(PlanError) as caught:
-        plan.to_dcp(ModelFacts.from_shapes(SHAPES), bad, 0)
+        plan.to_dcp(ModelMetadata.from_shapes(SHAPES), bad, 0)
     assert codes(caught) == [
         ("local-shape-mismatch", "qkv"),
         ("unknown-name", "other"),

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from shard_spec.estimate.optimizers import OptimizerLike
     from shard_spec.estimate.topology import Topology
     from shard_spec.layout.layout import Layout
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
     from shard_spec.plan.resolve import Resolution
     from shard_spec.report.diff import PlanDiff
 
@@ -92,7 +92,7 @@ class ShardingPlan(PlanContent):
             strict=self.strict or other.strict,
         )
 
-    def compact(self, module: nn.Module | ModelFacts) -> ShardingPlan:
+    def compact(self, module: nn.Module | ModelMetadata) -> ShardingPlan:
         """The same plan with one glob for all layers that lie alike, as a person would write it.
 
         Every parameter is mentioned; what a spec says becomes a layout.
@@ -107,7 +107,7 @@ class ShardingPlan(PlanContent):
 
     # ---- with a model -----------------------------------------------------------------------------------------
 
-    def resolve(self, module: nn.Module | ModelFacts) -> Resolution:
+    def resolve(self, module: nn.Module | ModelMetadata) -> Resolution:
         """The layout of every parameter and buffer of ``module``, by FQN.
 
         An exact rule beats a glob, a specific one a general one. Tied parameters are one tensor: a rule for one of the
@@ -120,16 +120,16 @@ class ShardingPlan(PlanContent):
 
     def validate(
         self,
-        module: nn.Module | ModelFacts,
+        module: nn.Module | ModelMetadata,
         *,
         world_size: int | None = None,
         memory_limit: int | None = None,
         optimizer: Any = "adamw",
     ) -> tuple[Problem, ...]:
-        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
+        """Every problem of this plan for ``module``, in one pass; empty when there is none. Transaction nothing.
 
         Args:
-            module: The model, or its facts.
+            module: The model, or its metadata.
             world_size: Number of ranks there will be; a mesh that names others is a problem.
             memory_limit: Bytes one rank has for parameters, gradients and optimizer state.
             optimizer: What the optimizer state is counted for, as in :meth:`memory`.
@@ -138,7 +138,7 @@ class ShardingPlan(PlanContent):
 
     def memory(
         self,
-        module: nn.Module | ModelFacts,
+        module: nn.Module | ModelMetadata,
         batch: Batch | None = None,
         *,
         optimizer: OptimizerLike = "adamw",
@@ -150,7 +150,7 @@ class ShardingPlan(PlanContent):
         """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
 
         Args:
-            module: The model, or its facts.
+            module: The model, or its metadata.
             batch: As in :meth:`activations`, which are counted beside; they are an estimate. None: not counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
                 :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
@@ -197,7 +197,7 @@ class ShardingPlan(PlanContent):
 
     def communication(
         self,
-        module: nn.Module | ModelFacts,
+        module: nn.Module | ModelMetadata,
         batch: Batch | None = None,
         *,
         topology: Topology | None = None,
@@ -208,7 +208,7 @@ class ShardingPlan(PlanContent):
         """Return what one training step moves, by axis: parameters and gradients to the byte, activations by rule.
 
         Args:
-            module: The model, or its facts.
+            module: The model, or its metadata.
             batch: Tokens in a step over all ranks, ``(sequences, length)``, or what one rank passes to forward. None:
                 do not count activations.
             topology: Machine to tell the time for.
@@ -223,11 +223,11 @@ class ShardingPlan(PlanContent):
             self, module, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
         )
 
-    def explain(self, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+    def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
         return explain(self, name, module)
 
-    def diff(self, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
+    def diff(self, other: ShardingPlan, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
         """Return the changes to ``other``: rules, and with ``module`` the tensors whose layouts differ."""
         return diff(self, other, module)
 
@@ -306,7 +306,9 @@ class ShardingPlan(PlanContent):
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
-    def to_dtensor_placements(self, module: nn.Module | ModelFacts | None = None) -> dict[str, tuple[Placement, ...]]:
+    def to_dtensor_placements(
+        self, module: nn.Module | ModelMetadata | None = None
+    ) -> dict[str, tuple[Placement, ...]]:
         """DTensor placements: for each rule, or with ``module`` for each parameter and buffer.
 
         Raises:
@@ -314,7 +316,9 @@ class ShardingPlan(PlanContent):
         """
         return to_dtensor_placements(self, module)
 
-    def to_parallelize_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, ParallelStyle]:
+    def to_parallelize_plan(
+        self, module: nn.Module | ModelMetadata, axis: str | None = None
+    ) -> dict[str, ParallelStyle]:
         """The plan for torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
 
         ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
@@ -329,7 +333,7 @@ class ShardingPlan(PlanContent):
         """
         return to_parallelize_plan(self, module, axis)
 
-    def to_dcp(self, module: nn.Module | ModelFacts, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
 
         Each box of a local tensor becomes a chunk: nothing is gathered, fused and uneven weights included. Loading
@@ -345,7 +349,7 @@ class ShardingPlan(PlanContent):
         """
         return to_dcp(self, module, state_dict, rank)
 
-    def to_hf_tp_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+    def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
         """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
 
         Raises:
@@ -357,7 +361,7 @@ class ShardingPlan(PlanContent):
     def from_hf_tp_plan(
         cls,
         tp_plan: Mapping[str, str],
-        module: nn.Module | ModelFacts,
+        module: nn.Module | ModelMetadata,
         mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh,
         axis: str = "tp",
         *,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.replicas import foreign_hooks
+from shard_spec.apply.gradients import foreign_hooks
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.plan.resolve import Resolution
 
@@ -66,29 +66,29 @@ def read_tensors(
     """Return the action for each tensor that the plan decides about, in module order, and the problems."""
     actions: list[TensorAction] = []
     problems: list[Problem] = []
-    for facts in found.facts.tensors:
-        if facts.name not in found.layouts:
+    for metadata in found.metadata.tensors:
+        if metadata.name not in found.layouts:
             continue
-        tensor = tensor_at(module, facts.name)
-        planned = bool(found.rule_of[facts.name])
-        layout = found.layouts[facts.name]
+        tensor = tensor_at(module, metadata.name)
+        planned = bool(found.rule_of[metadata.name])
+        layout = found.layouts[metadata.name]
         if not planned and (not whole or is_sharded(tensor)):
             continue
         if planned:
-            problems += replacing_problems(tensor, facts.name)
+            problems += replacing_problems(tensor, metadata.name)
         if rank == src_rank and tensor.is_meta:
             hint = "give the source rank real values; only the other ranks may have meta tensors"
-            problems.append(Problem("meta-on-source", facts.name, found="a meta tensor on src_rank", hint=hint))
+            problems.append(Problem("meta-on-source", metadata.name, found="a meta tensor on src_rank", hint=hint))
         if not planned or layout.is_replicated:
-            problems += _sparse_problems(module, facts.aliases)
+            problems += _sparse_problems(module, metadata.aliases)
         actions.append(
             TensorAction(
-                names=facts.aliases,
-                kind=facts.kind,
-                shape=facts.shape,
+                names=metadata.aliases,
+                kind=metadata.kind,
+                shape=metadata.shape,
                 dtype=tensor.dtype,
                 requires_grad=bool(tensor.requires_grad),
-                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, facts.shape),
+                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, metadata.shape),
             )
         )
     return tuple(actions), problems

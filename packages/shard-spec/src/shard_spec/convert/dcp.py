@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
 
 _READABLE: set[Any] = {
     torch.Tensor.size,
@@ -108,13 +108,13 @@ class CheckpointShard(torch.Tensor):
 
 def to_dcp(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
+    module: nn.Module | ModelMetadata,
     state_dict: Mapping[str, Any],
     rank: int,
 ) -> dict[str, Any]:
     """The state dict with local tensors wrapped for DCP; see ``ShardingPlan.to_dcp``."""
     found = resolve(plan, module)
-    shapes = {alias: tensor.shape for tensor in found.facts.tensors for alias in tensor.aliases}
+    shapes = {alias: tensor.shape for tensor in found.metadata.tensors for alias in tensor.aliases}
     problems: list[Problem] = []
     converted: dict[str, Any] = {}
     for name, value in state_dict.items():

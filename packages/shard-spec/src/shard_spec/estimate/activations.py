@@ -247,15 +247,15 @@ def _meta_state(
     effects = {}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, tensor in tensors.items():
-        facts = found.tensor(name)
+        metadata = found.tensor(name)
         kept = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
-        meta = torch.empty(facts.shape, dtype=kept, device="meta", requires_grad=tensor.requires_grad)
+        meta = torch.empty(metadata.shape, dtype=kept, device="meta", requires_grad=tensor.requires_grad)
         state[name] = meta
         made, whole = set(), set()
-        layout = found.layouts.get(facts.name)
+        layout = found.layouts.get(metadata.name)
         for axis in model_axes if layout is not None else ():
             assert layout is not None
-            kind = role(facts, layout, axis)
+            kind = role(metadata, layout, axis)
             if kind == "row":
                 whole.add(axis)
             elif kind != "whole":

@@ -19,7 +19,7 @@ from shard_spec.estimate.memory import local_numels
 from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.report.text import communication_parts, joined
 
@@ -111,7 +111,7 @@ class Communication:
 
 def communication(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
+    module: nn.Module | ModelMetadata,
     batch: Batch | None = None,
     *,
     topology: Topology | None = None,
@@ -139,7 +139,7 @@ def communication_of(
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
     transfers: list[Transfer] = []
-    for tensor in found.facts.parameters:
+    for tensor in found.metadata.parameters:
         layout = found.layouts.get(tensor.name)
         if layout is not None:
             for axis, size in mesh.axes.items():
@@ -160,7 +160,7 @@ class _Step:
     tokens: int | None
     dtype: str | None
 
-    def item_bytes(self, tensor: TensorFacts) -> int:
+    def item_bytes(self, tensor: TensorMetadata) -> int:
         return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
 
     @property
@@ -170,7 +170,7 @@ class _Step:
             parts *= self.mesh.axis_size(axis)
         return -(-(self.tokens or 0) // parts)
 
-    def along_data(self, tensor: TensorFacts, layout: Layout, axis: str) -> list[Transfer]:
+    def along_data(self, tensor: TensorMetadata, layout: Layout, axis: str) -> list[Transfer]:
         """Gather before each use and scatter the gradient where cut; reduce the gradient where whole."""
         local = _largest_local_bytes(layout, tensor, self.item_bytes(tensor))
         size = self.mesh.axis_size(axis)
@@ -195,7 +195,7 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
     transfers: list[Transfer] = []
     weights = [
         (tensor, found.layouts[tensor.name])
-        for tensor in found.facts.parameters
+        for tensor in found.metadata.parameters
         if tensor.name in found.layouts and weight_dims(tensor) is not None
     ]
     for axis, size in step.mesh.axes.items():
@@ -231,7 +231,7 @@ def _parent(name: str) -> str:
     return ".".join(name.split(".")[:-2])
 
 
-def _largest_local_bytes(layout: Layout, tensor: TensorFacts, item_bytes: int) -> int:
+def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
     if all(term.kind in "RSP" for term in layout.terms):
         numel = 1

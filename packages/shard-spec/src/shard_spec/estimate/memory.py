@@ -13,7 +13,7 @@ from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.batch import Batch
 from shard_spec.estimate.optimizers import OptimizerLike, OptimizerState, optimizer_state
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.report.text import joined, memory_parts
 
@@ -73,7 +73,7 @@ class Memory:
         """The ``count`` tensors that take most bytes on ``rank``, everything that is kept for them included."""
         assert self._resolution is not None
         found = []
-        for tensor in self._resolution.facts.tensors:
+        for tensor in self._resolution.metadata.tensors:
             layout = self._resolution.layouts.get(tensor.name)
             if layout is not None and layout.mesh.coordinate(rank) is not None:
                 numel = _numel(layout.local_shape(rank, tensor.shape))
@@ -110,11 +110,11 @@ class MemorySettings:
     gradients: str | bool
     dtype: str | None
 
-    def item_bytes(self, tensor: TensorFacts) -> int:
+    def item_bytes(self, tensor: TensorMetadata) -> int:
         """Bytes of one stored element: ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
         return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
 
-    def bytes_of(self, tensor: TensorFacts, numel: int) -> dict[str, int]:
+    def bytes_of(self, tensor: TensorMetadata, numel: int) -> dict[str, int]:
         """Bytes by part for ``numel`` local elements of ``tensor``."""
         own = numel * self.item_bytes(tensor)
         if tensor.kind == "buffer":
@@ -133,7 +133,7 @@ class MemorySettings:
 
 def memory(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
+    module: nn.Module | ModelMetadata,
     batch: Batch | None = None,
     *,
     optimizer: OptimizerLike = "adamw",
@@ -146,7 +146,7 @@ def memory(
     static = memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
     if batch is None:
         return static
-    if isinstance(module, ModelFacts):
+    if isinstance(module, ModelMetadata):
         raise PlanError(Problem("no-forward", "batch", found="names and shapes alone", hint="pass the nn.Module"))
     found = estimate_activations(plan, module, batch, data_axes=data_axes, dtype=dtype)
     size = found.checkpointed_bytes if checkpointing else found.local_bytes
@@ -178,13 +178,13 @@ def memory_of(
     return Memory(ranks, parts, settings.state, uncounted, resolution, settings)
 
 
-def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorFacts]]:
+def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
     """Count the tensors of each layout, shape, dtype and kind."""
-    groups: Counter[tuple[Layout, TensorFacts]] = Counter()
-    for tensor in resolution.facts.tensors:
+    groups: Counter[tuple[Layout, TensorMetadata]] = Counter()
+    for tensor in resolution.metadata.tensors:
         layout = resolution.layouts.get(tensor.name)
         if layout is not None:
-            like = TensorFacts("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
+            like = TensorMetadata("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
             groups[layout, like] += 1
     return groups
 

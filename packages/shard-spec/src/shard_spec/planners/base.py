@@ -18,7 +18,7 @@ from shard_spec.sharding_plan import ShardingPlan
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_spec.planners.certificate import Certificate
+    from shard_spec.planners.optimality_bound import OptimalityBound
 
 MeshLike = MeshSpec | Mapping[str, int] | str
 
@@ -54,7 +54,7 @@ class Decisions:
     layouts: Mapping[str, Layout]
     notes: tuple[Problem, ...] = ()
     unrecognised: Mapping[str, Problem] = field(default_factory=dict)
-    certificate: Certificate | None = None
+    certificate: OptimalityBound | None = None
 
 
 class PlannedSharding(ShardingPlan):
@@ -68,7 +68,7 @@ class PlannedSharding(ShardingPlan):
 
     notes: tuple[Problem, ...]
     unrecognised: Mapping[str, Problem]
-    certificate: Certificate | None
+    certificate: OptimalityBound | None
 
     def __init__(self, rules: Mapping[str, str], mesh: MeshSpec, decisions: Decisions) -> None:
         super().__init__(rules, mesh=mesh)

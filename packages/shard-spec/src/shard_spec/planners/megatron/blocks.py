@@ -14,7 +14,7 @@ from enum import StrEnum
 from shard_spec._shared.problems import Problem
 
 
-class UnitKind(StrEnum):
+class TPBlockKind(StrEnum):
     """Kind of a unit."""
 
     ATTENTION = "attention"
@@ -29,14 +29,14 @@ class Evidence(StrEnum):
 
     ``LIBRARY``: a class of torch or transformers whose arrangement is known. ``PROBED``: its forward was run on small
     random tensors, and no slice depended on another. ``NAMED``: names and shapes only, the forward could not be run.
-    ``BY_NATURE``: cutting rows of a vocabulary needs no evidence. ``TOLD``: the caller said so.
+    ``BY_NATURE``: cutting rows of a vocabulary needs no evidence. ``USER_SPECIFIED``: the caller said so.
     """
 
     LIBRARY = "library"
     PROBED = "probed"
     NAMED = "named"
     BY_NATURE = "by-nature"
-    TOLD = "told"
+    USER_SPECIFIED = "told"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Unit:
+class TPBlock:
     """A region with its columns and rows.
 
     Attributes:
@@ -67,7 +67,7 @@ class Unit:
         evidence: why cutting is right.
     """
 
-    kind: UnitKind
+    kind: TPBlockKind
     name: str
     columns: tuple[Cut, ...]
     rows: tuple[Cut, ...]
@@ -93,6 +93,6 @@ class Found:
         notes: remarks that concern no refusal.
     """
 
-    unit: Unit | None = None
+    unit: TPBlock | None = None
     left_whole: tuple[tuple[str, Problem], ...] = ()
     notes: tuple[Problem, ...] = ()

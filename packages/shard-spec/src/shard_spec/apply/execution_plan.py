@@ -1,4 +1,4 @@
-"""ModuleActions: what ``shard_module`` is about to do to one module, decided without communication."""
+"""ExecutionPlan: what ``shard_module`` is about to do to one module, decided without communication."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import nn
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.agreement import Outcome, attempt
 from shard_spec.apply.devices import device_of
 from shard_spec.apply.forwards.base import ShardedForward
 from shard_spec.apply.rank_checks import layout_problems, order_problems, ranks_of
+from shard_spec.apply.rank_state import RankState, capture_errors
 from shard_spec.apply.shard_tensor import rank_problems, source_problems
 from shard_spec.apply.supported_modules import forward_for, unsupported_forward
 from shard_spec.apply.tensors import TensorAction, read_tensors
@@ -31,7 +31,7 @@ from shard_spec.specs import ShardingSpec, as_sharder, as_spec
 
 
 @dataclass(frozen=True)
-class ModuleActions:
+class ExecutionPlan:
     """Actions on each tensor and module.
 
     Attributes:
@@ -79,9 +79,9 @@ class ModuleActions:
         )
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RankState:
         """Header that the ranks compare."""
-        return Outcome(self.lines, self.problems)
+        return RankState(self.lines, self.problems)
 
     @property
     def digest(self) -> str:
@@ -100,7 +100,7 @@ class ModuleActions:
 
 def plan_module(
     module: nn.Module, plan: Any, group: dist.ProcessGroup, src_rank: int, *, whole: bool = True
-) -> ModuleActions:
+) -> ExecutionPlan:
     """Decide what to do to ``module``; changes and sends nothing.
 
     Args:
@@ -127,7 +127,7 @@ def plan_module(
     device, more = device_of(module, plan, found, group)
     problems += more
     forwards = _forwards(module, tensors)
-    return ModuleActions(
+    return ExecutionPlan(
         tensors=tensors,
         forwards=forwards,
         options={path: _options(module.get_submodule(path)) for path in forwards},
@@ -142,15 +142,15 @@ def plan_module(
     )
 
 
-def plan_together(work: Callable[[], ModuleActions]) -> tuple[ModuleActions | None, Outcome]:
+def plan_on_all_ranks(work: Callable[[], ExecutionPlan]) -> tuple[ExecutionPlan | None, RankState]:
     """Return what ``work`` plans, and what to compare between ranks: also when it raises on this one."""
 
-    def both() -> tuple[ModuleActions, Outcome]:
+    def both() -> tuple[ExecutionPlan, RankState]:
         actions = work()
         return actions, actions.outcome
 
-    done, failed = attempt(both)
-    return (None, Outcome((), failed)) if done is None else done
+    done, failed = capture_errors(both)
+    return (None, RankState((), failed)) if done is None else done
 
 
 def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
@@ -242,7 +242,7 @@ def _options(module: nn.Module) -> str:
 def _earlier_layout(module: nn.Module) -> Layout | None:
     """Return the layout of the weight after an earlier call."""
     forward = module.__dict__.get("forward")
-    return forward.cut.layout if isinstance(forward, ShardedForward) and forward.cut is not None else None
+    return forward.sharding.layout if isinstance(forward, ShardedForward) and forward.sharding is not None else None
 
 
 def _wanted_text(wanted: ShardingSpec | Layout) -> str:

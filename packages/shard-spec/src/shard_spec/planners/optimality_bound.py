@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Certificate:
+class OptimalityBound:
     """Proof of an optimising planner about its plan, under its own cost model.
 
     Attributes:
