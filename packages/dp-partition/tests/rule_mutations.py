@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 import dp_partition as dp
 import torch
-from dp_partition import insert, propagate
 from dp_partition.ops import base_name
-from dp_partition.rules.lookup import find_rule
-from dp_partition.rules.table import RULES, Call, Candidate, R, Rule, State
-from dp_partition.verification import verify_capture
+from dp_partition.passes import insert_collectives as insert
+from dp_partition.sharding import propagate
+from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.sharding.op_rules.table import RULES, Call, Candidate, R, Rule, State
+from dp_partition.testing.verification import verify_capture
 from rule_probes import all_probes, probe
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard

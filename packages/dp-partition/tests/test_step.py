@@ -9,7 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.step import runner_of
+from dp_partition.api import runner_of
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -47,7 +47,7 @@ collectives: Any = torch.ops._c10d_functional
 
 
 def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
-    """Whether gloo carries a group's tensors of a kind of device."""
+    """Return whether gloo carries a group's tensors of a kind of device."""
     return str(group._get_backend(torch.device(device_type)).name()) == "gloo"
 
 
@@ -120,7 +120,7 @@ def latest_trace_node() -> str:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors have in common if they share memory, fake ones too; valid while one of them lives."""
+    """Return what two tensors have in common if they share memory, fake ones too; valid while one of them lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
 

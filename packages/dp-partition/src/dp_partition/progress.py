@@ -1,4 +1,4 @@
-"""What a long estimate is doing, on one line of a terminal."""
+"""Progress of tracing and compiling, on one line of a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Progress:
         self.name = ""
 
     def tell(self, done: int, total: int | None, what: str) -> None:
-        """How far the stage is; shown at most every ``every`` seconds."""
+        """Return how far the stage is; shown at most every ``every`` seconds."""
         now = time.perf_counter()
         if not self.live or now - self.shown < self.every:
             return

@@ -1,4 +1,4 @@
-"""What a step returns and what it puts in place of old tensors: the outputs of its graph."""
+"""Outputs of a step's graph: its results, and new tensors in the place of old ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Fakes
 from dp_partition.capture.phases import Phases
-from dp_partition.capture.subject import Subject
-from dp_partition.problems import PlanError, Problem
+from dp_partition.capture.state import Subject
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Returned:
     user_spec: Any
 
     def result(self, values: tuple[Any, ...]) -> Any:
-        """What the step returned, from the graph's values."""
+        """Return what the step returned, from the graph's values."""
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
         return pytree.tree_unflatten(leaves, self.user_spec)
 
 
 def collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """What the step returned, then every buffer and state entry that it put in place of an old one.
+    """Return what the step returned, then every buffer and state entry that it put in place of an old one.
 
     Raises:
         PlanError: ``grads-carried-over`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for

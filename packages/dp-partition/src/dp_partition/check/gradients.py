@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_partition.axes import all_groups, num_replicas, replica_group_name, shard_group, shard_world
-from dp_partition.bucket import Traffic
-from dp_partition.reducing import GradientGroup, division
+from dp_partition.mesh import all_groups, num_replicas, replica_group_name, shard_group, shard_world
+from dp_partition.passes.reduction import GradientGroup, division
+from dp_partition.plan.settings import Traffic
 
 RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 

@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dp_partition._torch_compat import pytree
-from dp_partition.axes import shard_group, shard_rank, shard_world
-from dp_partition.binding import Binding, local_of
-from dp_partition.capture.constants import FunctionConstants, Same
-from dp_partition.capture.states import states_by_id
-from dp_partition.capture.subject import Subject, index_tensors
+from dp_partition._torch_compat import FakeTensor, pytree
+from dp_partition.capture.fingerprint import ById, FunctionReads
+from dp_partition.capture.hyperparameters import states_by_id
+from dp_partition.capture.state import Subject, index_tensors
 from dp_partition.check.copying import CannotCopyError, Copier, Transform
 from dp_partition.check.gradients import (
     FAILED,
@@ -31,11 +29,12 @@ from dp_partition.check.gradients import (
     NotComparableError,
     PeerStoppedError,
 )
-from dp_partition.check.snapshot import live_tensors, state_name
-from dp_partition.collectives import chunk_bounds
-from dp_partition.plain import whole
-from dp_partition.randomness import Stream
-from dp_partition.settings import Settings
+from dp_partition.mesh import shard_group, shard_rank, shard_world
+from dp_partition.plan.placements import chunk_bounds
+from dp_partition.plan.settings import Settings
+from dp_partition.runtime.rng import Stream
+from dp_partition.runtime.rollback import live_tensors, state_name
+from dp_partition.runtime.state import Binding, local_of, whole
 
 
 @dataclass
@@ -130,7 +129,7 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
     shares = not copied.subject.optimizers
     average = GradientAverage(copied.subject.params, binding.mesh, settings.traffic, local and not shares)
     before = _locals(copied.subject, binding, clone=True)
-    constants = FunctionConstants(copied.function)
+    constants = FunctionReads(copied.function)
     python_before = _plain(constants.read())
     try:
         with ExitStack() as stack:
@@ -160,14 +159,17 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return Ended(Outcome(leaves, spec, _locals(copied.subject, binding), before, numbers_of(copied.subject)))
+    tensors = _locals(copied.subject, binding)
+    if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
+        return Ended(error=RuntimeError("it uses a fake tensor: a cache beside its arguments kept what the trace made"))
+    return Ended(Outcome(leaves, spec, tensors, before, numbers_of(copied.subject)))
 
 
 def _plain(value: Any) -> Any:
     """A fingerprint without objects that count by identity: caches may be filled."""
     if isinstance(value, tuple | frozenset):
         return tuple(map(_plain, value))
-    return None if isinstance(value, Same) else value
+    return None if isinstance(value, ById) else value
 
 
 def _tell(average: GradientAverage, status: int) -> None:
@@ -274,9 +276,10 @@ def _locals(subject: Subject, binding: Binding, *, clone: bool = False) -> dict[
         if not is_param and fqn not in subject.aliases:
             enter(fqn, module._buffers[attribute], None)  # type: ignore[arg-type]  # slots() yields tensors only
     names = {id(param): fqn for fqn, param in subject.params.items()}
-    for number, optimizer in enumerate(subject.optimizers):
-        live = states_by_id(binding.subject.optimizers[number])
-        for key, state in states_by_id(optimizer).items():
+    states, live_states = states_by_id(subject.optimizers), states_by_id(binding.subject.optimizers)
+    for number in range(len(subject.optimizers)):
+        live = live_states[number]
+        for key, state in states[number].items():
             fqn = names.get(key, "")
             placed = live.get(id(binding.params.get(fqn)), {})
             for entry, value in state.items():
@@ -320,12 +323,13 @@ def numbers_of(subject: Subject) -> dict[str, Any]:
     """Plain values of optimizer state and parameter groups, by name."""
     found: dict[str, Any] = {}
     names = {id(param): fqn for fqn, param in subject.params.items()}
+    states = states_by_id(subject.optimizers)
     for number, optimizer in enumerate(subject.optimizers):
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, bool | int | float | str | tuple):
                     found[f"optim{number}.param_groups[{index}][{key!r}]"] = value
-        for param, state in states_by_id(optimizer).items():
+        for param, state in states[number].items():
             for entry, value in state.items():
                 if isinstance(value, bool | int | float | str) and param in names:
                     found[state_name(number, names[param], entry)] = value
