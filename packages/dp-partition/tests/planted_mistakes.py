@@ -155,10 +155,10 @@ def _all(*patches: Any) -> Iterator[None]:
 
 
 def _linear_in_each_node(call: Any, name: str, operands: list[fx.Node]) -> Iterator[Any]:
-    partial = [node for node in operands if isinstance(call.at(node), Partial)]
+    partial = [node for node in operands if isinstance(call.placement_of(node), Partial)]
     base = name.removeprefix("_foreach_")
     if len(partial) == 1 and base in pointwise.LINEAR_IN_ONE | {"div"}:
-        kind = call.at(partial[0])
+        kind = call.placement_of(partial[0])
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
 
 

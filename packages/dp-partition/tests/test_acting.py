@@ -11,7 +11,7 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_matrix_models import Contrast, value_step
-from dp_partition.capture.state import find_subject
+from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
@@ -76,10 +76,10 @@ def test_on_a_cuda_rank_that_does_not_exist(style: str) -> None:
     model = models.seeded(models.GPT)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     args = (model, optim, *models.tokens(torch.Generator(), rows=2))
-    subject = find_subject(models.token_step, args, {})
-    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
+    step_state = find_step_state(models.token_step, args, {})
+    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], 2)
-    program = build_program(models.token_step, args, {}, subject, plan, fake_mesh(2, 1, "cpu"), reshard=True)
+    program = build_program(models.token_step, args, {}, step_state, plan, fake_mesh(2, 1, "cpu"), reshard=True)
     assert program.local_fakes is not None
     shapes = [
         (tuple(fake.shape), fake.dtype, entry.key == "step") if isinstance(fake, torch.Tensor) else None
@@ -101,10 +101,10 @@ def test_on_a_cuda_rank_that_does_not_exist(style: str) -> None:
 def test_evaluation_is_traced_for_a_cuda_rank_that_does_not_exist() -> None:
     """Where no backward is needed the trace itself runs there: constants are made on the rank's device."""
     args = (models.GPT(), torch.zeros(2, 8, dtype=torch.long))
-    subject = find_subject(evaluate, args, {})
-    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
+    step_state = find_step_state(evaluate, args, {})
+    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle.FULLY_SHARD, 2)
-    program = build_program(evaluate, args, {}, subject, plan, fake_mesh(2, 1, "cuda"), device="cuda:1")
+    program = build_program(evaluate, args, {}, step_state, plan, fake_mesh(2, 1, "cuda"), device="cuda:1")
     module = program.with_local_values()
     tensors = [t for n in module.graph.nodes for t in pytree.tree_leaves(n.meta.get("val")) if torch.is_tensor(t)]
     assert {t.device for t in tensors} == {torch.device("cuda:1")}

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from dp_partition.plan.placements import DataParallelStrategy as DataParallelStrategy
     from dp_partition.plan.placements import DataParallelStyle as DataParallelStyle
     from dp_partition.plan.placements import NodeType as NodeType
-    from dp_partition.plan.placements import PerRank as PerRank
     from dp_partition.plan.placements import PlacementSpec as PlacementSpec
     from dp_partition.plan.placements import PlacementStrategy as PlacementStrategy
+    from dp_partition.plan.placements import RankLocal as RankLocal
     from dp_partition.plan.placements import TupleStrategy as TupleStrategy
     from dp_partition.plan.plan import ParamPlan as ParamPlan
     from dp_partition.plan.plan import PartitionPlan as PartitionPlan
@@ -67,7 +67,7 @@ __all__ = [
     "PlacementStrategy",
     "DataParallelStrategy",
     "TupleStrategy",
-    "PerRank",
+    "RankLocal",
     "gradients_tagging",
     "build_data_parallel_strategies",
     "mark_data_parallel_shardings",
@@ -91,7 +91,7 @@ _HOMES = {
     "passes.reduction": "GradientGroup bf16_compress fp16_compress",
     "plan.plan": "plan_placements PartitionPlan ParamPlan TensorInfo",
     "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy "
-    "DataParallelStrategy TupleStrategy PerRank",
+    "DataParallelStrategy TupleStrategy RankLocal",
     "capture.phases": "gradients_tagging",
     "legacy.graph_interface": "build_data_parallel_strategies mark_data_parallel_shardings partitioner "
     "partition_data_parallel",

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.analyze import survey
+from dp_partition.analysis.analyze import analyze
 from dp_partition.analysis.comms import explain_messages, messages_of
 from dp_partition.analysis.page import write_page
 from dp_partition.analysis.printer import show_listing
@@ -22,7 +22,7 @@ from dp_partition.analysis.timeline import Link, Machine
 from dp_partition.passes.reduction import CommHook
 from dp_partition.plan.placements import DataParallelStyle, parse_style
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import Batch, Settings, Traffic
+from dp_partition.plan.settings import Backend, Batch, CommConfig, Semantics, Settings, Style
 from dp_partition.runner import Runner
 from dp_partition.runtime.state import unsharded
 
@@ -31,8 +31,8 @@ def compile(
     train_step: Callable[..., Any],
     *,
     mesh: DeviceMesh | None = None,
-    style: str | DataParallelStyle = "default",
-    semantics: str = "local",
+    style: Style | DataParallelStyle = "default",
+    semantics: Semantics = "local",
     batch: Batch | None = None,
     placements: Mapping[str, Placement] | None = None,
     equal: str = "broadcast",
@@ -43,7 +43,7 @@ def compile(
     rng: str | None = None,
     reduce_dtype: torch.dtype | None = None,
     comm_hook: CommHook | None = None,
-    backend: str = "eager",
+    backend: Backend = "eager",
     check: str = "sampled",
     share: Step | None = None,
     progress: TextIO | None = None,
@@ -91,14 +91,18 @@ def compile(
     if base is not None:
         if mesh is not None or placements is not None:
             hint = "leave mesh and placements out"
-            problems.append(Problem("no-effect", "share", found="mesh or placements beside share", hint=hint))
+            problems.append(
+                Problem("conflicting-arguments", "share", found="mesh or placements beside share", hint=hint)
+            )
         if reduce_dtype is not None or comm_hook is not None:
             hint = "a step that shares has no gradients; leave them out"
-            problems.append(Problem("no-effect", "share", found="reduce_dtype or comm_hook beside share", hint=hint))
+            problems.append(
+                Problem("conflicting-arguments", "share", found="reduce_dtype or comm_hook beside share", hint=hint)
+            )
         mesh, style = base.mesh, base.settings.style
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
-        problems.append(Problem("no-effect", "batch", found=repr(batch), hint=hint))
+        problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
     parsed = DataParallelStyle.DEFAULT
     try:
         parsed = parse_style(style)
@@ -110,7 +114,7 @@ def compile(
         dict(placements or {}),
         equal,
         (batch or Batch()).dim,
-        Traffic(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook, in_place=backend == "eager"),
+        CommConfig(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook, in_place=backend == "eager"),
         accumulate,
         rng,
         reshard_after_forward,
@@ -195,10 +199,10 @@ class Step:
         """
         plan, chosen = self.plan, (link or Link(), machine or Machine())
         rank = self._runner.bound().rank
-        write_page(path, self.name, plan, rank, survey(self.graph.graph, plan, rank, *chosen), *chosen)
+        write_page(path, self.name, plan, rank, analyze(self.graph.graph, plan, rank, *chosen), *chosen)
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
-        """Within the block the model holds whole plain parameters, for eager code on every rank alike.
+        """Within the block the model holds full plain parameters, for eager code on every rank alike.
 
         The parameters are those of the block: optimizers and lists that are made of them are of no use afterwards, and
         say so. A step that shares another's parameters unshards the same ones.
@@ -210,7 +214,7 @@ class Step:
         return unsharded(self._runner.owner.bound(), writeback)
 
     def release(self) -> None:
-        """Give model and optimizer back: plain whole parameters and state, for good. Not for a step that shares."""
+        """Give model and optimizer back: full plain parameters and state, for good. Not for a step that shares."""
         self._runner.release()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.analyze import Held, Survey, survey
+from dp_partition.analysis.analyze import StaticMemory, StepAnalysis, analyze
 from dp_partition.analysis.comms import Message, explain_messages
 from dp_partition.analysis.formatting import human_seconds, table
 from dp_partition.analysis.memory import Memory
@@ -24,10 +24,11 @@ from dp_partition.analysis.timeline import Link, Machine, Timeline
 from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
 from dp_partition.capture.arguments import read_arguments
-from dp_partition.capture.state import check_traceable, find_subject
+from dp_partition.capture.state import check_traceable, find_step_state
 from dp_partition.mesh import fake_mesh, shard_rank, shard_world
 from dp_partition.plan.placements import DataParallelStyle
 from dp_partition.plan.plan import PartitionPlan
+from dp_partition.plan.settings import Style
 from dp_partition.progress import Progress, counted
 
 FORMAT = 1
@@ -41,7 +42,7 @@ class Estimate:
         name: Name of the train step.
         plan: Where parameters, gradients and state lie.
         rank: The rank that the numbers are of; under uneven shards the first ranks hold most.
-        found: Bytes, messages, live memory and times.
+        analysis: Bytes, messages, live memory and times.
         link: The network that times are of.
         machine: The device that times are of.
     """
@@ -49,7 +50,7 @@ class Estimate:
     name: str
     plan: PartitionPlan
     rank: int
-    found: Survey
+    analysis: StepAnalysis
     link: Link
     machine: Machine
 
@@ -64,24 +65,24 @@ class Estimate:
         return self.plan.problems
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StaticMemory:
         """Bytes of parameters, gradients, state, buffers and batch on the rank."""
-        return self.found.held
+        return self.analysis.held
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """Every collective of a step, in the order of issue."""
-        return self.found.messages
+        return self.analysis.messages
 
     @property
     def memory(self) -> Memory:
         """Live memory at every node of the graph."""
-        return self.found.memory
+        return self.analysis.memory
 
     @property
     def timeline(self) -> Timeline:
         """Compute and messages over time."""
-        return self.found.timeline
+        return self.analysis.timeline
 
     @property
     def peak_bytes(self) -> int:
@@ -140,14 +141,14 @@ class Estimate:
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the estimate as a page that loads nothing: timeline, memory, placement of every parameter."""
-        write_page(path, f"{self.name}: estimate", self.plan, self.rank, self.found, self.link, self.machine)
+        write_page(path, f"{self.name}: estimate", self.plan, self.rank, self.analysis, self.link, self.machine)
 
 
 def estimate(
     train_step: Callable[..., Any],
     *args: Any,
     world: int | tuple[int, int],
-    style: str | DataParallelStyle = "default",
+    style: Style | DataParallelStyle = "default",
     rank: int = 0,
     link: Link | None = None,
     machine: Machine | None = None,
@@ -180,7 +181,7 @@ def estimate(
     _check_request(world, rank, device, settings)
     shown = Progress(progress)
     call = read_arguments(getattr(train_step, "__name__", "train_step"), args, {})
-    given = find_subject(train_step, call.args, {})
+    given = find_step_state(train_step, call.args, {})
     check_traceable(given)
     tensors = [*given.params.values(), *given.buffers.values()]
     seen_on = torch.device(device or (tensors[0].device.type if tensors else "cpu")).type
@@ -194,7 +195,7 @@ def estimate(
     shown.begin("local shapes")
     module = program.with_local_values(lambda done, total: shown.tell(done, total, "nodes"))
     chosen = (link or Link(), machine or Machine())
-    found = survey(module.graph, plan, shard_rank(mesh), *chosen)
+    found = analyze(module.graph, plan, shard_rank(mesh), *chosen)
     shown.end()
     return Estimate(getattr(train_step, "__name__", "train_step"), plan, rank, found, *chosen)
 
@@ -211,7 +212,7 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
     for name in ("mesh", "share", "equal", "backend"):
         if name in settings:
             hint = "an estimate places nothing; leave it out"
-            problems.append(Problem("no-effect", name, found="passed to estimate", hint=hint))
+            problems.append(Problem("conflicting-arguments", name, found="passed to estimate", hint=hint))
     if problems:
         raise PlanError(problems, "dp_partition.estimate")
 
@@ -263,7 +264,7 @@ def _traffic(found: Estimate) -> str:
         rows.append([kind, str(len(sizes)), each, f"{sent:,}", human_bytes(sent)])
     if not rows:
         return "nothing is sent"
-    return table(["collective", "count", "whole tensor", "sent bytes", ""], rows, (1, 2, 3, 4))
+    return table(["collective", "count", "full tensor", "sent bytes", ""], rows, (1, 2, 3, 4))
 
 
 def _times(found: Estimate) -> list[str]:

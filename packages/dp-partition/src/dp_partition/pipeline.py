@@ -17,24 +17,24 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.fakes import Input
-from dp_partition.capture.state import Subject
+from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
 from dp_partition.mesh import fake_mesh, num_replicas, replica_group_name, shard_group, shard_rank
-from dp_partition.passes.bucketing import arrange
+from dp_partition.passes.bucketing import bucket_and_schedule
 from dp_partition.passes.decompose import decompose, remove_tags
 from dp_partition.passes.insert_collectives import Inserter, erase_tags
 from dp_partition.passes.local_shapes import local_inputs
 from dp_partition.passes.microbatch import repeat_for_microbatches
 from dp_partition.passes.moves import Mover
-from dp_partition.passes.normalize import canonicalise
-from dp_partition.passes.peephole import compute_in_buckets, drop_idle_views, lay_out_alike
+from dp_partition.passes.normalize import normalize
+from dp_partition.passes.peephole import compute_grads_in_buckets, make_contiguous_for_fused, remove_redundant_views
 from dp_partition.passes.reshard_after_forward import reshard_after_forward
 from dp_partition.passes.zero import update_own_rows
-from dp_partition.plan.placements import NodeType, PerRank
+from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.plan.settings import Traffic
+from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.program import Program
-from dp_partition.sharding.propagate import Homes, NodePlan, mark_graph, propagate
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, mark_graph, propagate
 
 _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
 
@@ -43,26 +43,26 @@ def build_program(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    subject: Subject,
+    step_state: StepState,
     plan: PartitionPlan,
     mesh: DeviceMesh,
     batch_dim: int = 0,
-    traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
+    comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
     accumulate: int = 1,
     reshard: str | bool | frozenset[str] = False,
     device: str | None = None,
 ) -> Program:
     """Trace a step and partition it for this rank."""
-    capture = capture_single_device(function, args, kwargs, subject, plan, batch_dim, accumulate, device)
-    homes, plans = plan_nodes(capture, plan, batch_dim, traffic, reshard)
+    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device)
+    homes, plans = plan_nodes(capture, plan, batch_dim, comm, reshard)
     output = next(node for node in plans if node.op == "output")
     returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
     rank = shard_rank(mesh)
     mark_graph(plans, mesh if mesh.ndim == 1 else fake_mesh(plan.world, rank, mesh.device_type))
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
-    fakes = local_inputs(capture, placements, plan.world, rank)
+    fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     groups = shard_group(mesh).group_name, replica_group_name(mesh)
-    partition_for_rank(capture.module, plan.world, rank, groups[0], traffic, groups[1], num_replicas(mesh))
+    partition_for_rank(capture.module, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
     return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
@@ -73,7 +73,7 @@ def capture_single_device(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    subject: Subject,
+    step_state: StepState,
     plan: PartitionPlan,
     batch_dim: int,
     accumulate: int,
@@ -86,9 +86,9 @@ def capture_single_device(
     local = plan.semantics == "local"
     scale = None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
-    capture = trace_step(function, args, kwargs, subject, scale, device)
+    capture = trace_step(function, args, kwargs, step_state, scale, device)
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
-    canonicalise(capture)
+    normalize(capture)
     if accumulate > 1:
         # Needs tags. Repeats forward and backward, and averages gradients before the optimizer.
         repeat_for_microbatches(capture, accumulate, batch_dim)
@@ -109,14 +109,14 @@ def plan_nodes(
     capture: Capture,
     plan: PartitionPlan,
     batch_dim: int,
-    traffic: Traffic = Traffic(),  # noqa: B008 - a frozen value
+    comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
     reshard: str | bool | frozenset[str] = False,
-) -> tuple[Homes, dict[fx.Node, NodePlan]]:
+) -> tuple[StoragePlacements, dict[fx.Node, NodePlan]]:
     """Place every value of a single-device graph on ``plan.world`` ranks."""
     local = plan.semantics == "local"
-    homes = home_placements(capture, plan, PerRank() if local else Shard(batch_dim))
+    homes = home_placements(capture, plan, RankLocal() if local else Shard(batch_dim))
     # Needs phases. Marks parameters that are gathered again for backward, and gives backward its own views of them.
-    reshard_after_forward(capture.module.graph, homes.placements, reshard, traffic, plan.world, local=local)
+    reshard_after_forward(capture.module.graph, homes.placements, reshard, comm, plan.world, local=local)
     # Gives a placement of each output, and of each input where its node wants it.
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     # State that the step makes itself is returned where the plan wants it.
@@ -132,8 +132,8 @@ def partition_for_rank(
     world: int,
     rank: int,
     group: str,
-    traffic: Traffic,
-    across: str = "",
+    comm: CommConfig,
+    replica_group: str = "",
     replicas: int = 1,
 ) -> GraphModule:
     """Turn a marked graph into the graph of ``rank``, in place.
@@ -145,26 +145,26 @@ def partition_for_rank(
         world: Number of ranks of the axis that its placements are on.
         rank: Rank there.
         group: Name of the group of that axis.
-        traffic: How communication is arranged.
-        across: Name of the group over whose ranks gradients are averaged as well; empty: none.
+        comm: How communication is arranged.
+        replica_group: Name of the group over whose ranks gradients are averaged as well; empty: none.
         replicas: Number of ranks of that.
     """
     graph = module.graph
-    mover = Mover(graph, world, rank, group, across, replicas)
+    mover = Mover(graph, world, rank, group, replica_group, replicas)
     traced = set(graph.nodes)
     # Brings each input where its node wants it, one collective a tensor; removes the marks.
     inserter = Inserter(module, mover)
     inserter.run()
     # Fused optimizer kernels get contiguous tensors.
-    lay_out_alike(graph)
+    make_contiguous_for_fused(graph)
     # Replaces single collectives of parameters and gradients by buckets, sent early and awaited late.
-    arrange(graph, inserter.moves, mover, traffic)
+    bucket_and_schedule(graph, inserter.moves, mover, comm)
     # Tags give way to `meta["gradient"]`: buckets had to know when a gradient has its final value.
     erase_tags(graph)
     # Needs a graph without tags. Matrix products write their gradients into the bucket.
-    compute_in_buckets(graph, traffic.in_place)
+    compute_grads_in_buckets(graph, comm.in_place)
     # Erases views that equal an earlier node.
-    drop_idle_views(graph, traced)
+    remove_redundant_views(graph, traced)
     graph.lint()
     return module
 
@@ -187,9 +187,9 @@ def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], t
     return shape_of
 
 
-def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> Homes:
+def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> StoragePlacements:
     """Return where every placeholder lies between steps."""
-    homes = Homes({}, {})
+    homes = StoragePlacements({}, {})
     for node in capture.module.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -210,7 +210,7 @@ def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) ->
     if entry.kind == "state":
         like = plan[entry.name]
         return like.state if tuple(node.meta["val"].shape) == like.info.shape else Replicate()
-    if entry.kind == "arg" and (isinstance(batch, PerRank) or node.meta["val"].ndim > 0):
+    if entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
         return batch
     return Replicate()
 

@@ -71,17 +71,14 @@ class _Counter(TorchDispatchMode):
 
 
 def counted(function: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
-    """The train step, telling how many operators it has run.
-
-    When it was traced it is called again and checked for Python state; after that partitioning begins.
-    """
+    """The train step, telling how many operators it has run."""
     if progress.stream is None:
         return function
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         with _Counter(progress):
             result = function(*args, **kwargs)
-        progress.begin("checking" if progress.name == "tracing" else "partitioning")
+        progress.begin("partitioning")
         return result
 
     counting.__name__ = getattr(function, "__name__", "train_step")

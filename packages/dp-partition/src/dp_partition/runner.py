@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,12 +19,12 @@ from dp_partition.backends.inductor import check_inductor, lower
 from dp_partition.capture.arguments import CallArguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
-from dp_partition.capture.state import Subject, check_traceable, find_subject
+from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
 from dp_partition.mesh import num_replicas, shard_world
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
-from dp_partition.plan.settings import Settings, Traffic
+from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.progress import Progress, counted
 from dp_partition.runtime.consensus import agree_on, batch_text, collectives_digest
 from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
@@ -31,6 +32,9 @@ from dp_partition.runtime.program import Program
 from dp_partition.runtime.rng import Stream
 from dp_partition.runtime.rollback import guarded
 from dp_partition.runtime.state import Binding, release
+
+MANY_TRACES = 8  # after as many a warning says what a trace is taken for, as torch.compile does
+MOST_PROGRAMS = 64  # that are kept
 
 
 class Runner:
@@ -51,7 +55,6 @@ class Runner:
         num_compiled: How many pieces of programs were compiled.
         schedule: Which calls are checked.
         num_checked: How many calls were checked.
-        checked: Programs that a check has run.
         unchecked: Why calls that were to be checked were not.
     """
 
@@ -71,11 +74,10 @@ class Runner:
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
         self.agreed: list[Mapping[str, str]] = []
-        self.gathered_again: frozenset[str] | None = None
+        self.reshard_names: frozenset[str] | None = None
         self.latest: Program | None = None
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
-        self.checked: set[int] = set()
         self.unchecked: list[str] = []
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
@@ -96,9 +98,9 @@ class Runner:
         return self.settings.accumulate
 
     @property
-    def traffic(self) -> Traffic:
+    def comm(self) -> CommConfig:
         """Arrangement of communication, as far as it changes no result: what `verify` simulates."""
-        return replace(self.settings.traffic, reduce_dtype=None, hook=None)
+        return replace(self.settings.comm, reduce_dtype=None, hook=None)
 
     def checks(self) -> str:
         """Return which calls were compared with the eager step, as text for the plan."""
@@ -110,7 +112,7 @@ class Runner:
     @property
     def resharding(self) -> str | bool | frozenset[str]:
         """Parameters to gather again for backward; once chosen, a rank that retraces alone does as all."""
-        return self.settings.reshard if self.gathered_again is None else self.gathered_again
+        return self.settings.reshard if self.reshard_names is None else self.reshard_names
 
     # ---- a call -----------------------------------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class Runner:
         if binding is None:
             binding, program, optimizers = self.first_call(call)
         else:
-            self.check_subject(binding, call.leaves)
+            self.check_step_state(binding, call.leaves)
             optimizers = reconcile(binding)
             program = self.find_program(binding, call, optimizers)
         if is_checked:
@@ -131,7 +133,7 @@ class Runner:
 
     def run(self, binding: Binding, program: Program, call: CallArguments, optimizers: OptimizerReads) -> Any:
         """Run the graph and put new state in place."""
-        check_no_gradients(binding.subject, program.capture.cleared)
+        check_no_gradients(binding.step_state, program.capture.cleared)
         inputs = bind_inputs(binding, program, call.leaves, optimizers)
         with self.guarded(program, inputs):
             values = program.run(inputs)
@@ -176,7 +178,7 @@ class Runner:
             hint = f"call release() on {self.owner.name}, or let go of this step"
             raise PlanError(Problem("not-owner", self.name, found="shares what another step placed", hint=hint))
         release(self.bound())
-        self.binding, self.latest, self.gathered_again = None, None, None
+        self.binding, self.latest, self.reshard_names = None, None, None
         self.programs.clear()
         self.agreed.clear()
 
@@ -189,12 +191,14 @@ class Runner:
             binding.place(self.settings.equal)
             if self.settings.rng is not None:
                 self.stream = Stream(self.mesh, self.settings.rng)
+        else:
+            binding.hold_storages()
         self.binding = binding
         self.agreed.append(facts)
         if self.settings.reshard == "auto" and self.settings.semantics == "local":
-            self.gathered_again = program.gathered_again()
+            self.reshard_names = program.reshard_names()
         optimizers = reconcile(binding)
-        self.programs[program_key(binding.subject, call, self.reads, optimizers)] = [program]
+        self.programs[program_key(binding.step_state, call, self.reads, optimizers)] = [program]
         self.latest = program
         return binding, program, optimizers
 
@@ -203,17 +207,17 @@ class Runner:
         if self.settings.backend == "inductor":
             check_inductor(self.mesh.device_type)
         base = None if self.share is None else self.share.bound()
-        subject = find_subject(self.function, call.args, call.kwargs)
+        step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
-            check_traceable(subject)
-            plan = self.plan_for(subject, shard_world(self.mesh))
+            check_traceable(step_state)
+            plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
-            self.check_shared(base, subject)
+            self.check_shared(base, step_state)
             plan = base.plan
-        program = self.build_compiled(subject, plan, call)
-        check_no_gradients(subject, program.capture.cleared)
+        program = self.build_compiled(step_state, plan, call)
+        check_no_gradients(step_state, program.capture.cleared)
         facts = self.facts(plan, program, call.leaves)
-        return (Binding(subject, plan, self.mesh), program, facts), facts
+        return (Binding(step_state, plan, self.mesh), program, facts), facts
 
     def facts(self, plan: PartitionPlan, program: Program, leaves: list[Any]) -> Mapping[str, str]:
         """Return what has to be equal on every rank before a program runs."""
@@ -226,29 +230,29 @@ class Runner:
             facts["batch"] = batch_text(leaves)
         return facts
 
-    def plan_for(self, subject: Subject, world: int) -> PartitionPlan:
+    def plan_for(self, step_state: StepState, world: int) -> PartitionPlan:
         """Return where everything would lie on ``world`` ranks.
 
         Raises:
             PlanError: With all problems of the plan.
         """
         plan = plan_placements(
-            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()],
+            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()],
             self.settings.style,
             world,
             semantics=self.settings.semantics,
             overrides=self.settings.placements,
-            aliases={a: n for a, n in subject.aliases.items() if n in subject.params},
+            aliases={a: n for a, n in step_state.aliases.items() if n in step_state.params},
             replicas=num_replicas(self.mesh),
             reduction=self.settings.reduction(),
         )
         check_plan(plan)
         return plan
 
-    def build_compiled(self, subject: Subject, plan: PartitionPlan, call: CallArguments) -> Program:
+    def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
         """Return a program that is ready to run: traced, partitioned and compiled."""
         self.progress.begin("tracing")
-        program = self.build(subject, plan, call)
+        program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
             self.progress.begin("compiling")
             module = program.with_local_values()
@@ -257,26 +261,28 @@ class Runner:
         self.progress.end()
         return program
 
-    def build(self, subject: Subject, plan: PartitionPlan, call: CallArguments, device: str | None = None) -> Program:
+    def build(
+        self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
+    ) -> Program:
         """Trace and partition for the arguments at hand.
 
         Raises:
             PlanError: ``python-state`` if running the step changed Python values that it reads: its graph would not.
         """
         self.num_traces += 1
-        settings = (self.batch_dim, self.settings.traffic, self.accumulate, self.resharding)
+        settings = (self.batch_dim, self.settings.comm, self.accumulate, self.resharding)
         function = counted(self.function, self.progress)
-        before = self.python_state(subject, call)
-        program = build_program(function, call.args, call.kwargs, subject, plan, self.mesh, *settings, device)
-        self.check_python_state(before, self.python_state(subject, call))
+        before = self.python_state(step_state, call)
+        program = build_program(function, call.args, call.kwargs, step_state, plan, self.mesh, *settings, device)
+        self.check_python_state(before, self.python_state(step_state, call))
         if self.passes is not None:
             program.module.recompile()
             program.capture.module = self.passes(program.module)
         return program
 
-    def python_state(self, subject: Subject, call: CallArguments) -> Any:
+    def python_state(self, step_state: StepState, call: CallArguments) -> Any:
         """Return a fingerprint of what the step reads beside tensors, as it is now."""
-        return program_key(subject, call, self.reads, read_optimizers(subject.optimizers))
+        return program_key(step_state, call, self.reads, read_optimizers(step_state.optimizers))
 
     def check_python_state(self, before: Any, after: Any) -> None:
         """Raise if running the step changed what it reads."""
@@ -289,13 +295,21 @@ class Runner:
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program whose guards hold for these arguments; trace one if there is none."""
-        programs = self.programs.setdefault(program_key(binding.subject, call, self.reads, optimizers), [])
+        programs = self.programs.setdefault(program_key(binding.step_state, call, self.reads, optimizers), [])
         for program in programs:
             if program.holds_for(optimizers.values):
                 self.latest = program
                 return program
         program = self.latest = self.retrace(binding, call)
         programs.append(program)
+        if self.num_traces == MANY_TRACES + 1:
+            warnings.warn(
+                f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
+                "arguments, takes a trace. Pad batches to few lengths, and pass numbers that change in tensors",
+                stacklevel=4,
+            )
+        while sum(map(len, self.programs.values())) > MOST_PROGRAMS:
+            del self.programs[next(iter(self.programs))]  # the oldest
         return program
 
     def retrace(self, binding: Binding, call: CallArguments) -> Program:
@@ -306,7 +320,7 @@ class Runner:
         """
 
         def attempt() -> tuple[tuple[Program, Mapping[str, str]], Mapping[str, str]]:
-            program = self.build_compiled(binding.subject, binding.plan, call)
+            program = self.build_compiled(binding.step_state, binding.plan, call)
             facts = self.facts(binding.plan, program, call.leaves)
             return (program, facts), facts
 
@@ -320,19 +334,19 @@ class Runner:
 
     # ---- whose model it is ------------------------------------------------------------------------------------------
 
-    def check_shared(self, base: Binding, subject: Subject) -> None:
+    def check_shared(self, base: Binding, step_state: StepState) -> None:
         """Raise unless a step that uses what another step placed is given that step's model, and no optimizer."""
         placed = {id(param) for param in base.params.values()}
-        foreign = [name for name, param in subject.params.items() if id(param) not in placed]
-        if foreign or subject.optimizers:
+        foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
+        if foreign or step_state.optimizers:
             hint = "pass the model of the step it shares with, and no optimizer"
             found = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
             raise PlanError(Problem("not-shared", self.name, found=found, hint=hint))
 
-    def check_subject(self, binding: Binding, leaves: list[Any]) -> None:
+    def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""
         given = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
-        if given != binding.subject_ids:
+        if given != binding.owner_ids:
             hint = "call release() on the step first, or compile a step of its own"
             raise PlanError(
                 Problem("other-model", self.name, found="called with another model or optimizer", hint=hint)

@@ -9,7 +9,7 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition._torch_compat import collectives
-from dp_partition.backends.gloo import halve_scatters
+from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
 from dp_partition.passes.moves import REDUCTIONS
 from ranktest import Ranks
 from torch import fx
@@ -40,7 +40,7 @@ def test_the_same_for_half_the_bytes(ranks: Ranks) -> None:
         rows = (world * shape[0], *shape[1:])
         inputs = [torch.randn(rows, generator=torch.Generator().manual_seed(r)).mul(8).to(dtype) for r in range(world)]
         module = scatter(op, world, group)
-        halve_scatters(module.graph)
+        reduce_scatter_as_all_to_all(module.graph)
         module.recompile()
         given = inputs[ranks.rank].to(ranks.device)
         with ranks.record() as log:
@@ -74,5 +74,5 @@ def test_what_a_step_says_and_what_it_sends(ranks: Ranks) -> None:
 
 def test_an_operation_of_another_kind_stays() -> None:
     module = scatter("product", 2, "none")
-    halve_scatters(module.graph)
+    reduce_scatter_as_all_to_all(module.graph)
     assert [node.target for node in module.graph.nodes].count(collectives.reduce_scatter_tensor.default) == 1

@@ -10,6 +10,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
+from dp_partition.capture.fingerprint import leaf_key
 from python_effects import REFUSED, collecting, counting, finish, mse, plain, python_draw, scheduled, seeded
 from ranktest import Ranks
 from torch import nn
@@ -83,3 +84,10 @@ def test_the_same_by_arguments_and_results(ranks: Ranks) -> None:
         results.append((losses, [p.detach().clone() for p in model.parameters()]))
     assert results[0][0] == results[1][0] and len(set(results[0][0])) == 5
     assert sum(map(torch.equal, results[0][1], results[1][1])) == 4
+
+
+def test_arguments_without_attributes_count_by_identity() -> None:
+    one, other = torch.Generator(), torch.Generator()
+    assert leaf_key(one) == leaf_key(one) != leaf_key(other)
+    assert leaf_key([1, 2.0]) == leaf_key([1, 2.0]) != leaf_key([1, 2])
+    assert leaf_key(True) != leaf_key(1) != leaf_key(1.0)

@@ -67,7 +67,7 @@ def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, na
             assert not isinstance(found, CheckMismatch)
 
 
-def attempt(ranks: Ranks, style: str, optimizer: str, change: planted.Change, function: Any = planted.unclipped) -> str:
+def attempt(ranks: Ranks, style: Any, optimizer: str, change: planted.Change, function: Any = planted.unclipped) -> str:
     """Found, passed, or left alone, for one mistake in the graph; a find leaves everything as before the call."""
     changed = []
 
@@ -115,7 +115,8 @@ def test_mutations_of_single_nodes_are_found(ranks: Ranks) -> None:
         optimizer, style = ("AdamW", "fully_shard") if index % 8 else ("SGD", "replicate")
         outcomes.append(attempt(ranks, style, optimizer, planted.mutation(index)))
     assert len(outcomes) == 30
-    assert outcomes.count("found") >= 27, outcomes  # what batch norm divides out changes nothing
+    # Batch norm takes the bias before it out of the loss: its gradient is rounding, and 1 % of its update is noise.
+    assert outcomes.count("found") >= 28, outcomes
 
 
 RIGHT: dict[str, dict[str, Any]] = {

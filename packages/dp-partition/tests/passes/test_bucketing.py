@@ -32,7 +32,7 @@ def test_what_lies_on_a_rank_and_what_is_sent(ranks: Ranks) -> None:
             lies_and_is_sent(ranks, style)
 
 
-def lies_and_is_sent(ranks: Ranks, style: str) -> None:
+def lies_and_is_sent(ranks: Ranks, style: Any) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 7, bias=False)).to(ranks.device)
     optim = FUSED(model.parameters())
@@ -90,7 +90,7 @@ def test_equal_to_ddp_bit_for_bit(ranks: Ranks) -> None:
             equal_to_ddp(ranks, style)
 
 
-def equal_to_ddp(ranks: Ranks, style: str) -> None:
+def equal_to_ddp(ranks: Ranks, style: Any) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     model, plain = models.seeded(models.GPT).to(ranks.device), models.seeded(models.GPT).to(ranks.device)
     ddp = nn.parallel.DistributedDataParallel(plain, process_group=mesh.get_group())

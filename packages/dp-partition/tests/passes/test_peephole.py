@@ -11,13 +11,13 @@ import pytest
 import torch
 from dp_partition._torch_compat import TorchDispatchMode, pytree
 from dp_partition.analysis.memory import live_memory
-from dp_partition.capture.state import find_subject
+from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
 from dp_partition.ops import aten, base_of
 from dp_partition.passes.peephole import FUNCTIONS, METHODS
 from dp_partition.pipeline import build_program
 from dp_partition.plan.plan import TensorInfo, plan_placements
-from dp_partition.plan.settings import Traffic
+from dp_partition.plan.settings import CommConfig
 from ranktest import Ranks
 from torch import fx, nn
 
@@ -41,13 +41,13 @@ class Tied(nn.Module):
         return self.down(self.odd(y))  # type: ignore[no-any-return]
 
 
-def graph_of(style: str, model: nn.Module, step: Any = models.mean_step, rows: int = 4, **traffic: Any) -> fx.Graph:
+def graph_of(style: str, model: nn.Module, step: Any = models.mean_step, rows: int = 4, **comm: Any) -> fx.Graph:
     """A step's graph for rank 1 of 2, with local values."""
     args = (model, SGD(model.parameters()), torch.ones(rows, 16))
-    subject = find_subject(step, args, {})
-    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
+    step_state = find_step_state(step, args, {})
+    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], 2)
-    program = build_program(step, args, {}, subject, plan, fake_mesh(2, 1, "cpu"), traffic=Traffic(**traffic))
+    program = build_program(step, args, {}, step_state, plan, fake_mesh(2, 1, "cpu"), comm=CommConfig(**comm))
     return program.with_local_values().graph
 
 

@@ -20,8 +20,9 @@ from dp_partition.api import runner_of
 from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.fingerprint import program_key
 from dp_partition.capture.hyperparameters import read_optimizers
-from dp_partition.capture.state import find_subject
+from dp_partition.capture.state import find_step_state
 from dp_partition.mesh import fake_mesh
+from dp_partition.plan.settings import Style
 from ranktest import Ranks
 from torch import nn
 
@@ -129,7 +130,7 @@ CHANGES: dict[str, tuple[Change, ...]] = {  # one after the other
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", CHANGES)
-def test_the_next_step_sees_it(ranks: Ranks, style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_sees_it(ranks: Ranks, style: Style, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = (models.seeded(Net).to(ranks.device) for _ in range(2))
     first = [list(net.parameters())[:3] for net in (model, plain)]  # the last bias comes later
     own, theirs = (torch.optim.AdamW(params, lr=1e-2, fused=True) for params in first)
@@ -185,6 +186,12 @@ def test_what_a_graph_cannot_take_over_is_refused(ranks: Ranks) -> None:
         step(model, optim, x, x)
     optim.zero_grad()
     step(model, optim, x, x)
+    before = model.get_parameter("down.weight").full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    for values in (model.get_parameter("down.weight").data * 0.5, torch.zeros(8, 7, device=ranks.device)):
+        model.get_parameter("down.weight").data = values  # which torch ignores as well
+        with pytest.raises(dp.PlanError, match=r"parameter-replaced.*down\.weight.*\.data ="):
+            step(model, optim, x, x)
+        assert torch.equal(model.get_parameter("down.weight").full_tensor(), before)  # type: ignore[attr-defined]
     optim.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     with pytest.raises(dp.PlanError, match="parameter-not-in-module"):
         step(model, optim, x, x)
@@ -216,8 +223,8 @@ def test_what_no_code_of_a_step_names_may_change() -> None:
 
     def key() -> Any:
         call = read_arguments("step", (model, optim, x), {})
-        subject = find_subject(trainer.train_step, call.args, {})
-        return program_key(subject, call, runner.reads, read_optimizers([optim]))
+        step_state = find_step_state(trainer.train_step, call.args, {})
+        return program_key(step_state, call, runner.reads, read_optimizers([optim]))
 
     first = key()
     for _ in range(3):

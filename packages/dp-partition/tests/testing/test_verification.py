@@ -131,14 +131,14 @@ def test_a_gradient_reduced_with_the_wrong_operator_is_found(monkeypatch: pytest
     """The original averages what is a sum already: gradients 1/world too small."""
     monkeypatch.setattr(propagate, "AVG", Partial("sum"))
     model = models.seeded(models.mlp).double()
-    with pytest.raises(dp.PlanError, match=r"\[differs\] node .*\[P\(sum\)\]"):
+    with pytest.raises(dp.PlanError, match=r"\[verify-mismatch\] node .*\[P\(sum\)\]"):
         dp.verify(made(models.mean_step, style="fully_shard"), model, SGD(model.parameters()), rows())
 
 
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mover, "wait", lambda self, node: node)
     model = models.seeded(models.mlp).double()
-    with pytest.raises(dp.PlanError, match="differs"):
+    with pytest.raises(dp.PlanError, match="verify-mismatch"):
         dp.verify(made(models.mean_step, style="replicate"), model, SGD(model.parameters()), rows())
 
 

@@ -13,7 +13,7 @@ from dp_partition.plan.plan import PartitionPlan
 
 
 @dataclass(frozen=True)
-class Held:
+class StaticMemory:
     """Bytes on one rank.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Survey:
+class StepAnalysis:
     """One rank's step.
 
     Attributes:
@@ -43,23 +43,23 @@ class Survey:
         phases: For every node of the graph the part of the step it belongs to.
     """
 
-    held: Held
+    held: StaticMemory
     messages: tuple[Message, ...]
     memory: Memory
     timeline: Timeline
     phases: tuple[str, ...]
 
 
-def survey(graph: fx.Graph, plan: PartitionPlan, rank: int, link: Link, machine: Machine) -> Survey:
+def analyze(graph: fx.Graph, plan: PartitionPlan, rank: int, link: Link, machine: Machine) -> StepAnalysis:
     """Read everything off a rank's graph with local values in ``meta["val"]``."""
     messages = messages_of(graph, plan.world)
     sizes = bytes_by_kind(graph)
     trained = [param for param in plan.params if param.info.requires_grad]
     grads = sum(p.local_numel(p.grad, plan.world, rank) * p.info.dtype.itemsize for p in trained)
-    held = Held(sizes["parameters"], grads, sizes["optimizer"], sizes["buffers"], sizes["batch"])
+    held = StaticMemory(sizes["parameters"], grads, sizes["optimizer"], sizes["buffers"], sizes["batch"])
     timeline = timeline_of(graph, messages, plan.world, link, machine)
     phase, phases = "forward", []
     for node in graph.nodes:
         phase = str(node.meta.get("phase") or phase)
         phases.append(phase)
-    return Survey(held, messages, live_memory(graph), timeline, tuple(phases))
+    return StepAnalysis(held, messages, live_memory(graph), timeline, tuple(phases))

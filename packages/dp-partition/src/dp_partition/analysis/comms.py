@@ -25,7 +25,7 @@ class Message:
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
         dtype: What is sent, as torch names it.
-        whole_bytes: Bytes of the whole tensor: of the sum, of what is gathered, of what is scattered.
+        whole_bytes: Bytes of the full tensor: of the sum, of what is gathered, of what is scattered.
         sent_bytes: Bytes that the rank sends by the meaning of the operation: a sum's payload once, its own shard to
             each other rank, the others' parts to them. What algorithms (rings, trees) send on top is the link's affair.
         carries: Names of the parameters whose values or gradients travel.
@@ -61,13 +61,13 @@ def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Messag
     payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     mine = sum(num_bytes(tensor) for tensor in payload)
     world = int(node.meta.get("ranks", world))
-    whole = mine * world if kind == "all_gather" else mine
+    full = mine * world if kind == "all_gather" else mine
     sent = {"all_gather": mine * (world - 1), "all_reduce": mine}.get(kind, mine * (world - 1) // world)
     waits = wait_positions(node, positions)
     carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
     dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
     phase = str(node.meta.get("phase") or _phase_of(node, positions))
-    return Message(kind, dtype, whole, sent, carried, phase, positions[node], max(waits), node.name, world)
+    return Message(kind, dtype, full, sent, carried, phase, positions[node], max(waits), node.name, world)
 
 
 def _phase_of(node: fx.Node, positions: dict[fx.Node, int]) -> str:

@@ -2,13 +2,12 @@
 
 A tensor's memory is born with the first node that holds it and freed after the last node that uses any view of it: fx
 deletes names after their last use. What a collective sends is held until it is waited for. Gloo, which moves tensors of
-the CPU, makes copies of its own. Memory that kernels take and give back within one node is not seen, save where
-`scratch` knows it.
+the CPU, makes copies of its own. Memory that kernels take and give back within one node is not
+seen, save that of packing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -18,7 +17,7 @@ from torch import fx
 
 from dp_partition._torch_compat import collectives, storage_key
 from dp_partition.analysis.comms import name_of, num_bytes, tensors_of, wait_positions
-from dp_partition.ops import is_collective, is_wait
+from dp_partition.ops import aten, is_collective, is_wait
 from dp_partition.plan.placements import NodeType
 
 KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered", "gradients", "collectives", "update")
@@ -84,12 +83,11 @@ class _Block:
     resident: bool = False
 
 
-def live_memory(graph: fx.Graph, scratch: Callable[[fx.Node], int] | None = None, *, late: bool = False) -> Memory:
+def live_memory(graph: fx.Graph, *, late: bool = False) -> Memory:
     """Follow every piece of memory through a graph with local values in ``meta["val"]``.
 
     Args:
         graph: A rank's graph.
-        scratch: Bytes that a node takes and gives back while it runs.
         late: Whether the backend's copies are there until results are awaited, as where ranks are apart in time;
             else a collective is over when the next node runs.
     """
@@ -100,12 +98,24 @@ def live_memory(graph: fx.Graph, scratch: Callable[[fx.Node], int] | None = None
         changes[block.kind][0 if block.resident else block.born] += block.size
         changes[block.kind][len(nodes) if block.resident else min(block.last + 1, len(nodes))] -= block.size
     columns = [list(accumulate(changes[kind]))[: len(nodes)] for kind in KINDS]
-    if scratch is not None:
-        for position, node in enumerate(nodes):
-            columns[KINDS.index(_kind_of(node))][position] += scratch(node)
+    for position, node in enumerate(nodes):
+        if node.target is aten._chunk_cat.default:
+            columns[KINDS.index("collectives")][position] += _padded_bytes(node)
     resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
     live = tuple(zip(*columns, strict=True))
     return Memory(tuple(node.name for node in nodes), live, tuple(resident))
+
+
+def _padded_bytes(node: fx.Node) -> int:
+    """Return bytes that packing takes and gives back: on the CPU, rows that do not divide are copied and padded."""
+    members: Any = node.args[0]
+    world: Any = node.args[2]
+    total = 0
+    for member in members:
+        value = member.meta["val"]
+        if value.device.type == "cpu" and value.shape[0] % world:
+            total += -(-value.shape[0] // world) * world * num_bytes(value[0])
+    return total
 
 
 def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 
 from dp_partition._shared.page import cards, human_bytes, note, page, table
-from dp_partition.analysis.analyze import Survey
+from dp_partition.analysis.analyze import StepAnalysis
 from dp_partition.analysis.formatting import human_seconds, shortened
 from dp_partition.analysis.pictures import memory_picture, placement_picture, placement_table, timeline_picture
 from dp_partition.analysis.timeline import Link, Machine
@@ -24,7 +24,7 @@ svg text.on{fill:#fff;font-size:10px;pointer-events:none}
 """
 
 
-def html_page(title: str, plan: PartitionPlan, rank: int, found: Survey, link: Link, machine: Machine) -> str:
+def html_page(title: str, plan: PartitionPlan, rank: int, found: StepAnalysis, link: Link, machine: Machine) -> str:
     """The page as text; it loads nothing from anywhere.
 
     Args:
@@ -58,7 +58,7 @@ def write_page(
     title: str,
     plan: PartitionPlan,
     rank: int,
-    found: Survey,
+    found: StepAnalysis,
     link: Link,
     machine: Machine,
 ) -> None:
@@ -75,7 +75,7 @@ def _summary(plan: PartitionPlan, rank: int) -> str:
     )
 
 
-def _totals(found: Survey) -> list[tuple[str, str]]:
+def _totals(found: StepAnalysis) -> list[tuple[str, str]]:
     held, times = found.held, found.timeline
     sent = sum(message.sent_bytes for message in found.messages)
     return [
@@ -98,7 +98,7 @@ def _assumed(link: Link, machine: Machine) -> str:
     )
 
 
-def _messages(found: Survey) -> str:
+def _messages(found: StepAnalysis) -> str:
     if not found.messages:
         return note("Nothing is sent.")
     rows = []
@@ -113,7 +113,7 @@ def _messages(found: Survey) -> str:
                 f"{message.issued} – {message.awaited}", f"<code>{escape(carried)}</code>",
             ]
         )  # fmt: skip
-    head = ["", "kind", "in", "dtype", "whole tensor", "sent bytes", "time", "nodes", "carries"]
+    head = ["", "kind", "in", "dtype", "full tensor", "sent bytes", "time", "nodes", "carries"]
     more = len(found.messages) - len(rows)
     return table(head, rows, (0, 4, 5, 6, 7)) + (note(f"{more} more are not shown.") if more else "")
 

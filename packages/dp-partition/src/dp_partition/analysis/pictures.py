@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch.distributed.tensor import Placement, Shard
 
 from dp_partition._shared.page import human_bytes, legend, line, rect, svg, table, text
-from dp_partition.analysis.analyze import Survey
+from dp_partition.analysis.analyze import StepAnalysis
 from dp_partition.analysis.comms import Message
 from dp_partition.analysis.formatting import human_seconds, shortened
 from dp_partition.analysis.memory import KINDS
@@ -42,7 +42,7 @@ _LEFT, _WIDE, _RIGHT = 96, 900, 30
 _PHASES = {"forward": "forward", "backward": "backward", "optimizer": "update step"}
 
 
-def timeline_picture(found: Survey) -> str:
+def timeline_picture(found: StepAnalysis) -> str:
     """Two lanes over one axis of time: what the device does, what the link does."""
     times = found.timeline
     scale = _WIDE / (times.seconds or 1.0)
@@ -90,7 +90,7 @@ def _unit(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
 
 
-def memory_picture(found: Survey) -> str:
+def memory_picture(found: StepAnalysis) -> str:
     """Stacked areas over the nodes of the graph: what lives while each of them runs."""
     memory = found.memory
     high, top = 230, 24
@@ -152,7 +152,7 @@ def _area(lower: list[int], upper: list[int], wide: float, scale: float, bottom:
     return f'<polygon points="{" ".join(there)} {" ".join(reversed(back))}" fill="{colour}">{title}</polygon>'
 
 
-def _phases(found: Survey, bottom: float) -> list[str]:
+def _phases(found: StepAnalysis, bottom: float) -> list[str]:
     """Return where forward, backward and optimizer begin."""
     parts = []
     count = max(1, len(found.phases))
@@ -211,13 +211,13 @@ def placement_picture(plan: PartitionPlan, rank: int) -> str:
             x = left + column * (wide + gap)
             placement: Placement = getattr(params[0], attribute)
             parts += _bar(params[0], placement, words, hue, ranks, plan.world, rank, (x, y, wide, height - 3.0))
-    note = "A grey bar is whole on every rank. A coloured cell is a rank's own part; an empty one holds nothing."
+    note = "A grey bar is replicated on every rank. A coloured cell is a rank's own part; an empty one holds nothing."
     note += f" The rank with the frame is {rank}." if rank < len(ranks) else ""
     note += f" The first {len(ranks)} of {plan.world} ranks are shown." if plan.world > len(ranks) else ""
     note += f" The first {len(shown)} of {len(rows)} kinds of parameters are shown." if len(rows) > len(shown) else ""
     entries = [(f"hsl({hue} 50% 50%)", f"{words}, sharded") for words, hue, _ in _PARTS]
     drawn = svg("placements", left + 3 * (wide + gap), top + len(shown) * height + 4, parts)
-    return f'{legend([*entries, ("#c9cfd8", "whole")])}{drawn}<p class="note">{escape(note)}</p>'
+    return f'{legend([*entries, ("#c9cfd8", "replicated")])}{drawn}<p class="note">{escape(note)}</p>'
 
 
 def _bar(
@@ -233,7 +233,7 @@ def _bar(
     x, y, wide, height = place
     if not isinstance(placement, Shard):
         size = human_bytes(param.info.num_bytes)
-        return [rect(x, y, wide, height, "#c9cfd8", f"{words} of {param.info.name}: whole on every rank, {size}")]
+        return [rect(x, y, wide, height, "#c9cfd8", f"{words} of {param.info.name}: replicated, {size}")]
     cell = wide / len(ranks)
     size_all = param.info.shape[placement.dim]
     most = max(1, -(-size_all // world))

@@ -187,7 +187,7 @@ class Link:
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or another with the same amount of traffic.
-            whole_bytes: Bytes of the whole tensor: of the sum, of what is gathered, of what is scattered.
+            whole_bytes: Bytes of the full tensor: of the sum, of what is gathered, of what is scattered.
             world: Number of ranks.
         """
         passes = 2 if kind == "all_reduce" else 1

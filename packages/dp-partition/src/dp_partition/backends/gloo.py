@@ -18,7 +18,7 @@ from dp_partition.ops import is_wait
 from dp_partition.passes.moves import REDUCTIONS
 
 
-def halve_scatters(graph: fx.Graph) -> None:
+def reduce_scatter_as_all_to_all(graph: fx.Graph) -> None:
     """Let a graph's reduce-scatters be all-to-alls and sums, in place."""
     for node in list(graph.nodes):
         if node.target is collectives.reduce_scatter_tensor.default and node.args[1] in REDUCTIONS:
@@ -57,4 +57,4 @@ def combined(received: torch.Tensor, sent: torch.Tensor, op: str, world: int) ->
     return REDUCTIONS[op](values.view(world, sent.shape[0] // world, *sent.shape[1:]))
 
 
-__all__ = ["halve_scatters"]
+__all__ = ["reduce_scatter_as_all_to_all"]

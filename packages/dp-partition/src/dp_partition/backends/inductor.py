@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import inductor_compile, inductor_problem
-from dp_partition.backends.scalars import bring_forward, take_lists_apart
+from dp_partition.backends.scalars import hoist_scalars, unroll_foreach
 from dp_partition.backends.split import Piece, split
 from dp_partition.ops import base_name, is_collective, is_op
 from dp_partition.progress import Progress
@@ -132,10 +132,10 @@ def lower(graph: fx.Graph, module: fx.GraphModule, name: str, progress: Progress
         progress: Is told how many pieces are compiled.
 
     Raises:
-        PlanError: When inductor cannot compile a piece (code ``not-lowered``).
+        PlanError: When inductor cannot compile a piece (code ``compile-failed``).
     """
-    take_lists_apart(graph)
-    bring_forward(graph)
+    unroll_foreach(graph)
+    hoist_scalars(graph)
     pieces = split(graph)
     total, done = sum(piece.compiled for piece in pieces), 0
     functions = []
@@ -162,7 +162,7 @@ def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any
         found = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         where = f"nodes {piece.nodes[0].name} to {piece.nodes[-1].name}"
         hint = 'use backend="eager"'
-        raise PlanError(Problem("not-lowered", where, found=found, hint=hint), f"{name}: inductor") from error
+        raise PlanError(Problem("compile-failed", where, found=found, hint=hint), f"{name}: inductor") from error
 
 
 def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> Callable[..., Any]:
@@ -172,7 +172,7 @@ def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> 
     where torch's fake kernel for an operator is wrong about it; compiled code would read such memory as what it is not.
 
     Raises:
-        PlanError: At a call, for a tensor of another dtype (code ``not-lowered``).
+        PlanError: At a call, for a tensor of another dtype (code ``compile-failed``).
     """
     expected = [(name, fake.dtype, fake.stride()) for name, fake in wanted.items()]
 
@@ -181,7 +181,7 @@ def as_traced(function: Callable[..., Any], wanted: dict[str, torch.Tensor]) -> 
         for index, (name, dtype, strides) in enumerate(expected):
             if results[index].dtype is not dtype:
                 found = f"is {results[index].dtype}, and {dtype} in the trace"
-                raise PlanError(Problem("not-lowered", f"node {name}", found=found, hint='use backend="eager"'))
+                raise PlanError(Problem("compile-failed", f"node {name}", found=found, hint='use backend="eager"'))
             if results[index].stride() != strides:
                 results[index] = _laid_out(results[index], strides)
         return results

@@ -94,7 +94,7 @@ for _name in ("add", "sub", "mul", "div"):
             _WRITTEN[getattr(_packet, _overload)] = _binary(getattr(aten, _name).Tensor)
 
 
-def bring_forward(graph: fx.Graph) -> None:
+def hoist_scalars(graph: fx.Graph) -> None:
     """Let the numbers of the optimizer be worked out in one place, before the first update, in place.
 
     They depend on hyperparameters and on step counters, which they may count up; between updates they would cut
@@ -130,7 +130,7 @@ _PLAIN = ("sqrt", "rsqrt", "neg", "abs", "exp", "reciprocal", "sign", "zero", "m
 _THREE = ("addcmul", "addcdiv")
 
 
-def take_lists_apart(graph: fx.Graph) -> None:
+def unroll_foreach(graph: fx.Graph) -> None:
     """Replace ``_foreach_*`` operators, in place; those of other kinds stay."""
     for node in list(graph.nodes):
         if is_op(node) and node.target._schema.name.startswith("aten::_foreach_"):
@@ -184,4 +184,4 @@ def _element(argument: Any, index: int) -> Any:
     return argument[index] if isinstance(argument, list | tuple) else argument
 
 
-__all__ = ["Ref", "bring_forward", "is_number", "numbers_of", "take_lists_apart", "takes_tensors", "write"]
+__all__ = ["Ref", "hoist_scalars", "is_number", "numbers_of", "unroll_foreach", "takes_tensors", "write"]

@@ -29,7 +29,7 @@ from dp_partition._shared.problems import PlanError, Problem
 if TYPE_CHECKING:
     from dp_partition.capture.arguments import CallArguments
     from dp_partition.capture.hyperparameters import OptimizerReads
-    from dp_partition.capture.state import Subject
+    from dp_partition.capture.state import StepState
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
@@ -338,27 +338,31 @@ def leaf_key(leaf: Any) -> Any:
         return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
-    if type(leaf) in PLAIN_TYPES:
-        return type(leaf), leaf
-    return fingerprint([leaf])  # not by identity: attributes change, and ids come again
+    if type(leaf) not in PLAIN_TYPES and _counts(leaf):
+        return fingerprint([leaf])  # not by identity: attributes change, and ids come again
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return type(leaf), leaf  # a generator, a fraction: held by the key
 
 
-def program_key(subject: Subject, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
+def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
     """Return all that a trace depends on, hashable.
 
     Args:
-        subject: The modules and optimizers among the arguments.
+        step_state: The modules and optimizers among the arguments.
         call: The step's arguments.
         reads: What its function reads from elsewhere.
         optimizers: What was read from its optimizers.
     """
-    training = tuple([module.training for module in subject.reads.modules])
-    trained = tuple([p.requires_grad for p in subject.params.values()])
+    training = tuple([module.training for module in step_state.reads.modules])
+    trained = tuple([p.requires_grad for p in step_state.params.values()])
     autocast = tuple(
         [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
     )
-    buffers = tuple([(b.shape, b.dtype, b.stride()) for b in subject.buffers.values()])
-    constants = (autocast, subject.reads.read(), reads.read(), buffers)
+    buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
+    constants = (autocast, step_state.reads.read(), reads.read(), buffers)
     return tuple(map(leaf_key, call.leaves)), call.spec, training, trained, optimizers.key, constants
 
 

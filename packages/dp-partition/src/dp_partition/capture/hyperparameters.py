@@ -23,7 +23,7 @@ _OF_SCHEDULERS = frozenset(["initial_lr", "max_lr", "min_lr", "max_momentum", "b
 _LIVE_INTEGERS = frozenset(["lr", "weight_decay", "momentum", "eps"])
 
 
-class Hyper(NamedTuple):
+class Hyperparameter(NamedTuple):
     """One live float: ``optimizers[optimizer].param_groups[group][key]``, or its element ``element`` (betas)."""
 
     optimizer: int
@@ -45,7 +45,7 @@ class OptimizerReads:
     Attributes:
         states: For each optimizer the state of a parameter by its ``id``: hashing a tensor takes torch ten times as
             long.
-        values: Every live float; keys equal a `Hyper`.
+        values: Every live float; keys equal a `Hyperparameter`.
         key: What a trace depends on besides: flags, names, hooks, parameters of each group, names of their state.
     """
 
@@ -152,7 +152,7 @@ def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
 
 __all__ = [
     "FUSED_ARGUMENTS",
-    "Hyper",
+    "Hyperparameter",
     "OptimizerReads",
     "optimizer_attributes",
     "param_groups_unchanged",

@@ -13,7 +13,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Fakes
 from dp_partition.capture.phases import Phases
-from dp_partition.capture.state import Subject
+from dp_partition.capture.state import StepState
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Returned:
         return pytree.tree_unflatten(leaves, self.user_spec)
 
 
-def collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
+def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
     """Return what the step returned, then every buffer and state entry that it put in place of an old one.
 
     Raises:
@@ -68,7 +68,7 @@ def collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases)
             leaves[position] = _Position(len(values))
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
-    for value, output in chain(_new_buffers(subject, fakes), _new_states(subject, fakes)):
+    for value, output in chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes)):
         values.append(value.detach())
         outputs.append(output)
     return values, Returned(outputs, leaves, spec)
@@ -83,10 +83,10 @@ def _check_no_gradients_left(fakes: Fakes, phases: Phases) -> None:
         )
 
 
-def _new_buffers(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
-    for fqn, module, attribute, is_param in subject.slots():
+def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for fqn, module, attribute, is_param in step_state.slots():
         table: dict[str, Any] = module._parameters if is_param else module._buffers
-        name = subject.aliases.get(fqn, fqn)
+        name = step_state.aliases.get(fqn, fqn)
         old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
         if table[attribute] is old:
             continue
@@ -96,8 +96,8 @@ def _new_buffers(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor,
             yield table[attribute], Output("buffer", fqn)
 
 
-def _new_states(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
-    for number, optimizer in enumerate(subject.optimizers):
+def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for number, optimizer in enumerate(step_state.optimizers):
         for fqn, param in fakes.params.items():
             before = fakes.states.get((number, fqn), {})
             for key, value in optimizer.state.get(param, {}).items():

@@ -23,11 +23,13 @@ class Phases:
         backward: The nodes of each backward pass.
         optimizer: The nodes of each optimizer step.
         cleared: Whether gradients were cleared before the first backward pass.
+        stepping: The class of the optimizer whose step is running, or raised.
     """
 
     backward: list[frozenset[str]] = field(default_factory=list)
     optimizer: list[frozenset[str]] = field(default_factory=list)
     cleared: bool = False
+    stepping: str = ""
 
     @contextmanager
     def recording(self, optimizers: list[Optimizer], modules: list[torch.nn.Module]) -> Iterator[None]:
@@ -37,7 +39,7 @@ class Phases:
                 original = getattr(torch.autograd, name)
                 stack.enter_context(patch.object(torch.autograd, name, self._timed(original, self.backward)))
             for optimizer in optimizers:
-                step = self._timed(optimizer.step, self.optimizer)
+                step = self._timed(optimizer.step, self.optimizer, type(optimizer).__name__)
                 stack.enter_context(patch.object(optimizer, "step", step))
             owners: list[Any] = [*optimizers, *modules]
             for owner in owners:
@@ -45,10 +47,12 @@ class Phases:
                 stack.enter_context(patch.object(owner, "zero_grad", clearing))
             yield
 
-    def _timed(self, call: Callable[..., Any], calls: list[frozenset[str]]) -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any], calls: list[frozenset[str]], stepping: str = "") -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = current_trace_nodes()
+            around, self.stepping = self.stepping, stepping or self.stepping
             result = call(*args, **kwargs)
+            self.stepping = around  # left as it is where the call raises
             calls.append(frozenset(current_trace_nodes()) - frozenset(before))
             return result
 

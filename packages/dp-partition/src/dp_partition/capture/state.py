@@ -22,7 +22,7 @@ _UNWRAPPED_HINT = "pass the plain model, as it is before DDP, FSDP or tensor par
 
 
 @dataclass
-class Subject:
+class StepState:
     """The stateful arguments of a train step.
 
     Attributes:
@@ -55,7 +55,7 @@ class Subject:
                             yield (f"{base}.{attribute}" if base else attribute), module, attribute, is_param
 
 
-def find_subject(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Subject:
+def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
     """Find the modules and optimizers among the arguments, and the tensors they hold.
 
     Raises:
@@ -76,10 +76,10 @@ def find_subject(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         )
     if len(modules) == 1:
         modules = [("", modules[0][1])]
-    subject = Subject(modules, optimizers)
-    index_tensors(subject)
-    _check_optimizers(subject)
-    return subject
+    step_state = StepState(modules, optimizers)
+    index_tensors(step_state)
+    _check_optimizers(step_state)
+    return step_state
 
 
 def _named_leaves(
@@ -95,25 +95,25 @@ def _named_leaves(
             yield (name if len(leaves) == 1 else f"{name}.{index}"), leaf
 
 
-def index_tensors(subject: Subject) -> None:
+def index_tensors(step_state: StepState) -> None:
     first_name: dict[int, str] = {}
-    for fqn, module, attribute, is_param in subject.slots():
+    for fqn, module, attribute, is_param in step_state.slots():
         tensor = (module._parameters if is_param else module._buffers)[attribute]
         assert tensor is not None
         if id(tensor) in first_name:
-            subject.aliases[fqn] = first_name[id(tensor)]
+            step_state.aliases[fqn] = first_name[id(tensor)]
             continue
         first_name[id(tensor)] = fqn
         if isinstance(tensor, nn.Parameter):
-            subject.params[fqn] = tensor
+            step_state.params[fqn] = tensor
         else:
-            subject.buffers[fqn] = tensor
+            step_state.buffers[fqn] = tensor
 
 
-def _check_optimizers(subject: Subject) -> None:
-    known = {id(param) for param in subject.params.values()}
+def _check_optimizers(step_state: StepState) -> None:
+    known = {id(param) for param in step_state.params.values()}
     problems = []
-    for number, optimizer in enumerate(subject.optimizers):
+    for number, optimizer in enumerate(step_state.optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if id(param) not in known:
@@ -164,7 +164,7 @@ def _momentum_buffer(group: dict[str, Any], param: torch.Tensor) -> dict[str, An
     return {}
 
 
-def check_traceable(subject: Subject) -> None:
+def check_traceable(step_state: StepState) -> None:
     """Raise for tensors whose meaning a trace would lose.
 
     Raises:
@@ -173,11 +173,11 @@ def check_traceable(subject: Subject) -> None:
     """
     problems = [
         Problem("already-parallel", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
-        for prefix, root in subject.modules
+        for prefix, root in step_state.modules
         for name, module in root.named_modules(prefix=prefix)
         if isinstance(module, nn.parallel.DistributedDataParallel)
     ]
-    for name, param in subject.params.items():
+    for name, param in step_state.params.items():
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
             problems.append(
@@ -185,7 +185,7 @@ def check_traceable(subject: Subject) -> None:
             )
         if isinstance(param, DTensor):
             problems.append(Problem("already-parallel", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
-    problems += _shared_memory({**subject.params, **subject.buffers})
+    problems += _shared_memory({**step_state.params, **step_state.buffers})
     if problems:
         raise PlanError(problems, "the model cannot be placed")
 

@@ -6,13 +6,14 @@ import contextlib
 import pickle
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
@@ -26,11 +27,11 @@ from dp_partition._torch_compat import (
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.fingerprint import attributes_restored
-from dp_partition.capture.hyperparameters import Hyper, param_groups_unchanged
+from dp_partition.capture.hyperparameters import Hyperparameter, param_groups_unchanged
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
-from dp_partition.capture.state import Subject
+from dp_partition.capture.state import StepState
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Capture:
     returned: Returned
     mode: FakeTensorMode
     guards: list[Any] = field(default_factory=list)
-    symbols: dict[Hyper, Any] = field(default_factory=dict)
+    symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
     cleared: bool = False
 
     @property
@@ -67,7 +68,7 @@ class _Tracing:
     Args:
         function: The train step, as written for one device.
         call: Its arguments and keyword arguments.
-        subject: The modules and optimizers among them.
+        step_state: The modules and optimizers among them.
         batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
         device: Where fakes seem to be; None: where the tensors are.
 
@@ -81,21 +82,21 @@ class _Tracing:
     """
 
     returned: Returned
-    symbols: dict[Hyper, Any]
+    symbols: dict[Hyperparameter, Any]
 
     def __init__(
         self,
         function: Callable[..., Any],
         call: tuple[tuple[Any, ...], dict[str, Any]],
-        subject: Subject,
+        step_state: StepState,
         batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
         device: str | None,
     ) -> None:
-        self.function, self.subject = function, subject
+        self.function, self.step_state = function, step_state
         self.leaves, self.spec = pytree.tree_flatten(call)
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.mode = new_fake_mode()
-        self.fakes = make_fakes(self.mode, subject, [self.leaves[i] for i in self.positions], batch_of, device)
+        self.fakes = make_fakes(self.mode, step_state, [self.leaves[i] for i in self.positions], batch_of, device)
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
 
@@ -106,23 +107,23 @@ class _Tracing:
 
     def record(self) -> fx.GraphModule:
         """Run the step on the fakes, and record it."""
-        restored, no_draws = attributes_restored(self.subject.modules), _no_other_draws(self.name)
-        with restored, no_draws, self.mode, _without_recurrent_kernels(self.subject), _without_cast_cache():
+        restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
+        with restored, no_draws, self.mode, _without_recurrent_kernels(self.step_state), _without_cast_cache():
             module: fx.GraphModule = make_fx(self.body)(*self.flat)
         return module
 
     def body(self, *tensors: Any) -> list[Any]:
         """The step as a function of its inputs; returns what its graph returns."""
         args, kwargs = self._arguments(tensors)
-        optimizers, modules = self.subject.optimizers, [module for _, module in self.subject.modules]
+        optimizers, modules = self.step_state.optimizers, [module for _, module in self.step_state.modules]
         recording = self.phases.recording(optimizers, modules)
-        with installed(self.subject, self.fakes) as self.symbols, recording:
+        with installed(self.step_state, self.fakes) as self.symbols, recording:
             tagging, unchanged = gradients_tagging(dict(self.fakes.params)), param_groups_unchanged(optimizers)
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
             with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed():
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
-            values, self.returned = collect_outputs(result, self.subject, self.fakes, self.phases)
+            values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases)
         return values
 
     def _arguments(self, tensors: tuple[Any, ...]) -> Any:
@@ -142,7 +143,7 @@ def trace_step(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    subject: Subject,
+    step_state: StepState,
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
     device: str | None = None,
 ) -> Capture:
@@ -152,7 +153,7 @@ def trace_step(
         function: The train step, as written for one device.
         args: Its arguments; tensors among them become graph inputs, other leaves are constants of the trace.
         kwargs: Its keyword arguments.
-        subject: The modules and optimizers among the arguments.
+        step_state: The modules and optimizers among the arguments.
         batch_of: Shape at which a tensor argument is traced, from the tensor passed; default its own.
         device: Where the tensors seem to be; default where they are.
 
@@ -162,27 +163,28 @@ def trace_step(
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``python-random``), or reads a
             number that is not part of its result (``value-kept``).
     """
-    tracing = _Tracing(function, (args, kwargs), subject, batch_of, device)
+    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device)
     try:
         module = tracing.record()
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(_trace_problem(tracing.name, error), "the train step could not be traced") from error
+        problem = _trace_problem(tracing.name, error, tracing.phases.stepping)
+        raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *made, tracing.phases.cleared)
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
-    _name_placeholders(module, capture.inputs, _groups(subject))
+    _name_placeholders(module, capture.inputs, _groups(step_state))
     _check_numbers(tracing.name, module.graph, frozenset().union(*tracing.phases.optimizer))
     _check_constants(module)
     _check_gradients(module)
     return capture
 
 
-def _without_recurrent_kernels(subject: Subject) -> contextlib.AbstractContextManager[Any]:
+def _without_recurrent_kernels(step_state: StepState) -> contextlib.AbstractContextManager[Any]:
     """Recurrent layers of oneDNN keep a workspace that no graph can hold: trace torch's own operators instead."""
-    layers = any(isinstance(m, nn.RNNBase) for _, root in subject.modules for m in root.modules())
+    layers = any(isinstance(m, nn.RNNBase) for _, root in step_state.modules for m in root.modules())
     return without_onednn() if layers else contextlib.nullcontext()
 
 
@@ -247,34 +249,47 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
         raise PlanError(problems[:3], "the step keeps values of its own, which a graph would not renew")
 
 
-def _trace_problem(name: str, error: Exception) -> Problem:
+def _trace_problem(name: str, error: Exception, optimizer: str) -> Problem:
     text = f"{type(error).__name__}: {error}".strip().splitlines()
-    optimizer = _optimizer_in(error)
-    if optimizer is not None:
+    if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
         return Problem("optimizer-not-traceable", name, found=found, hint=hint)
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
-    return Problem("not-traceable", name, found=" ".join(text[:3])[:600], hint=hint)
+    if not _asks_for_values(error):
+        hint = "this line must run on tensors without values: see the error, or use another implementation there"
+    return Problem("not-traceable", name, found=" ".join(text[:3])[:600] + user_line(error), hint=hint)
 
 
-def _optimizer_in(error: Exception) -> str | None:
-    """The class of the optimizer in whose step the error was raised."""
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, Optimizer) and trace.tb_frame.f_code.co_name == "step":
-            found = type(owner).__name__
-        trace = trace.tb_next
-    return found
+def _asks_for_values(error: Exception) -> bool:
+    """Return whether an error of a trace comes from a value that is not there."""
+    words = (
+        "data-dependent",
+        "DataDependent",
+        "DynamicOutputShape",
+        "unbacked",
+        "Tensor-likes",
+        "FakeTensor",
+        "symbolic",
+    )
+    return any(word in f"{type(error).__name__}: {error}" for word in words)
 
 
-def _groups(subject: Subject) -> dict[str, tuple[int, int]]:
+def user_line(error: BaseException) -> str:
+    """Return the innermost line of an error's traceback that is neither torch's nor this package's, as text."""
+    between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
+    lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
+    lines = [one for one in lines if not one.filename.startswith(between[:2])]
+    return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
+
+
+def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:
     """The optimizer and parameter group of every parameter that has one."""
-    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     return {
         fqn_of[id(param)]: (number, index)
-        for number, optimizer in enumerate(subject.optimizers)
+        for number, optimizer in enumerate(step_state.optimizers)
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }

@@ -41,7 +41,7 @@ from dp_partition.ops import is_collective
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.rng import RandomState
 from dp_partition.runtime.rollback import Snapshot, live_tensors
-from dp_partition.runtime.state import Binding, local_of
+from dp_partition.runtime.state import Binding, local_tensor
 
 if TYPE_CHECKING:
     from dp_partition.runner import Runner
@@ -124,12 +124,12 @@ class CheckedCall:
         reason = next((text for _, text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
-            self.runner.checked.add(id(self.program))  # another check of it would come to the same end
+            self.program.is_checked = True  # another check of it would come to the same end
             return
         if any(count for _, _, count in rows):
             found = self.judged(found, ended.outcome)  # communicates: all ranks take part
         self.raise_mismatch(found)
-        self.runner.checked.add(id(self.program))
+        self.program.is_checked = True
         self.runner.num_checked += 1
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
@@ -213,7 +213,7 @@ class CheckedCall:
     def graph_run(self) -> Any:
         """Run the graph; a failure is the step's own, and leaves the schedule going."""
         try:
-            optimizers = read_optimizers(self.binding.subject.optimizers)
+            optimizers = read_optimizers(self.binding.step_state.optimizers)
             return self.runner.run(self.binding, self.program, self.call, optimizers)
         except BaseException:
             self.runner.schedule.advance(again=True)
@@ -233,23 +233,23 @@ class CheckedCall:
 
     def versions(self) -> list[int]:
         """Version counters of all live tensors: each write of a shadow to one of them shows."""
-        return [local_of(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
+        return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
 
     def any_unseen(self) -> bool:
         """Return whether some rank has traced a graph that no check has run."""
         programs = [one for known in self.runner.programs.values() for one in known]
-        return any(self.gather(any(id(one) not in self.runner.checked for one in programs)))
+        return any(self.gather(any(not one.is_checked for one in programs)))
 
     def not_checkable(self) -> str:
         """Why the call is not checked; empty where it is. Chooses the seed of the schedule as well."""
         tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
-        if any(isinstance(local_of(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
+        if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
         if self.binding.mesh.size() > 1 and any(_is_fake(group) for group in all_groups(self.binding.mesh)):
             return "the process group moves no data"
         # Full parameters, gradients and state of the copy; the snapshot beside the live shards.
         full = sum(t.numel() * t.element_size() for t in tensors)
-        local = sum(local_of(t.detach()).numel() * t.element_size() for t in tensors)
+        local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
         rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local))
         text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.name()}"
         self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.stale_parameters import StaleParameter
 from dp_partition._torch_compat import FakeTensor, OpOverload
-from dp_partition.runtime.state import local_of
+from dp_partition.runtime.state import local_tensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
@@ -125,7 +125,7 @@ class Copier:
         known = self.replaced.get(id(value))
         if known is not None:
             return known
-        source = local_of(value) if type(value) is not torch.Tensor else value
+        source = local_tensor(value) if type(value) is not torch.Tensor else value
         copied = self.transform(source.detach().clone())
         if isinstance(value, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, value.requires_grad)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from dp_partition.ops import is_op
 from dp_partition.plan.placements import PlacementSpec
 from dp_partition.sharding.op_rules.lookup import find_rule
-from dp_partition.sharding.op_rules.table import Call, Candidate, R, State, cheapest
+from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
 NO_BATCH = -1
 REDUCED = -2
@@ -33,7 +33,7 @@ class BatchDimAnalyzer:
         self.batch_dim = batch_dim
         self.batch_dim_map: dict[fx.Node, int] = {}
         self.batch_dim_size = -1
-        self._states: dict[fx.Node, State] = {}
+        self._states: dict[fx.Node, OutputPlacement] = {}
 
     def init_batch_dim_size(self, batch_dim_size: int) -> None:
         """Say how large the batch is; it cannot change afterwards."""
@@ -77,7 +77,7 @@ class BatchDimAnalyzer:
         return self.batch_dim_map[node]
 
     def compute_act_spec(self, node: fx.Node, mesh: DeviceMesh) -> PlacementSpec:
-        """The placement of an activation: sharded on its batch dim, partial where the batch was reduced, else whole."""
+        """The placement of an activation: sharded on its batch dim, partial where the batch was reduced, else full."""
         dim = self.compute_batch_dim(node)
         placement = {NO_BATCH: Replicate(), REDUCED: Partial("sum")}.get(dim, Shard(dim))
         return PlacementSpec(mesh, (placement,))
@@ -97,7 +97,7 @@ class BatchDimAnalyzer:
                 stack += [(source, False) for source in current.all_input_nodes]
         return order
 
-    def _follow(self, node: fx.Node) -> State:
+    def _follow(self, node: fx.Node) -> OutputPlacement:
         source = node.args[0] if node.args else None
         state = self._states.get(source) if isinstance(source, fx.Node) else None
         if isinstance(state, tuple):
@@ -108,15 +108,15 @@ class BatchDimAnalyzer:
         if rule is None:
             return tuple(R for _ in value) if many and value is not None else R
         call = Call(node, self._states, 1, {})
-        whole = Candidate({n: call.at(n) for n in call.tensors() if call.at(n) == R}, R)
+        full = Candidate({n: call.placement_of(n) for n in call.tensors() if call.placement_of(n) == R}, R)
         candidates = list(rule(call))
-        if all(call.at(n) == R for n in call.tensors()):
-            candidates = [whole, *candidates]
+        if all(call.placement_of(n) == R for n in call.tensors()):
+            candidates = [full, *candidates]
         best = cheapest(call, candidates)
         return best.output if best is not None else R
 
 
-def _dim_of(state: State) -> int:
+def _dim_of(state: OutputPlacement) -> int:
     if isinstance(state, tuple):
         return next((dim for dim in map(_dim_of, state) if dim != NO_BATCH), NO_BATCH)
     if isinstance(state, Shard):

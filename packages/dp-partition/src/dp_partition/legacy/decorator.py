@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.api import Step, runner_of
-from dp_partition.capture.state import find_subject
+from dp_partition.capture.state import find_step_state
 from dp_partition.legacy.graph_interface import partition_data_parallel
 from dp_partition.plan.placements import DataParallelStyle, parse_style
 from dp_partition.plan.settings import Settings
 from dp_partition.runner import Runner
-from dp_partition.runtime.state import local_of
+from dp_partition.runtime.state import local_tensor
 
 
 def compile(
@@ -78,8 +78,8 @@ def _make_step(
     modules = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)]
     for module in modules:
         _override_modules(module, overrides)
-    subject = find_subject(function, args, kwargs)
-    mesh = whole_world(subject.modules[0][1])
+    step_state = find_step_state(function, args, kwargs)
+    mesh = whole_world(step_state.modules[0][1])
 
     def passes(module: GraphModule) -> GraphModule:
         for override in overrides:
@@ -105,9 +105,9 @@ def _flat_state(step: Step) -> list[torch.Tensor]:
     binding = runner_of(step).binding
     if binding is None:
         return []
-    params = [local_of(param.detach()) for param in binding.params.values()]
+    params = [local_tensor(param.detach()) for param in binding.params.values()]
     states = [value for _, _, state in binding.states() for value in state.values() if isinstance(value, torch.Tensor)]
-    return [*params, *binding.subject.buffers.values(), *map(local_of, states)]
+    return [*params, *binding.step_state.buffers.values(), *map(local_tensor, states)]
 
 
 class Override:

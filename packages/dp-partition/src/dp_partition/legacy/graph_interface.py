@@ -12,9 +12,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import FakeTensor, new_fake_mode, pytree
+from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
 from dp_partition.passes.decompose import decompose, remove_tags
-from dp_partition.passes.local_shapes import record_local_values
+from dp_partition.passes.local_shapes import local_inputs, record_local_values
 from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
 from dp_partition.pipeline import partition_for_rank
 from dp_partition.plan.placements import (
@@ -26,11 +26,10 @@ from dp_partition.plan.placements import (
     PlacementStrategy,
     StrategyType,
     TupleStrategy,
-    local_shape,
 )
-from dp_partition.plan.settings import Traffic
-from dp_partition.runtime.state import as_dtensor, local_of, local_part
-from dp_partition.sharding.propagate import Homes, NodePlan, propagate, strategy_of
+from dp_partition.plan.settings import CommConfig
+from dp_partition.runtime.state import as_dtensor, local_shard, local_tensor
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate, strategy_of
 
 
 def partition_data_parallel(
@@ -103,7 +102,7 @@ def place_tensors(
             placed = place_one(tensor, mesh, choose(tuple(tensor.shape)))
             is_param = isinstance(tensor, nn.Parameter)
             replaced[tensor] = nn.Parameter(placed, tensor.requires_grad) if is_param else placed
-        params_buffers[name] = local_of(replaced[tensor].detach())
+        params_buffers[name] = local_tensor(replaced[tensor].detach())
     for module in model.modules():
         tables: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
         for table in tables:
@@ -116,9 +115,9 @@ def place_tensors(
 
 def place_one(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
     """A DTensor of which this rank holds its part of ``tensor``."""
-    whole = tensor.detach()
-    part = local_part(whole, placement, mesh.size(), mesh.get_local_rank())
-    return as_dtensor(part, whole, mesh, placement)
+    full = tensor.detach()
+    part = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
+    return as_dtensor(part, full, mesh, placement)
 
 
 def _place_optimizer(
@@ -144,7 +143,7 @@ def _place_optimizer(
                     state[key] = place_one(value, mesh, choose(tuple(value.shape)))
                 if name in named_states and key in named_states[name]:
                     named_states[name][key] = (
-                        local_of(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
+                        local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
                     )
             optimizer.state[new] = state
 
@@ -231,37 +230,27 @@ def partitioner(graph: GraphModule) -> GraphModule:
         hint = "call mark_data_parallel_shardings first"
         raise PlanError(Problem("not-marked", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
-    inputs = _local_inputs(graph, world, rank)
-    partition_for_rank(graph, world, rank, mesh.get_group().group_name, Traffic())
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    placements = [_placement(node.meta["sharding"]) if node.meta.get("sharding") else Replicate() for node in nodes]
+    mode = _fake_mode(graph.graph)
+    inputs = local_inputs(graph.graph, placements, mode, world, rank)
+    partition_for_rank(graph, world, rank, mesh.get_group().group_name, CommConfig())
     graph.recompile()
-    mode = next((value.fake_mode for value in inputs if isinstance(value, FakeTensor)), None) or new_fake_mode()
     record_local_values(graph, inputs, mode)
     return graph
 
 
-def _local_inputs(graph: GraphModule, world: int, rank: int) -> list[Any]:
-    """Fake local values of the placeholders."""
-    values = [node.meta.get("val") for node in graph.graph.nodes]
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
-    inputs: list[Any] = []
-    with mode:
-        for node in graph.graph.nodes:
-            if node.op != "placeholder":
-                continue
-            value, strategy = node.meta.get("val"), node.meta.get("sharding")
-            if not isinstance(value, torch.Tensor) or strategy is None:
-                inputs.append(value)
-                continue
-            shape = local_shape(tuple(value.shape), _placement(strategy), world, rank)
-            inputs.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-    return inputs
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """Return the mode of the values that a graph was traced with."""
+    values = [node.meta.get("val") for node in graph.nodes]
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
 
 
 Chooser = Callable[[tuple[int, ...]], Placement]
 
 
 def replicate_all(shape: tuple[int, ...]) -> Placement:
-    """Everything whole."""
+    """Replicate everything."""
     return Replicate()
 
 
@@ -271,7 +260,7 @@ def shard_all(shape: tuple[int, ...]) -> Placement:
 
 
 def shard_even(world: int) -> Chooser:
-    """Return what divides evenly is sharded, the rest is whole."""
+    """Return what divides evenly is sharded, the rest is replicated."""
     return lambda shape: Shard(0) if shape and shape[0] and shape[0] % world == 0 else Replicate()
 
 
@@ -318,16 +307,14 @@ def prepare(module: GraphModule) -> None:
     remove_tags(module.graph)
     merge_aliases(module.graph)
     eliminate_dead(module.graph)
-    values = [node.meta.get("val") for node in module.graph.nodes]
-    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
-    decompose(module, mode)
+    decompose(module, _fake_mode(module.graph))
 
 
 def plan_graph(
     graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, choose: Chooser
 ) -> dict[fx.Node, NodePlan]:
     """Propagate with parameters and state placed by ``choose``."""
-    homes = Homes({}, {}, lambda name, shape: choose(shape), keep_outputs=True)
+    homes = StoragePlacements({}, {}, lambda name, shape: choose(shape), keep_outputs=True)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for position, node in enumerate(placeholders):
         value = node.meta.get("val")

@@ -22,9 +22,9 @@ from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.passes.peephole import mark_packing
-from dp_partition.passes.reduction import CommHook, Flat, reduce_flat
+from dp_partition.passes.reduction import CommHook, FlatBuffer, reduce_flat
 from dp_partition.plan.placements import NodeType, chunk_bounds
-from dp_partition.plan.settings import Traffic
+from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import is_gradient
 
 
@@ -37,40 +37,40 @@ class _Bucket:
     needed: int  # position of the first node that uses a result
 
 
-def arrange(graph: fx.Graph, moves: list[Move], mover: Mover, traffic: Traffic) -> None:
+def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: CommConfig) -> None:
     """Replace the single moves of parameters and gradients by buckets, in place."""
-    if traffic.bucket_bytes <= 0 and traffic.plain:
+    if comm.bucket_bytes <= 0 and comm.plain:
         return
     positions = {node: index for index, node in enumerate(graph.nodes)}
     nodes = list(graph.nodes)
     live = [move for move in moves if move.result.users and move.start in positions]
-    gathers = [m for m in live if _is_gather(m) and traffic.bucket_bytes > 0]
+    gathers = [m for m in live if _is_gather(m) and comm.bucket_bytes > 0]
     reductions = [m for m in live if _is_reduction(m)]
     timing = _Timing(nodes, positions)
-    gather_buckets = _group(gathers, timing, traffic.bucket_bytes, timing.first_use)
-    reduce_buckets = _group(reductions, timing, traffic.bucket_bytes, timing.ready)
+    gather_buckets = _group(gathers, timing, comm.bucket_bytes, timing.first_use)
+    reduce_buckets = _group(reductions, timing, comm.bucket_bytes, timing.ready)
     issues: list[tuple[_Bucket, tuple[int, int, int]]] = []
     for index, bucket in enumerate(gather_buckets):
-        ahead = gather_buckets[max(index - traffic.prefetch, 0)]
+        ahead = gather_buckets[max(index - comm.prefetch, 0)]
         earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
         sent = min(max(ahead.needed, earliest), bucket.needed)
         issues.append((bucket, (sent, bucket.needed, bucket.needed)))
     for index, bucket in enumerate(reduce_buckets):
-        awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], traffic))
+        awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], comm))
         issues.append((bucket, (bucket.ready + 1, awaited, bucket.needed)))
     gone: set[fx.Node] = set()
     for bucket, places in issues:
         stands = [next(node for node in nodes[place:] if node not in gone) for place in places]
-        _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), traffic, gone)
+        _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), comm, gone)
 
 
-def _place_is_wanted(buckets: list[_Bucket], traffic: Traffic) -> int:
+def _place_is_wanted(buckets: list[_Bucket], comm: CommConfig) -> int:
     """Return where a bucket of full gradients must become one of shards: when the ``prefetch``-th after it is sent.
 
-    What is sent lives until it is awaited; waiting only in the optimizer would keep all gradients whole until then. A
+    What is sent lives until it is awaited; waiting only in the optimizer would keep all gradients full until then. A
     bucket that is all-reduced stays as large as it is.
     """
-    first, ahead = buckets[0], max(traffic.prefetch, 1)
+    first, ahead = buckets[0], max(comm.prefetch, 1)
     scattered = [bucket for bucket in buckets if isinstance(bucket.moves[0].wanted, Shard)]
     if first not in scattered or len(scattered) <= ahead:
         return first.needed
@@ -158,7 +158,7 @@ def _emit(
     mover: Mover,
     bucket: _Bucket,
     stands: tuple[fx.Node, fx.Node, fx.Node],
-    traffic: Traffic,
+    comm: CommConfig,
     gone: set[fx.Node],
 ) -> None:
     """Write a bucket's collective into the graph and let its results replace the single moves'.
@@ -168,13 +168,13 @@ def _emit(
         mover: Writes the nodes.
         bucket: The moves.
         stands: Before which node it is sent, awaited, and needed; what has several parts uses all of them.
-        traffic: How gradients are reduced.
+        comm: How gradients are reduced.
         gone: Gets the nodes that are erased: what is written before an erased node is not met on the way back through
             the graph, by which the last use of every value is found.
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])
-    how = traffic.reduce_dtype, traffic.hook
+    how = comm.reduce_dtype, comm.hook
     parts = gathered(mover, bucket.moves) if gathers else reduced(mover, bucket.moves, *how)
     results: list[fx.Node] | None = None
     for place in range(len(stands) + 1):
@@ -201,11 +201,11 @@ def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> set[fx.Node]
     return erased
 
 
-Parts = Generator[None, None, list[fx.Node]]
+StagedEmission = Generator[None, None, list[fx.Node]]
 
 
-def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None, hook: CommHook | None) -> Parts:
-    """Gradients of one bucket, averaged or summed over the ranks: whole, or this rank's shards."""
+def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None, hook: CommHook | None) -> StagedEmission:
+    """Gradients of one bucket, averaged or summed over the ranks: full, or this rank's shards."""
     kind = moves[0].origin
     assert isinstance(kind, Partial)
     if isinstance(moves[0].wanted, Replicate):
@@ -215,26 +215,26 @@ def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None, hook: Co
 
 def _all_reduced(
     mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None, hook: CommHook | None
-) -> Parts:
+) -> StagedEmission:
     like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
     node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
     mark_packing(node, sizes, like)
-    flat = Flat(node, sum(sizes), like, kind.reduce_op, scatter=False)
-    whole = yield from reduce_flat(mover, flat, dtype, hook)
-    pieces = mover.call(aten.split_with_sizes.default, whole, sizes)
+    flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
+    full = yield from reduce_flat(mover, flat, dtype, hook)
+    pieces = mover.call(aten.split_with_sizes.default, full, sizes)
     return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
 
 
 def _scattered(
     mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None, hook: CommHook | None
-) -> Parts:
+) -> StagedEmission:
     if len(moves) == 1 and hook is None:  # it is sent as it is; a hook may write what it is given
         rows = mover.pad(moves[0].start, moves[0].shape[0])
     else:
         rows = _chunks(mover, moves)
     node = mover.call(aten.reshape.default, rows, [-1])
     chunks, sizes = _chunks_of(mover.world, moves)
-    flat = Flat(node, mover.world * sum(sizes), moves[0].like, kind.reduce_op, scatter=True)
+    flat = FlatBuffer(node, mover.world * sum(sizes), moves[0].like, kind.reduce_op, scatter=True)
     shard = yield from reduce_flat(mover, flat, dtype, hook)
     pieces = mover.call(aten.split_with_sizes.default, shard, sizes)
     views = [
@@ -250,8 +250,8 @@ def _chunks_of(world: int, moves: list[Move]) -> tuple[list[int], list[int]]:
     return chunks, [chunk * math.prod(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
 
 
-def gathered(mover: Mover, moves: list[Move]) -> Parts:
-    """Parameters of one bucket, whole, from every rank's shards."""
+def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
+    """Parameters of one bucket, full, from every rank's shards."""
     world = mover.world
     chunks, sizes = _chunks_of(world, moves)
     flats = []
@@ -268,9 +268,9 @@ def gathered(mover: Mover, moves: list[Move]) -> Parts:
     pieces = mover.call(aten.split_with_sizes.default, rows, sizes, 1)
     results = []
     for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
-        whole = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
+        full = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
         padded = chunk * world != m.shape[0]
-        results.append(mover.call(aten.slice.Tensor, whole, 0, 0, m.shape[0]) if padded else whole)
+        results.append(mover.call(aten.slice.Tensor, full, 0, 0, m.shape[0]) if padded else full)
     return results
 
 
@@ -294,4 +294,4 @@ def _item(mover: Mover, node: fx.Node, index: int) -> fx.Node:
     return mover.call(operator.getitem, node, index)
 
 
-__all__ = ["Parts", "gathered", "reduced"]
+__all__ = ["StagedEmission", "gathered", "reduced"]

@@ -70,8 +70,11 @@ def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode
         result = recipe(*args, **kwargs)
         return tuple(result) if isinstance(result, tuple) else result  # a plain tuple: fx would record a named one
 
-    with mode:
-        part = make_fx(run)(*[source.meta["val"] for source in sources])
+    try:
+        with mode:
+            part = make_fx(run)(*[source.meta["val"] for source in sources])
+    except NotImplementedError:
+        return []  # torch's decomposition does not cover these arguments: the operator runs on gathered inputs
     new: list[fx.Node] = []
     copies: dict[fx.Node, Any] = {}
     placeholders = iter(sources)

@@ -22,7 +22,7 @@ from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.passes.reshard_after_forward import MARK
 from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
-from dp_partition.plan.placements import NodeType, PerRank, PlacementSpec, PlacementStrategy, local_shape
+from dp_partition.plan.placements import NodeType, PlacementSpec, PlacementStrategy, RankLocal, local_shape
 
 # Which argument of an operator names the output's shape.
 SHAPE_ARGUMENTS: dict[Any, int] = {
@@ -64,7 +64,7 @@ class Inserter:
         self.gathered: dict[fx.Node, str] = {}  # in which phase a source was moved last
 
     def run(self) -> None:
-        """Rewrite the whole graph."""
+        """Rewrite the full graph."""
         for node in list(self.module.graph.nodes):
             strategy = node.meta.get("sharding")
             if isinstance(strategy, PlacementStrategy):
@@ -124,11 +124,11 @@ class Inserter:
                 self.family[node] = [node]
                 return
             rows = node.args[1]  # type: ignore[assignment]
-            whole = self.mover.all_gather(rows, 0, shape)
-            copy = self.mover.call(aten.copy_.default, param, whole)
-        self.describe(rows, whole, param, node)
+            full = self.mover.all_gather(rows, 0, shape)
+            copy = self.mover.call(aten.copy_.default, param, full)
+        self.describe(rows, full, param, node)
         copy.meta.update(node_type=node.meta.get("node_type"), phase="optimizer")
-        self.moves.append(Move(rows, whole, Shard(0), Replicate(), shape, NodeType.PARAM, copy, param.meta["val"]))
+        self.moves.append(Move(rows, full, Shard(0), Replicate(), shape, NodeType.PARAM, copy, param.meta["val"]))
         self.module.graph.erase_node(node)
 
     def agree(self, node: fx.Node, strategy: PlacementStrategy) -> None:
@@ -165,7 +165,7 @@ class Inserter:
         if again:
             known.pop(Replicate(), None)
         origin = _best_origin(known, wanted)
-        if isinstance(origin, PerRank) or isinstance(wanted, PerRank):
+        if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
             return known[origin]
         if isinstance(origin, Partial) and isinstance(wanted, Shard) and source.meta.get("reduce_whole"):
             known[Replicate()] = self.version(source, Replicate(), before)
@@ -191,7 +191,7 @@ class Inserter:
             node = node.all_input_nodes[0]
 
     def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
-        """After a write only what shares the written memory is the tensor; of a shard that is written, no whole.
+        """After a write only what shares the written memory is the tensor; of a shard that is written, no full copy.
 
         Raises:
             PlanError: ``alias-after-move`` for a value that is used later, and whose written copy cannot stand for it.
@@ -211,16 +211,16 @@ class Inserter:
             self.versions[relative] = known
 
     def write_back(self, node: fx.Node, source: fx.Node, known: dict[Placement, fx.Node]) -> dict[Placement, fx.Node]:
-        """The rank's part of a whole copy that was written goes to where the tensor lies."""
-        (placement, home), whole = self.homes[source], known.get(Replicate())
-        if not isinstance(placement, Shard) or whole is None:
+        """The rank's part of a full copy that was written goes to where the tensor lies."""
+        (placement, home), full = self.homes[source], known.get(Replicate())
+        if not isinstance(placement, Shard) or full is None:
             raise self.lost(node, source)
         with self.module.graph.inserting_before(node.next):
-            part = self.mover.cut(whole, placement.dim, tuple(source.meta["val"].shape))
+            part = self.mover.cut(full, placement.dim, tuple(source.meta["val"].shape))
             copy = self.mover.call(aten.copy_.default, home, part)
         for one in (part, copy):
             one.meta.update(node_type=source.meta.get("node_type"), phase=node.meta.get("phase"), moves=source.name)
-        return {placement: home, Replicate(): whole}
+        return {placement: home, Replicate(): full}
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
         found = f"writes a copy of {source.name}, which is used later where it was"
@@ -253,7 +253,7 @@ class Inserter:
 
 
 def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placement:
-    """Prefer what is whole, then a shard; an unreduced value comes last."""
+    """Prefer what is full, then a shard; an unreduced value comes last."""
 
     def rank(placement: Placement) -> int:
         if isinstance(placement, Replicate):

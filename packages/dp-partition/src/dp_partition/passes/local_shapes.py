@@ -11,7 +11,6 @@ from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensorMode, tensor_metadata
-from dp_partition.capture.tracer import Capture
 from dp_partition.plan.placements import local_shape
 
 
@@ -29,7 +28,9 @@ class _Recorder(fx.Interpreter):
         except Exception as error:
             found = f"{type(error).__name__}: {error}".splitlines()[0][:400]
             hint = "this is a defect of dp-partition's rule for the operator"
-            raise PlanError(Problem("does-not-fit", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
+            raise PlanError(
+                Problem("local-shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)
+            ) from error
         n.meta["val"] = value
         n.meta.pop("tensor_meta", None)
         if isinstance(value, torch.Tensor):
@@ -52,28 +53,25 @@ def record_local_values(
         tell: Is told how many of how many nodes are done.
 
     Raises:
-        PlanError: When an operator does not accept its local inputs (code ``does-not-fit``).
+        PlanError: When an operator does not accept its local inputs (code ``local-shape-mismatch``).
     """
     with mode, torch.no_grad():
         _Recorder(module, tell).run(*inputs)
 
 
-def local_inputs(capture: Capture, placements: list[Placement], world: int, rank: int) -> list[Any]:
-    """Fake local tensors for every placeholder."""
+def local_inputs(
+    graph: fx.Graph, placements: list[Placement], mode: FakeTensorMode, world: int, rank: int
+) -> list[Any]:
+    """Return a fake local tensor for every placeholder, in order; what is no tensor stands for itself."""
     fakes: list[Any] = []
-    nodes = [node for node in capture.module.graph.nodes if node.op == "placeholder"]
-    with capture.mode:
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    with mode:
         for node, placement in zip(nodes, placements, strict=True):
-            value = node.meta["val"]
+            value = node.meta.get("val")
             if not isinstance(value, torch.Tensor):
-                fakes.append(0.5)
+                fakes.append(0.5 if value is None else value)  # a hyperparameter
                 continue
             shape = local_shape(tuple(value.shape), placement, world, rank)
-            whole = shape == tuple(value.shape)
-            fake = (
-                torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
-                if whole
-                else (torch.empty(shape, dtype=value.dtype, device=value.device))
-            )
-            fakes.append(fake)
+            stride = value.stride() if shape == tuple(value.shape) else torch.empty(shape, device="meta").stride()
+            fakes.append(torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device))
     return fakes

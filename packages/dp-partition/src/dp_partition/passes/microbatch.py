@@ -1,7 +1,7 @@
 """Gradient accumulation: the forward and backward part of a step repeated for micro-batches, the optimizer run once.
 
 A pass over the captured graph of one micro-batch. Gradients of the micro-batches are averaged before they are
-reduced, so there is one reduction per step; for losses that are means over rows the step equals one on the whole batch.
+reduced, so there is one reduction per step; for losses that are means over rows the step equals one on the full batch.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _is_view_of_gradient(node: Any) -> bool:
 def _slice_batch(
     graph: fx.Graph, nodes: list[fx.Node], before: fx.Node, count: int, dim: int
 ) -> dict[fx.Node, list[fx.Node]]:
-    """The micro-batches of every batch placeholder, whose value becomes the whole batch."""
+    """The micro-batches of every batch placeholder, whose value becomes the full batch."""
     slices: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         value: Any = node.meta.get("val")

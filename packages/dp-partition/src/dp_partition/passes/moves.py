@@ -61,8 +61,8 @@ class Mover:
         world: Size of the group.
         rank: Rank in the group that the graph is for.
         group: Name of the process group.
-        across: Name of the group of this rank's counterparts in other replicas, over which gradients are averaged as
-            well; empty on a mesh of one axis.
+        replica_group: Name of the group of this rank's counterparts in other replicas, over which gradients are
+            averaged as well; empty on a mesh of one axis.
         replicas: Size of that group.
     """
 
@@ -70,7 +70,7 @@ class Mover:
     world: int
     rank: int
     group: str
-    across: str = ""
+    replica_group: str = ""
     replicas: int = 1
 
     def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:
@@ -87,8 +87,8 @@ class Mover:
                 return self.reduce_scatter(node, source, target.dim, shape)
             return self.all_reduce(node, source)
         if isinstance(source, Shard):
-            whole = self.all_gather(node, source.dim, shape)
-            return whole if isinstance(target, Replicate) else self.move(whole, Replicate(), target, shape)
+            full = self.all_gather(node, source.dim, shape)
+            return full if isinstance(target, Replicate) else self.move(full, Replicate(), target, shape)
         if isinstance(target, Shard):
             return self.cut(node, target.dim, shape)
         assert isinstance(target, Partial), f"no move from {source} to {target}"
@@ -108,9 +108,11 @@ class Mover:
 
     def over_replicas(self, node: fx.Node, kind: Partial) -> fx.Node:
         """An average over the replicas as well, of what was averaged over this axis."""
-        if not self.across or kind.reduce_op != "avg":
+        if not self.replica_group or kind.reduce_op != "avg":
             return node
-        return self.wait(self.issue(collectives.all_reduce.default, node, "avg", self.across, ranks=self.replicas))
+        return self.wait(
+            self.issue(collectives.all_reduce.default, node, "avg", self.replica_group, ranks=self.replicas)
+        )
 
     def wait(self, node: fx.Node) -> fx.Node:
         """The result of a collective."""
@@ -162,10 +164,10 @@ class Mover:
                 aten.constant_pad_nd.default, front, [0, 0] * (len(shape) - 1) + [0, step - (end - start)]
             )
         front = self.call(aten.contiguous.default, front)
-        whole = self.wait(self.issue(collectives.all_gather_into_tensor.default, front, self.world, self.group))
+        full = self.wait(self.issue(collectives.all_gather_into_tensor.default, front, self.world, self.group))
         if step * self.world != size:
-            whole = self.call(aten.slice.Tensor, whole, 0, 0, size)
-        return self.from_front(whole, dim)
+            full = self.call(aten.slice.Tensor, full, 0, 0, size)
+        return self.from_front(full, dim)
 
     def from_front(self, node: fx.Node, dim: int) -> fx.Node:
         """Dim 0 back to where it belongs; contiguous, since a view that the trace took of the value may want that."""

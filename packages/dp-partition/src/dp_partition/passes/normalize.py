@@ -12,7 +12,7 @@ from torch import fx
 
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Input
-from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyper
+from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyperparameter
 from dp_partition.capture.tracer import Capture
 from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs
 
@@ -25,18 +25,18 @@ _VIEWS = {
 }
 
 
-def canonicalise(capture: Capture) -> None:
+def normalize(capture: Capture) -> None:
     """Bring a captured graph into canonical form, in place."""
     graph = capture.module.graph
-    connect_hypers(graph)
-    connect_fused_hypers(graph)
+    connect_hyperparameters(graph)
+    connect_fused_hyperparameters(graph)
     erase_profiler(graph)
     merge_aliases(graph)
     name_views(graph)
     eliminate_dead(graph)
 
 
-def connect_hypers(graph: fx.Graph) -> None:
+def connect_hyperparameters(graph: fx.Graph) -> None:
     """Read a hyperparameter from its placeholder, which holds a Python float at run time."""
     for node in list(graph.nodes):
         source = node.args[0] if node.args else None
@@ -47,9 +47,9 @@ def connect_hypers(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def connect_fused_hypers(graph: fx.Graph) -> None:
+def connect_fused_hyperparameters(graph: fx.Graph) -> None:
     """Fused optimizer kernels take plain floats: replace the traced values by the live inputs."""
-    hypers = {entry.hyper: node for node, entry in _placeholders(graph) if entry.hyper is not None}
+    hyperparameters = {entry.hyper: node for node, entry in _placeholders(graph) if entry.hyper is not None}
     owner = {node: node.meta["group"] for node in graph.nodes if "group" in node.meta}
     for node in graph.nodes:
         if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
@@ -60,15 +60,15 @@ def connect_fused_hypers(graph: fx.Graph) -> None:
             continue
         for argument, value in arguments(node):
             if argument.name in FUSED_ARGUMENTS and isinstance(value, float | int):
-                source = hypers.get(_hyper_for(argument.name, group))
+                source = hyperparameters.get(_hyperparameter_for(argument.name, group))
                 if source is not None:
                     _set_argument(node, argument.name, source)
 
 
-def _hyper_for(argument: str, group: tuple[int, int]) -> Hyper:
+def _hyperparameter_for(argument: str, group: tuple[int, int]) -> Hyperparameter:
     if argument.startswith("beta"):
-        return Hyper(*group, "betas", int(argument[-1]) - 1)
-    return Hyper(*group, argument)
+        return Hyperparameter(*group, "betas", int(argument[-1]) - 1)
+    return Hyperparameter(*group, argument)
 
 
 def _placeholders(graph: fx.Graph) -> list[tuple[fx.Node, Input]]:

@@ -25,7 +25,7 @@ def mark_packing(node: fx.Node, sizes: list[int], like: torch.Tensor) -> None:
     node.meta["packs"] = sizes, like
 
 
-def compute_in_buckets(graph: fx.Graph, in_place: bool) -> None:
+def compute_grads_in_buckets(graph: fx.Graph, in_place: bool) -> None:
     """Let gradients be computed in their buckets; for a graph without gradient tags, which is changed.
 
     Args:
@@ -127,7 +127,7 @@ def _erase_views(graph: fx.Graph, node: fx.Node, until: fx.Node) -> None:
         node = previous
 
 
-def drop_idle_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
+def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
     """Let users of a view use what it is equal to, in place; what the step returns stays as it is.
 
     Args:
@@ -169,7 +169,7 @@ def _place(node: fx.Node) -> Any:
     return value.shape, value.stride(), value.storage_offset(), value.dtype, bits
 
 
-def lay_out_alike(graph: fx.Graph) -> None:
+def make_contiguous_for_fused(graph: fx.Graph) -> None:
     """Give every fused optimizer kernel of a rank's graph tensors that lie alike, in place."""
     for node in list(graph.nodes):
         if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
@@ -267,9 +267,9 @@ __all__ = [
     "ALIGNMENT",
     "FUNCTIONS",
     "METHODS",
-    "compute_in_buckets",
-    "drop_idle_views",
-    "lay_out_alike",
+    "compute_grads_in_buckets",
+    "remove_redundant_views",
+    "make_contiguous_for_fused",
     "mark_packing",
     "use_bindings",
 ]

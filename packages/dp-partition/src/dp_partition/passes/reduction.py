@@ -18,11 +18,11 @@ from dp_partition._torch_compat import FakeTensorMode, collectives, make_fx
 from dp_partition.ops import aten, is_op, is_wait
 from dp_partition.passes.moves import Mover
 
-Parts = Generator[None, None, fx.Node]
+StagedEmission = Generator[None, None, fx.Node]
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatBuffer:
     """A flat buffer of gradients.
 
     Attributes:
@@ -48,14 +48,15 @@ class GradientGroup:
         name: Name of the process group, as torch's functional collectives take it.
         world: Number of its ranks.
         scatter: Whether a rank keeps its part only: the hook's result then has ``1 / world`` of the bucket's elements.
-        across: Name of the group that holds this rank's counterparts in other replicas (``"hybrid"``); empty elsewhere.
+        replica_group: Name of the group that holds this rank's counterparts in other replicas (``"hybrid"``); empty
+            elsewhere.
         replicas: Number of ranks of that.
     """
 
     name: str
     world: int
     scatter: bool
-    across: str = ""
+    replica_group: str = ""
     replicas: int = 1
 
     @property
@@ -77,8 +78,8 @@ class GradientGroup:
         else:
             work = collectives.all_reduce(tensor, op, self.name)
         result: torch.Tensor = collectives.wait_tensor(work)
-        if self.across:
-            result = collectives.wait_tensor(collectives.all_reduce(result, op, self.across))
+        if self.replica_group:
+            result = collectives.wait_tensor(collectives.all_reduce(result, op, self.replica_group))
         return result
 
 
@@ -99,7 +100,7 @@ def _compressed(bucket: torch.Tensor, group: GradientGroup, dtype: torch.dtype) 
     return group.sum(bucket.to(dtype) / group.size).to(bucket.dtype)
 
 
-def reduce_flat(mover: Mover, flat: Flat, dtype: torch.dtype | None, hook: CommHook | None) -> Parts:
+def reduce_flat(mover: Mover, flat: FlatBuffer, dtype: torch.dtype | None, hook: CommHook | None) -> StagedEmission:
     """The reduced buffer, or this rank's part of it, in the dtype that it came in.
 
     With ``dtype`` the buffer is cast before it is sent and cast back when it is there. The average is the collective's
@@ -122,8 +123,8 @@ def reduce_flat(mover: Mover, flat: Flat, dtype: torch.dtype | None, hook: CommH
         work = mover.issue(collectives.all_reduce_.default, node, op, mover.group)
     yield
     node = mover.wait(work)
-    if averaged and mover.across:
-        work = mover.issue(collectives.all_reduce_.default, node, op, mover.across, ranks=mover.replicas)
+    if averaged and mover.replica_group:
+        work = mover.issue(collectives.all_reduce_.default, node, op, mover.replica_group, ranks=mover.replicas)
         yield
         node = mover.wait(work)
     node = _divided(mover, node, after)
@@ -142,9 +143,9 @@ def _divided(mover: Mover, node: fx.Node, by: float) -> fx.Node:
     return node if by == 1 else mover.call(aten.div.Scalar, node, by)
 
 
-def _by_hook(mover: Mover, flat: Flat, hook: CommHook) -> Parts:
+def _by_hook(mover: Mover, flat: FlatBuffer, hook: CommHook) -> StagedEmission:
     """The nodes of a hook; what comes before its first wait is sent early."""
-    group = GradientGroup(mover.group, mover.world, flat.scatter, mover.across, mover.replicas)
+    group = GradientGroup(mover.group, mover.world, flat.scatter, mover.replica_group, mover.replicas)
     traced = trace_hook(hook, group, flat)
     copies: dict[fx.Node, fx.Node] = {}
     sent = False
@@ -160,7 +161,7 @@ def _by_hook(mover: Mover, flat: Flat, hook: CommHook) -> Parts:
                 yield
             copies[node] = mover.graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
-            if mover.across and mover.across in node.args:
+            if mover.replica_group and mover.replica_group in node.args:
                 copies[node].meta["ranks"] = mover.replicas
     if not sent:
         yield
@@ -168,7 +169,7 @@ def _by_hook(mover: Mover, flat: Flat, hook: CommHook) -> Parts:
     return result
 
 
-def trace_hook(hook: CommHook, group: GradientGroup, flat: Flat) -> fx.Graph:
+def trace_hook(hook: CommHook, group: GradientGroup, flat: FlatBuffer) -> fx.Graph:
     """A hook as a graph of one flat bucket.
 
     Raises:
@@ -210,4 +211,4 @@ def _check_hook(graph: fx.Graph, name: str, numel: int, dtype: torch.dtype) -> N
         raise PlanError(problems, "the comm_hook cannot be part of the graph")
 
 
-__all__ = ["CommHook", "Flat", "GradientGroup", "bf16_compress", "division", "fp16_compress", "reduce_flat"]
+__all__ = ["CommHook", "FlatBuffer", "GradientGroup", "bf16_compress", "division", "fp16_compress", "reduce_flat"]

@@ -15,7 +15,7 @@ from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
 from dp_partition.ops import aten, mutated_inputs, root_of, viewed_input
-from dp_partition.plan.settings import Traffic
+from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import gradient_name, is_gradient
 
 MARK = "gather_again"
@@ -63,7 +63,7 @@ def reshard_after_forward(
     graph: fx.Graph,
     homes: Mapping[fx.Node, Placement],
     mode: str | bool | frozenset[str],
-    traffic: Traffic,
+    comm: CommConfig,
     world: int,
     *,
     local: bool,
@@ -75,7 +75,7 @@ def reshard_after_forward(
         homes: Where the placeholders lie.
         mode: ``True``: all that both halves use. ``"auto"``: those that are idle where most memory is live, as long as
             that lowers the peak. ``False``: none. Names: those, as far as both halves use them.
-        traffic: How parameters will travel: what shares a bucket comes back together.
+        comm: How parameters will travel: what shares a bucket comes back together.
         world: Number of data-parallel ranks.
         local: Whether the graph's activations are one rank's (else those of all ranks together).
     """
@@ -90,7 +90,7 @@ def reshard_after_forward(
         chosen = [one for one in idle if one.param.meta["input"].name in mode]
     if mode == "auto" and idle:
         live = _live_bytes(nodes, place, idle, {n.meta["input"].name for n in sharded}, world, local=local)
-        chosen = _lower_the_peak(live, _units(idle, nodes, traffic))
+        chosen = _lower_the_peak(live, _units(idle, nodes, comm))
     for one in chosen:
         one.param.meta[MARK] = True
         _views_for_backward(graph, one)
@@ -131,17 +131,17 @@ def _bytes(node: fx.Node) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
-def _units(idle: list[Idle], nodes: list[fx.Node], traffic: Traffic) -> list[Unit]:
+def _units(idle: list[Idle], nodes: list[fx.Node], comm: CommConfig) -> list[Unit]:
     """The buckets that the parameters would come back in, as `bucket` fills and issues them."""
     groups: list[list[Idle]] = []
     for one in sorted(idle, key=lambda one: one.end):
-        fits = groups and sum(_bytes(m.param) for m in (*groups[-1], one)) <= traffic.bucket_bytes
+        fits = groups and sum(_bytes(m.param) for m in (*groups[-1], one)) <= comm.bucket_bytes
         if fits:
             groups[-1].append(one)
         else:
             groups.append([one])
     backward = next(position for position, node in enumerate(nodes) if node.meta.get("phase") == "backward")
-    ahead = traffic.prefetch if traffic.bucket_bytes > 0 else 0
+    ahead = comm.prefetch if comm.bucket_bytes > 0 else 0
     issued = [groups[k - ahead][0].end if k >= ahead else backward for k in range(len(groups))]
     return [Unit(tuple(group), end) for group, end in zip(groups, issued, strict=True)]
 

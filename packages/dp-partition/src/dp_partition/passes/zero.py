@@ -1,8 +1,8 @@
-"""Parameters whole, optimizer state sharded (ZeRO-1 and ZeRO-2): the optimizer updates this rank's rows of each
+"""Parameters full, optimizer state sharded (ZeRO-1 and ZeRO-2): the optimizer updates this rank's rows of each
 parameter.
 
 The pass works on the single-device graph, where both markers are the identity: `OWN_ROWS` names the rows of a parameter
-that a rank updates, `SHARE_ROWS` puts the rows of all ranks back into the whole parameter after the update. `insert`
+that a rank updates, `SHARE_ROWS` puts the rows of all ranks back into the full parameter after the update. `insert`
 turns the first into a view of the parameter's own memory and the second into an all-gather and a copy.
 """
 

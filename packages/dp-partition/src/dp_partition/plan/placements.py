@@ -1,6 +1,6 @@
 """Values that say how the tensor of a graph node lies on the ranks of one mesh axis.
 
-Vocabulary: a *placement* is torch's ``Shard``, ``Replicate`` or ``Partial``. Two words are added: `PerRank`, a tensor
+Vocabulary: a *placement* is torch's ``Shard``, ``Replicate`` or ``Partial``. Two words are added: `RankLocal`, a tensor
 that every rank computed for itself and that has no meaning as a whole (activations under local semantics), and
 ``Partial("norm<p>")``, whose reduction is the p-norm of the ranks' values (the partial p-norms of shards).
 """
@@ -17,17 +17,17 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from dp_partition._shared.problems import PlanError, Problem
 
 
-class PerRank(Placement):
+class RankLocal(Placement):
     """The ranks' values are unrelated: each rank's is the result of its own computation."""
 
     def __repr__(self) -> str:
-        return "PerRank()"
+        return "RankLocal()"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PerRank)
+        return isinstance(other, RankLocal)
 
     def __hash__(self) -> int:
-        return hash(PerRank)
+        return hash(RankLocal)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def describe(spec: Outputs | Placement) -> str:
 
 
 def _describe_one(placement: Placement) -> str:
-    if isinstance(placement, PerRank):
+    if isinstance(placement, RankLocal):
         return "local"
     if isinstance(placement, Shard):
         return f"S({placement.dim})"

@@ -28,7 +28,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         count = 1
         for size in self.shape:
             count *= size
@@ -222,17 +222,17 @@ def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
 def _home_by_style(
     info: TensorInfo, style: DataParallelStyle, world: int
 ) -> tuple[Placement, Placement, Placement, str]:
-    whole, shard = Replicate(), Shard(0)
+    full, shard = Replicate(), Shard(0)
     if not info.shape:
-        return whole, whole, whole, "a scalar cannot be sharded"
+        return full, full, full, "a scalar cannot be sharded"
     if style is DataParallelStyle.REPLICATE:
-        return whole, whole, whole, "style"
+        return full, full, full, "style"
     if style is DataParallelStyle.ZERO1:
-        return whole, whole, shard, "style"
+        return full, full, shard, "style"
     if style is DataParallelStyle.ZERO2:
-        return whole, shard, shard, "style"
+        return full, shard, shard, "style"
     if style is DataParallelStyle.DEFAULT and info.shape[0] % world:
-        return whole, whole, whole, f"dim 0 of size {info.shape[0]} does not divide by {world}"
+        return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"
     uneven = "" if info.shape[0] % world == 0 else f", padded: dim 0 of size {info.shape[0]}"
     return shard, shard, shard, f"style{uneven}"
 

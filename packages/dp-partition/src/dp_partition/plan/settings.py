@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.distributed.tensor import Placement
@@ -11,11 +12,15 @@ from torch.distributed.tensor import Placement
 from dp_partition._shared.problems import Problem
 from dp_partition.plan.placements import DataParallelStyle
 
+Style = Literal["default", "replicate", "zero1", "zero2", "fully_shard", "hybrid"]
+Semantics = Literal["local", "global"]
+Backend = Literal["eager", "inductor"]
+
 _REDUCED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommConfig:
     """Arrangement of communication.
 
     Attributes:
@@ -60,7 +65,7 @@ class Settings:
         placements: Name patterns -> placement.
         equal: ``"broadcast"`` or ``"check"``.
         batch_dim: Batch dim of tensor arguments.
-        traffic: How communication is arranged.
+        comm: How communication is arranged.
         accumulate: Number of micro-batches.
         rng: ``None``, ``"same"`` or ``"per_rank"``.
         reshard: ``"auto"``, ``True`` or ``False``.
@@ -73,7 +78,7 @@ class Settings:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     equal: str = "broadcast"
     batch_dim: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
+    comm: CommConfig = field(default_factory=CommConfig)
     accumulate: int = 1
     rng: str | None = None
     reshard: str | bool = "auto"
@@ -87,9 +92,9 @@ class Settings:
 
     def reduction(self) -> str:
         """Return how gradients are reduced, for the plan; empty where it is plainly."""
-        if self.traffic.hook is not None:
-            return f"by {getattr(self.traffic.hook, '__qualname__', type(self.traffic.hook).__qualname__)}"
-        dtype = self.traffic.reduce_dtype
+        if self.comm.hook is not None:
+            return f"by {getattr(self.comm.hook, '__qualname__', type(self.comm.hook).__qualname__)}"
+        dtype = self.comm.reduce_dtype
         return "" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
 
     def problems(self) -> list[Problem]:
@@ -107,21 +112,21 @@ class Settings:
             found.append(Problem("needs-local", name, found="global", hint="use semantics='local'"))
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
             found.append(Problem("needs-local", "style", found="hybrid, global", hint="use semantics='local'"))
-        if self.semantics == "global" and self.traffic.hook is not None:
+        if self.semantics == "global" and self.comm.hook is not None:
             hint = "use semantics='local': under global semantics gradients are sums that are not averaged"
             found.append(Problem("needs-local", "comm_hook", found="global", hint=hint))
-        hook: object = self.traffic.hook
+        hook: object = self.comm.hook
         if hook is not None and not callable(hook):
             hint = "pass a function of a flat bucket and a GradientGroup"
             found.append(Problem("bad-hook", "comm_hook", found=repr(hook), hint=hint))
-        if self.traffic.hook is not None and self.traffic.reduce_dtype is not None:
+        if self.comm.hook is not None and self.comm.reduce_dtype is not None:
             hint = "the hook says what is sent; leave reduce_dtype out and cast in the hook"
-            found.append(Problem("no-effect", "reduce_dtype", found="beside comm_hook", hint=hint))
-        dtype: object = self.traffic.reduce_dtype
+            found.append(Problem("conflicting-arguments", "reduce_dtype", found="beside comm_hook", hint=hint))
+        dtype: object = self.comm.reduce_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"
             found.append(Problem("bad-dtype", "reduce_dtype", found=repr(dtype), hint=hint))
-        if self.accumulate < 1 or self.traffic.prefetch < 0 or self.traffic.bucket_bytes < 0:
+        if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
             found.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
         return found
 
@@ -133,4 +138,4 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Probl
     return [Problem(f"unknown-{name}", name, found=repr(value), hint=hint)]
 
 
-__all__ = ["Batch", "Settings", "Traffic"]
+__all__ = ["Batch", "Settings", "CommConfig"]

@@ -2,7 +2,7 @@
 
 A change is taken over where its meaning is clear, and refused by name where not.
 
-State that `load_state_dict` put in place is whole and plain; a parameter that was thawed, or came into the optimizer
+State that `load_state_dict` put in place is full and plain; a parameter that was thawed, or came into the optimizer
 with `add_param_group`, has no state yet; a buffer may be another tensor. A graph that is fed any of these as it stands
 would compute on wrong memory.
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers, states_by_id
-from dp_partition.capture.state import Subject
+from dp_partition.capture.state import StepState
 from dp_partition.mesh import on_mesh
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, as_dtensor
@@ -35,8 +35,8 @@ def reconcile(binding: Binding) -> OptimizerReads:
     _check_structure(binding)
     _reconcile_buffers(binding)
     problems: list[Problem] = []
-    index = states_by_id(binding.subject.optimizers)
-    for number, optimizer in enumerate(binding.subject.optimizers):
+    index = states_by_id(binding.step_state.optimizers)
+    for number, optimizer in enumerate(binding.step_state.optimizers):
         states = index[number]
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -53,13 +53,13 @@ def reconcile(binding: Binding) -> OptimizerReads:
                         problems += _reconcile_state(binding, number, group, fqn, states)
     if problems:
         raise PlanError(problems)
-    return read_optimizers(binding.subject.optimizers, index)
+    return read_optimizers(binding.step_state.optimizers, index)
 
 
 def _reconcile_state(
     binding: Binding, number: int, group: dict[str, Any], fqn: str, states: dict[int, Any]
 ) -> list[Problem]:
-    optimizer, param = binding.subject.optimizers[number], binding.params[fqn]
+    optimizer, param = binding.step_state.optimizers[number], binding.params[fqn]
     state = states.get(id(param))
     if not state:
         fresh = binding.fresh_state(optimizer, group, fqn, param)
@@ -78,7 +78,7 @@ def _reconcile_state(
                 hint = "load it into the state that is there, or load full tensors"
                 problems.append(Problem("state-placed-elsewhere", f"{fqn} {key}", found=found, hint=hint))
         elif value.shape == param.shape:
-            state[key] = binding.place_state(fqn, value, whole=True)
+            state[key] = binding.place_state(fqn, value, full=True)
         if key in shapes and state[key].shape != shapes[key]:
             found = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
             hint = "load state that was saved for this model"
@@ -91,53 +91,51 @@ def _reconcile_state(
 
 def _check_structure(binding: Binding) -> None:
     """Tensors of the model are those that were placed, under their names; hooks and other modules trace anew."""
-    if not binding.subject.reads.look() and binding.built is binding.subject.reads.structure:
+    if not binding.step_state.reads.look() and binding.built is binding.step_state.reads.structure:
         return
-    before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.subject.slots()))
+    before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.step_state.slots()))
     if now != before:
         hint = "call release() on the step first"
         changes = [(name, "was not there when the step was placed") for name in sorted(now - before)]
         changes += [(name, "is not there any more") for name in sorted(before - now)]
         raise PlanError([Problem("model-changed", name, found=found, hint=hint) for name, found in changes])
-    binding.slots = list(binding.subject.slots())
-    binding.built = binding.subject.reads.structure
+    binding.index_slots()
+    binding.built = binding.step_state.reads.structure
 
 
 def _reconcile_buffers(binding: Binding) -> None:
-    subject = binding.subject
-    for fqn, module, attribute, is_param in binding.slots:
-        if is_param:
-            continue
-        name, now = subject.aliases.get(fqn, fqn), module._buffers.get(attribute)
+    step_state = binding.step_state
+    for fqn, module, attribute, name in binding.buffer_slots:
+        now = module._buffers.get(attribute)
         if now is None:
             hint = "call release() on the step first"
             found = "is None, and was a tensor when the step was placed"
             raise PlanError(Problem("model-changed", fqn, found=found, hint=hint))
-        if now is subject.buffers[name]:
+        if now is step_state.buffers[name]:
             continue
         if fqn != name:
             found, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
             raise PlanError(Problem("buffer-untied", fqn, found=found, hint=hint))
-        subject.buffers[name] = now
+        step_state.buffers[name] = now
 
 
-def check_no_gradients(subject: Subject, cleared: bool) -> None:
+def check_no_gradients(step_state: StepState, cleared: bool) -> None:
     """Raise where gradients lie on parameters that the step would add to.
 
     Args:
-        subject: The model and its optimizers.
+        step_state: The model and its optimizers.
         cleared: Whether the step clears gradients before its first backward.
 
     Raises:
         PlanError: ``grads-carried-over`` for each such parameter.
     """
-    if cleared or not subject.optimizers:
+    if cleared or not step_state.optimizers:
         return
     found = "holds a gradient from outside the step, to which backward would add"
     hint = "call zero_grad() before the step"
     problems = [
         Problem("grads-carried-over", fqn, found=found, hint=hint)
-        for fqn, param in subject.params.items()
+        for fqn, param in step_state.params.items()
         if param.grad is not None
     ]
     if problems:
@@ -154,7 +152,7 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
         optimizers: What was read from the optimizers at this call.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    params, buffers = binding.params, binding.subject.buffers
+    params, buffers = binding.params, binding.step_state.buffers
     values: list[Any] = []
     for entry in program.inputs:  # without calls for each entry: this runs at every step
         kind = entry.kind
@@ -182,15 +180,15 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...]) -
             new = value
             if placement is not None and tuple(value.shape) == binding.local_state_shape(entry.name) and value.ndim:
                 new = as_dtensor(value, param, binding.mesh, placement)
-            binding.subject.optimizers[entry.optimizer].state[param][entry.key] = new
+            binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
 
 
 def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
     """Put a new tensor where a buffer was."""
     for fqn, module, attribute, is_param in binding.slots:
-        if not is_param and binding.subject.aliases.get(fqn, fqn) == name:
+        if not is_param and binding.step_state.aliases.get(fqn, fqn) == name:
             module._buffers[attribute] = value
-    binding.subject.buffers[name] = value
+    binding.step_state.buffers[name] = value
 
 
 __all__ = ["bind_inputs", "check_no_gradients", "reconcile", "replace_buffer", "store_outputs"]

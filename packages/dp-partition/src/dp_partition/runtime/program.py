@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dp_partition._torch_compat import is_gloo
-from dp_partition.backends.gloo import halve_scatters
+from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
 from dp_partition.backends.inductor import Lowered
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.tracer import Capture
@@ -32,6 +32,8 @@ class Program:
         mesh: The ranks.
         lowered: The partitioned graph with its compute compiled; None where it runs as it is.
         bound: The partitioned graph as it runs otherwise; made when it first does.
+        guard_values: Hyperparameters for which its guards were found to hold last.
+        is_checked: A check by execution has run it.
         labelled: Inputs by their kinds, as `labels` found them.
     """
 
@@ -40,7 +42,8 @@ class Program:
     output_placements: list[Placement | None]
     mesh: DeviceMesh
     local_fakes: list[Any] | None = None
-    checked: tuple[float, ...] = ()
+    guard_values: tuple[float, ...] = ()
+    is_checked: bool = False
     lowered: Lowered | None = None
     bound: fx.GraphModule | None = None
     labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
@@ -65,7 +68,7 @@ class Program:
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.module.graph, {}))
         if is_gloo(shard_group(self.mesh), self.mesh.device_type):
-            halve_scatters(graph)
+            reduce_scatter_as_all_to_all(graph)
         return graph
 
     def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
@@ -85,21 +88,21 @@ class Program:
             self.local_fakes = None
         return self.module
 
-    def gathered_again(self) -> frozenset[str]:
+    def reshard_names(self) -> frozenset[str]:
         """The parameters that are let go of after forward and gathered once more for backward."""
         return frozenset(n.meta["input"].name for n in self.module.graph.nodes if MARK in n.meta)
 
     def holds_for(self, values: dict[tuple[Any, ...], float]) -> bool:
         """Return whether the decisions taken while tracing hold for these hyperparameters."""
         now = tuple(values.values())
-        if now == self.checked:
+        if now == self.guard_values:
             return True
         symbols = self.capture.symbols
         substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}
         for guard in self.capture.guards:
             if not bool(guard.xreplace(substitution)):
                 return False
-        self.checked = now
+        self.guard_values = now
         return True
 
 

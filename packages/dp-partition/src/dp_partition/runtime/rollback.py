@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dp_partition._torch_compat import pytree
-from dp_partition.runtime.state import Binding, local_of
+from dp_partition.runtime.state import Binding, local_tensor
 
 
 class Snapshot:
@@ -25,10 +25,10 @@ class Snapshot:
         self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         for name, container, key, tensor in live_tensors(binding, arguments):
             del name
-            self.entries.append((container, key, tensor, local_of(tensor.detach()).clone()))
-        for optimizer in binding.subject.optimizers:
+            self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
+        for optimizer in binding.step_state.optimizers:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
-        self.buffers = (binding.subject.buffers, dict(binding.subject.buffers))
+        self.buffers = (binding.step_state.buffers, dict(binding.step_state.buffers))
         self.found = {id(tensor): copy for _, _, tensor, copy in self.entries}
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -44,18 +44,18 @@ class Snapshot:
             for container, key, tensor, value in self.entries:
                 if container is not None:
                     container[key] = tensor
-                local_of(tensor.detach()).copy_(value)
+                local_tensor(tensor.detach()).copy_(value)
 
 
 def live_tensors(binding: Binding, arguments: Any) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
     """Name, holding dict, key and tensor of all that a step may write. The dict of a parameter is never written."""
-    subject = binding.subject
+    step_state = binding.step_state
     for fqn, param in binding.params.items():
         yield fqn, None, None, param
     for fqn, module, attribute, is_param in binding.slots:
         tensor = None if is_param else module._buffers.get(attribute)
         if tensor is not None:
-            yield subject.aliases.get(fqn, fqn), module._buffers, attribute, tensor
+            yield step_state.aliases.get(fqn, fqn), module._buffers, attribute, tensor
     for number, fqn, state in binding.states():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ One walk through the graph. For each call the rule table names the ways to run i
 taken; a call without a rule runs on replicated inputs, which is right for every operator that is the same function on
 every rank.
 
-Two semantics meet here. Under *local* semantics everything that depends on the batch is `PerRank`: each rank runs the
+Two semantics meet here. Under *local* semantics everything that depends on the batch is `RankLocal`: each rank runs the
 step as written on its own batch, nothing is moved, and a tagged gradient becomes the average over the ranks that is
 still to be taken. Under *global* semantics the batch is a shard of one big batch, and the rules keep every value
 equal to the one a single device would compute.
@@ -26,9 +26,9 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
-from dp_partition.plan.placements import NodeType, Outputs, PerRank, PlacementSpec, PlacementStrategy, describe
+from dp_partition.plan.placements import NodeType, Outputs, PlacementSpec, PlacementStrategy, RankLocal, describe
 from dp_partition.sharding.op_rules.lookup import find_rule
-from dp_partition.sharding.op_rules.table import Call, Candidate, R, State, cheapest
+from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
 AVG = Partial("avg")
 
@@ -44,14 +44,14 @@ class NodePlan:
         fallback: It has no rule that shards, and runs on replicated inputs that had to be gathered.
     """
 
-    output: State
+    output: OutputPlacement
     inputs: dict[fx.Node, Placement] = field(default_factory=dict)
     node_type: NodeType = NodeType.NON_TENSOR
     fallback: bool = False
 
 
 @dataclass
-class Homes:
+class StoragePlacements:
     """Placements and types of the graph's inputs.
 
     Attributes:
@@ -67,14 +67,14 @@ class Homes:
     keep_outputs: bool = False
 
 
-def propagate(graph: fx.Graph, homes: Homes, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:
+def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:
     """Plan every node of a canonical graph.
 
     Args:
         graph: The captured graph, at full shapes.
         homes: Where its inputs lie.
         world: Number of data-parallel ranks.
-        local: Local semantics (`PerRank` activations) instead of global ones.
+        local: Local semantics (`RankLocal` activations) instead of global ones.
 
     Raises:
         PlanError: When the step would make ranks diverge, or has an operator that cannot be run on shards.
@@ -88,13 +88,13 @@ def propagate(graph: fx.Graph, homes: Homes, world: int, *, local: bool) -> dict
 
 
 class _Walk:
-    """State of one propagation."""
+    """OutputPlacement of one propagation."""
 
-    def __init__(self, graph: fx.Graph, homes: Homes, world: int, local: bool) -> None:
+    def __init__(self, graph: fx.Graph, homes: StoragePlacements, world: int, local: bool) -> None:
         self.homes, self.world, self.local = homes, world, local
-        self.states: dict[fx.Node, State] = {}
+        self.states: dict[fx.Node, OutputPlacement] = {}
         self.types: dict[fx.Node, NodeType | None] = {}
-        self.wish: dict[fx.Node, Placement] = {}
+        self.desired: dict[fx.Node, Placement] = {}
         self.plans: dict[fx.Node, NodePlan] = {}
         self.problems: list[Problem] = []
         tags = [position for position, node in enumerate(graph.nodes) if is_gradient(node)]
@@ -115,7 +115,9 @@ class _Walk:
         elif str(node.target).startswith("dp_partition.share_rows"):
             param, rows = node.all_input_nodes
             self.record(node, None, {param: R, rows: Shard(0)}, NodeType.PARAM)
-        elif self.local and (is_random(node) or any(isinstance(self.at(n), PerRank) for n in self.tensor_inputs(node))):
+        elif self.local and (
+            is_random(node) or any(isinstance(self.placement_of(n), RankLocal) for n in self.tensor_inputs(node))
+        ):
             self.visit_per_rank(node)
         else:
             self.visit_call(position, node)
@@ -126,7 +128,7 @@ class _Walk:
                 if source in self.from_gradient:
                     self.from_gradient[node] = self.from_gradient[source]
 
-    def at(self, node: fx.Node) -> State:
+    def placement_of(self, node: fx.Node) -> OutputPlacement:
         return self.states.get(node)
 
     def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
@@ -135,7 +137,7 @@ class _Walk:
     def record(
         self,
         node: fx.Node,
-        output: State,
+        output: OutputPlacement,
         inputs: dict[fx.Node, Placement],
         kind: NodeType | None,
         fallback: bool = False,
@@ -143,7 +145,7 @@ class _Walk:
         self.states[node], self.types[node] = output, kind
         self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR, fallback)
 
-    def spread(self, node: fx.Node, placement: Placement) -> State:
+    def spread(self, node: fx.Node, placement: Placement) -> OutputPlacement:
         """The same placement for each of the node's outputs."""
         value = node.meta.get("val")
         if isinstance(value, tuple | list):
@@ -159,11 +161,11 @@ class _Walk:
 
     def tag(self, node: fx.Node) -> None:
         """A gradient: under local semantics the average of the ranks' is meant."""
-        self.wish[node] = self.homes.grad_home(gradient_name(node), _shape(node))
-        if self.wish[node] == R:
+        self.desired[node] = self.homes.grad_home(gradient_name(node), _shape(node))
+        if self.desired[node] == R:
             node.meta["reduce_whole"] = True
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
-        if isinstance(self.states[node], PerRank):
+        if isinstance(self.states[node], RankLocal):
             self.states[node] = self.plans[node].output = AVG
         if self.local:
             self.refuse_second_derivative(node)
@@ -185,28 +187,28 @@ class _Walk:
             assert isinstance(source, fx.Node)
             index = node.args[1]
             self.record(node, state[index], {}, self.types.get(source))  # type: ignore[index]
-            if source in self.wish:
-                self.wish[node] = self.wish[source]
+            if source in self.desired:
+                self.desired[node] = self.desired[source]
             return
         states = [self.states.get(n) for n in node.all_input_nodes]
-        joined: Placement = PerRank() if any(isinstance(s, PerRank) for s in states) else R
+        joined: Placement = RankLocal() if any(isinstance(s, RankLocal) for s in states) else R
         self.record(node, joined, {}, self.join_types(node.all_input_nodes))
 
     def visit_per_rank(self, node: fx.Node) -> None:
-        """An activation under local semantics: every rank runs the call on its own values and on whole parameters."""
+        """An activation under local semantics: every rank runs the call on its own values and on full parameters."""
         inputs: dict[fx.Node, Placement] = {}
         written = mutated_inputs(node)
         for source in self.tensor_inputs(node):
-            state = self.at(source)
+            state = self.placement_of(source)
             if isinstance(state, Partial):
                 hint = "under local semantics gradients are averaged over the ranks before anything else uses them"
                 self.complain(
                     "gradient-meets-activation", node, f"uses the gradient {source.name} with a rank's own values", hint
                 )
-            inputs[source] = PerRank() if isinstance(state, PerRank) else R
-            if source in written and not isinstance(state, PerRank):
+            inputs[source] = RankLocal() if isinstance(state, RankLocal) else R
+            if source in written and not isinstance(state, RankLocal):
                 self.write_per_rank(node, source, inputs)
-        self.record(node, self.spread(node, PerRank()), inputs, NodeType.ACT)
+        self.record(node, self.spread(node, RankLocal()), inputs, NodeType.ACT)
 
     def write_per_rank(self, node: fx.Node, target: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
         """A rank's own value is written into a tensor that was equal on all ranks."""
@@ -216,15 +218,15 @@ class _Walk:
         kind = self.homes.types.get(root)
         entry = root.meta.get("input")
         if root.op == "placeholder" and getattr(entry, "kind", "") == "buffer":
-            self.states[target] = inputs[target] = PerRank()
-            self.states[root] = PerRank()
+            self.states[target] = inputs[target] = RankLocal()
+            self.states[root] = RankLocal()
         elif root.op == "placeholder" and kind in (NodeType.PARAM, NodeType.STATE):
             hint = "update parameters and optimizer state from gradients only"
             self.complain(
                 "ranks-diverge", node, f"writes a rank's own value into {root.name}, which all ranks share", hint
             )
         else:
-            self.states[target] = self.states[root] = PerRank()
+            self.states[target] = self.states[root] = RankLocal()
             inputs[target] = R
 
     def complain(self, code: str, node: fx.Node, found: str, hint: str = "") -> None:
@@ -235,11 +237,11 @@ class _Walk:
         self.forget_param_shards(node, sources)
         phase = node.meta.get("phase")
         early = position <= self.last_tag if phase is None else phase != "optimizer"
-        call = Call(node, self.states, self.world, self.wish, early)
+        call = Call(node, self.states, self.world, self.desired, early)
         rule = find_rule(node)
         candidates = list(rule(call)) if rule is not None else []
         candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))
-        if is_random(node) and not any(isinstance(self.at(n), Shard) for n in sources):
+        if is_random(node) and not any(isinstance(self.placement_of(n), Shard) for n in sources):
             candidates = candidates[-1:]
         best = cheapest(call, [c for c in candidates if self.may_write(node, c)])
         if best is None:  # in a gathered copy, whose part goes back
@@ -247,17 +249,17 @@ class _Walk:
         if best is None:
             placements = ", ".join(f"{n.name}: {describe(self.states[n])}" for n in sources)
             hint = "no rule runs this operator on shards and writes its result back; replicate the tensors it writes"
-            self.complain("no-way", node, f"inputs lie as {placements}", hint)
-            best = Candidate({n: self.at(n) for n in sources}, self.spread(node, R))  # type: ignore[misc]
+            self.complain("no-sharding-strategy", node, f"inputs lie as {placements}", hint)
+            best = Candidate({n: self.placement_of(n) for n in sources}, self.spread(node, R))  # type: ignore[misc]
         inputs = {n: best.inputs.get(n, R) for n in sources}
-        gathered = any(isinstance(self.at(n), Shard) and inputs[n] == R for n in sources)
+        gathered = any(isinstance(self.placement_of(n), Shard) and inputs[n] == R for n in sources)
         fallback = gathered and rule is None
-        self.settle(node, inputs)
+        self.commit(node, inputs)
         self.record(node, best.output, inputs, self.join_types(sources), fallback)
-        self.inherit_wish(node, sources)
+        self.inherit_desired(node, sources)
 
     def forget_param_shards(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """Parameters are gathered whole for activations, and before views of them."""
+        """Parameters are gathered full for activations, and before views of them."""
         kinds = {self.types.get(n) for n in sources}
         meets_activation = NodeType.ACT in kinds
         viewed = viewed_input(node)
@@ -271,46 +273,46 @@ class _Walk:
         Args:
             node: What writes.
             candidate: How.
-            back: Whether an input of the graph that is sharded may be written whole, and its part copied back.
+            back: Whether an input of the graph that is sharded may be written full, and its part copied back.
         """
         for source in mutated_inputs(node):
             wanted = candidate.inputs.get(source, R)
             root = root_of(source)
-            whole = back and source is root and wanted == R and isinstance(self.states[source], Shard)
-            if root.op == "placeholder" and wanted != self.states[source] and not whole:
+            full = back and source is root and wanted == R and isinstance(self.states[source], Shard)
+            if root.op == "placeholder" and wanted != self.states[source] and not full:
                 return False
             reduced = isinstance(self.states[source], Partial)  # into memory of its own; `insert` checks later uses
             if root is not source and wanted != self.states[source] and not reduced:
                 return False
         return all(candidate.inputs.get(n, R) == R for n in self.param_gathers if n not in mutated_inputs(node))
 
-    def settle(self, node: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
+    def commit(self, node: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
         """Return what was reduced stays reduced; what is written lies where it was written."""
         written = mutated_inputs(node)
         for source, wanted in inputs.items():
             state = self.states[source]
-            stays = source.op == "placeholder" and isinstance(state, Shard)  # what was written whole goes back
+            stays = source.op == "placeholder" and isinstance(state, Shard)  # what was written full goes back
             if (isinstance(state, Partial) and state != wanted) or (source in written and not stays):
                 self.states[source] = wanted
 
-    def inherit_wish(self, node: fx.Node, sources: list[fx.Node]) -> None:
+    def inherit_desired(self, node: fx.Node, sources: list[fx.Node]) -> None:
         if isinstance(self.states[node], Partial):
             for source in sources:
-                if source in self.wish and _shape(source) == _shape(node):
-                    self.wish[node] = self.wish[source]
+                if source in self.desired and _shape(source) == _shape(node):
+                    self.desired[node] = self.desired[source]
                     if "reduce_whole" in source.meta:
                         node.meta["reduce_whole"] = True
 
     def visit_output(self, node: fx.Node) -> None:
-        """Values for the user are whole; new optimizer state lies where its parameter does."""
+        """Values for the user are replicated; new optimizer state lies where its parameter does."""
         inputs: dict[fx.Node, Placement] = {}
         for source in self.tensor_inputs(node):
             state = self.states[source]
             if isinstance(state, Partial):
-                inputs[source] = self.wish.get(source, R)
+                inputs[source] = self.desired.get(source, R)
             elif isinstance(state, Placement):
                 keeps = self.homes.keep_outputs or self.types.get(source) in (NodeType.ACT, None)
-                inputs[source] = state if keeps or isinstance(state, PerRank) else R
+                inputs[source] = state if keeps or isinstance(state, RankLocal) else R
         self.record(node, None, inputs, NodeType.NON_TENSOR)
 
 
@@ -336,7 +338,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def spec_of(state: State, mesh: DeviceMesh) -> Outputs:
+def spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
     """The spec of a state on a mesh."""
     if isinstance(state, tuple):
         return tuple(spec_of(one, mesh) for one in state)
@@ -360,4 +362,4 @@ def mark_graph(plans: dict[fx.Node, NodePlan], mesh: DeviceMesh) -> None:
             node.meta["fallback"] = True
 
 
-__all__ = ["AVG", "Homes", "NodePlan", "gradient_name", "is_gradient", "propagate"]
+__all__ = ["AVG", "StoragePlacements", "NodePlan", "gradient_name", "is_gradient", "propagate"]

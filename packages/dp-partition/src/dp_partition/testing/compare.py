@@ -20,16 +20,17 @@ from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
+from dp_partition.check.verdict import first_difference
 from dp_partition.ops import is_op, is_random, mutated_inputs, viewed_input
 from dp_partition.passes.moves import REDUCTIONS
 from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
 from dp_partition.pipeline import partition_for_rank
-from dp_partition.plan.placements import PerRank, chunk_bounds, describe
+from dp_partition.plan.placements import RankLocal, chunk_bounds, describe
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runner import Runner
-from dp_partition.runtime.state import local_of
-from dp_partition.sharding.op_rules.table import State
-from dp_partition.sharding.propagate import Homes, NodePlan
+from dp_partition.runtime.state import local_tensor
+from dp_partition.sharding.op_rules.table import OutputPlacement
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements
 from dp_partition.testing.simulate import Done, Event, advance, run_node, run_rank
 
 _GONE = (TAG_GRAD, OWN_ROWS, SHARE_ROWS)  # markers of the single-device graph that no rank has
@@ -39,7 +40,7 @@ class NoKernel(Exception):
     """The single-device graph cannot be run in double precision."""
 
 
-class Trial:
+class NodeComparison:
     """One side-by-side run for one number of ranks."""
 
     def __init__(
@@ -47,7 +48,7 @@ class Trial:
         step: Runner,
         capture: Capture,
         plan: PartitionPlan,
-        homes: Homes,
+        homes: StoragePlacements,
         plans: dict[fx.Node, NodePlan],
         double: bool,
     ) -> None:
@@ -101,18 +102,18 @@ class Trial:
 
     def is_cut(self, node: fx.Node) -> bool:
         """Return whether ranks have different values of a step's argument."""
-        return isinstance(self.homes.placements[node], Shard | PerRank)
+        return isinstance(self.homes.placements[node], Shard | RankLocal)
 
     def own(self, value: Any) -> Any:
         """A copy to compute with, in the precision of this trial."""
         if not isinstance(value, torch.Tensor):
             return value
-        value = local_of(value).detach()
+        value = local_tensor(value).detach()
         return value.to(torch.float64, copy=True) if self.double and value.is_floating_point() else value.clone()
 
-    def part(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        start, end = chunk_bounds(whole.shape[dim], self.world, rank)
-        return whole.narrow(dim, start, end - start)
+    def part(self, full: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+        start, end = chunk_bounds(full.shape[dim], self.world, rank)
+        return full.narrow(dim, start, end - start)
 
     def constant(self, name: str) -> Any:
         return self.own(getattr(self.capture.module, name))
@@ -125,7 +126,7 @@ class Trial:
         output = graph.output(result)
         output.meta.update(self.nodes[-1].meta)
         module = fx.GraphModule(self.capture.module, graph)
-        partition_for_rank(module, self.world, rank, "simulated", self.step.traffic)
+        partition_for_rank(module, self.world, rank, "simulated", self.step.comm)
         present = set(module.graph.nodes)
         originals = {copy: node for node, copy in copies.items() if copy in present and node.op == "call_function"}
         self.on_ranks |= set(originals.values())
@@ -141,7 +142,7 @@ class Trial:
             except Exception as error:
                 text = str(error).strip().splitlines()[0][:300] if str(error) else ""
                 found = f"rank {rank} of {self.world} fails: {type(error).__name__}: {text}"
-                raise self.problem(original or node, "fails", found) from error
+                raise self.problem(original or node, "verify-error", found) from error
 
         return run_rank(module, _reported(originals), inputs, self.constant, call, mutated_inputs)
 
@@ -190,7 +191,7 @@ class Trial:
         written = mutated_inputs(node)
         drawn = is_random(node) and not self.local  # every rank draws its own rows: only shapes can be compared
         for index, source in enumerate(written):
-            state: State = plan.inputs.get(source)
+            state: OutputPlacement = plan.inputs.get(source)
             found = [one.written[index] for one in done]
             what = f"what it writes into {source.name}"
             self.compare(node, state, [env[source] for env in envs], found, what, True, drawn)
@@ -199,23 +200,29 @@ class Trial:
         self.num_nodes += self.num_elements > before
 
     def compare_state(
-        self, node: fx.Node, state: State, expected: list[Any], found: list[Any], settle: bool, drawn: bool = False
+        self,
+        node: fx.Node,
+        state: OutputPlacement,
+        expected: list[Any],
+        found: list[Any],
+        correct: bool,
+        drawn: bool = False,
     ) -> None:
         if isinstance(state, tuple):
             for index, one in enumerate(state):
                 pick = [e[index] for e in expected], [f[index] for f in found]
-                self.compare(node, one, *pick, f"output {index}", settle, drawn)
+                self.compare(node, one, *pick, f"output {index}", correct, drawn)
         else:
-            self.compare(node, state, expected, found, "", settle, drawn)
+            self.compare(node, state, expected, found, "", correct, drawn)
 
     def compare(
         self,
         node: fx.Node,
-        state: State,
+        state: OutputPlacement,
         expected: list[Any],
         found: list[Any],
         what: str,
-        settle: bool,
+        correct: bool,
         drawn: bool = False,
     ) -> None:
         """Compare the ranks' values of one tensor, put together, with the single device's."""
@@ -224,7 +231,7 @@ class Trial:
         if "empty" in str(node.target):
             return
         if isinstance(state, Partial):
-            self.compare_partial(node, state, expected[0], found, what, settle)
+            self.compare_partial(node, state, expected[0], found, what, correct)
             return
         for rank, value in enumerate(found):
             wanted = expected[rank if self.local else 0]
@@ -232,19 +239,19 @@ class Trial:
                 wanted = self.part(wanted, state.dim, rank)
             who = f"rank {rank}'s {'part ' if isinstance(state, Shard) else ''}value"
             self.check(node, state, wanted, value, f"{who} {what}".strip(), drawn and isinstance(state, Shard))
-            if settle and is_plain(value):
+            if correct and is_plain(value):
                 value.copy_(wanted)
 
     def compare_partial(
-        self, node: fx.Node, state: Partial, wanted: torch.Tensor, found: list[torch.Tensor], what: str, settle: bool
+        self, node: fx.Node, state: Partial, wanted: torch.Tensor, found: list[torch.Tensor], what: str, correct: bool
     ) -> None:
         shapes = {tuple(value.shape) for value in found}
         if shapes != {tuple(wanted.shape)}:
             raise self.differs(node, state, f"{what} shapes {sorted(shapes)}, expected {list(wanted.shape)}")
         total = combine(found, state.reduce_op)
-        cancelled = 8 * eps(total) * max(map(greatest, found))
+        cancelled = 8 * eps(total) * max(map(max_abs, found))
         self.check(node, state, wanted, total, f"the ranks' values together {what}".strip(), False, cancelled)
-        if settle and state.reduce_op in ("sum", "avg") and is_plain(found[0]) and wanted.is_floating_point():
+        if correct and state.reduce_op in ("sum", "avg") and is_plain(found[0]) and wanted.is_floating_point():
             found[0] += (wanted - total) * (len(found) if state.reduce_op == "avg" else 1)
 
     def check(
@@ -263,16 +270,16 @@ class Trial:
         self.num_elements += value.numel()
         if shapes_only or value.numel() == 0:
             return
-        apart, worst = distance(value, wanted)
+        apart, worst = max_error(value, wanted)
         if not apart <= TOLERANCE.get(value.dtype, 0.0) and not worst <= cancelled + self.rounding(node, value):
             raise self.differs(
-                node, state, f"{who} is {first_apart(value, wanted)}; apart by {apart:.3g} of the greatest"
+                node, state, f"{who} is {first_difference(value, wanted)}; apart by {apart:.3g} of the greatest"
             )
 
     def rounding(self, node: fx.Node, value: torch.Tensor) -> float:
         """Return how far apart values may be where everything cancels: rounding of sums over the node's inputs."""
         tensors = [self.envs[0].get(source) for source in node.all_input_nodes]
-        sums = [math.sqrt(t.numel()) * greatest(t) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
+        sums = [math.sqrt(t.numel()) * max_abs(t) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
         return 8 * eps(value) * max(sums, default=0.0)
 
     def compare_end(
@@ -299,7 +306,7 @@ class Trial:
         return PlanError(Problem(code, name, found=found, hint=hint), f"{self.step.name} on {self.world} ranks")
 
     def differs(self, node: fx.Node, state: Placement, found: str) -> PlanError:
-        return self.problem(node, "differs", f"[{describe(state)}] {found}")
+        return self.problem(node, "verify-mismatch", f"[{describe(state)}] {found}")
 
 
 def _reported(originals: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -329,7 +336,7 @@ def combine(found: list[torch.Tensor], kind: str) -> torch.Tensor:
     return stacked.abs().pow(order).sum(0).pow(1 / order)
 
 
-def distance(value: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
+def max_error(value: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
     """Greatest difference, relative to the greatest value wanted and as it is; infinite for values of another kind."""
     if value.dtype != wanted.dtype:
         return math.inf, math.inf
@@ -354,18 +361,9 @@ def eps(value: torch.Tensor) -> float:
     return torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
 
 
-def greatest(value: torch.Tensor) -> float:
+def max_abs(value: torch.Tensor) -> float:
     """The greatest finite value of a tensor; 0 for integers."""
     return value.abs().nan_to_num(posinf=0.0).max().item() if value.is_floating_point() and value.numel() else 0.0
-
-
-def first_apart(value: torch.Tensor, wanted: torch.Tensor) -> str:
-    """The first of the elements that differ most."""
-    apart = (value.to(torch.float64) - wanted.to(torch.float64)).abs().nan_to_num(nan=math.inf)
-    index = int(apart.reshape(-1).argmax())
-    place = [int(i) for i in torch.unravel_index(torch.tensor(index), value.shape)]
-    one, other = value.reshape(-1)[index].item(), wanted.reshape(-1)[index].item()
-    return f"{one:.6g} at {place}, expected {other:.6g}"
 
 
 def is_plain(value: torch.Tensor) -> bool:
@@ -373,4 +371,13 @@ def is_plain(value: torch.Tensor) -> bool:
     return all(stride != 0 or size == 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
-__all__ = ["NoKernel", "TOLERANCE", "Trial", "combine", "distance", "eps", "first_apart", "greatest", "is_plain"]
+__all__ = [
+    "NoKernel",
+    "TOLERANCE",
+    "NodeComparison",
+    "combine",
+    "max_error",
+    "eps",
+    "max_abs",
+    "is_plain",
+]

@@ -18,15 +18,15 @@ from dp_partition._torch_compat import pytree
 from dp_partition.api import Step, runner_of
 from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.hyperparameters import read_optimizers
-from dp_partition.capture.state import Subject, check_traceable, find_subject
+from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import fake_mesh
 from dp_partition.pipeline import capture_single_device, plan_nodes
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.runner import Runner
-from dp_partition.runtime.state import whole
+from dp_partition.runtime.state import full_tensor
 from dp_partition.sharding.propagate import mark_graph
-from dp_partition.testing.compare import NoKernel, Trial
+from dp_partition.testing.compare import NodeComparison, NoKernel
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def _add(one: Verified, other: Verified) -> Verified:
 
 
 def _verify_world(step: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> Verified:
-    subject = find_subject(step.function, args, kwargs)
+    step_state = find_step_state(step.function, args, kwargs)
     if step.binding is None:
-        check_traceable(subject)
-    plan = step.plan_for(subject, world)
-    capture = capture_single_device(step.function, args, kwargs, subject, plan, step.batch_dim, step.accumulate)
-    return verify_capture(step, capture, plan, input_values(step, capture, subject, args, kwargs, world))
+        check_traceable(step_state)
+    plan = step.plan_for(step_state, world)
+    capture = capture_single_device(step.function, args, kwargs, step_state, plan, step.batch_dim, step.accumulate)
+    return verify_capture(step, capture, plan, input_values(step, capture, step_state, args, kwargs, world))
 
 
 def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: list[list[Any]]) -> Verified:
@@ -94,12 +94,12 @@ def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: 
         step: Where it comes from.
         capture: The single-device graph; it is marked, and otherwise left as it is.
         plan: Where parameters lie.
-        values: For every rank the values of all placeholders, parameters and state whole.
+        values: For every rank the values of all placeholders, parameters and state full.
     """
-    homes, plans = plan_nodes(capture, plan, step.batch_dim, step.traffic, step.resharding)
+    homes, plans = plan_nodes(capture, plan, step.batch_dim, step.comm, step.resharding)
     mark_graph(plans, fake_mesh(plan.world, 0, "cpu"))
     for double in (True, False):
-        trial = Trial(step, capture, plan, homes, plans, double)
+        trial = NodeComparison(step, capture, plan, homes, plans, double)
         try:
             trial.run(values)
         except NoKernel:
@@ -109,22 +109,22 @@ def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: 
 
 
 def input_values(
-    step: Runner, capture: Capture, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], world: int
+    step: Runner, capture: Capture, step_state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any], world: int
 ) -> list[list[Any]]:
-    """For every rank the whole value of every placeholder: of parameters and state, and the rank's own batch."""
+    """For every rank the full value of every placeholder: of parameters and state, and the rank's own batch."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     generator = torch.Generator().manual_seed(0)
-    placed, hypers = step.binding, read_optimizers(subject.optimizers).values
+    placed, hyperparameters = step.binding, read_optimizers(step_state.optimizers).values
     shared: dict[int, Any] = {}
     for index, entry in enumerate(capture.inputs):
         if entry.kind == "hyper":
             assert entry.hyper is not None
-            shared[index] = hypers[entry.hyper]
+            shared[index] = hyperparameters[entry.hyper]
         elif entry.kind == "param":
-            param = subject.params[entry.name]
-            shared[index] = _perturbed(whole(param) if placed else param.detach(), generator)
+            param = step_state.params[entry.name]
+            shared[index] = _perturbed(full_tensor(param) if placed else param.detach(), generator)
         elif entry.kind == "buffer":
-            shared[index] = _perturbed(subject.buffers[entry.name].detach(), generator)
+            shared[index] = _perturbed(step_state.buffers[entry.name].detach(), generator)
         elif entry.kind == "state":
             shared[index] = _some_state(capture, index, generator)
     per_rank = []

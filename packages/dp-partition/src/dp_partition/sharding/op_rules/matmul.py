@@ -19,7 +19,7 @@ def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[t
     yield R, Shard(columns), Shard(columns)
     if call.splits(left, inner):
         yield Shard(inner), Shard(batched), SUM
-    for kind in (call.at(left), call.at(right)):
+    for kind in (call.placement_of(left), call.placement_of(right)):
         if isinstance(kind, Partial) and kind.reduce_op in ("sum", "avg"):
             yield kind, R, kind
             yield R, kind, kind
@@ -27,7 +27,9 @@ def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[t
 
 def _worth(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:
     """Only ways that use a shard or partial value that is there already; cutting everything up saves no bytes."""
-    return any(call.at(node) == placement and placement != R for node, placement in zip(nodes, wanted, strict=True))
+    return any(
+        call.placement_of(node) == placement and placement != R for node, placement in zip(nodes, wanted, strict=True)
+    )
 
 
 @rule("mm", "bmm")
@@ -54,7 +56,7 @@ def product_plus(call: Call) -> Iterator[Candidate]:
             own = out.dim - (ndim - len(call.shape(bias)))
             broadcast = own < 0 or call.shape(bias)[own] == 1
             yield Candidate({bias: R if broadcast else Shard(own), left: a, right: b}, out)
-        elif out == SUM and call.at(bias) == R and call.shape(bias) == call.shape(call.node):
+        elif out == SUM and call.placement_of(bias) == R and call.shape(bias) == call.shape(call.node):
             yield Candidate({bias: SUM, left: a, right: b}, out)
 
 

@@ -1,8 +1,8 @@
-"""Layers: which arguments carry the batch in dim 0, which are whole, and what comes out.
+"""Layers: which arguments carry the batch in dim 0, which are replicated, and what comes out.
 
 A row reads: operator -> positions of the arguments that carry the batch, and for each output ``"b"`` (carries the
-batch), ``"p"`` (partial sum over the batch: a parameter's gradient) or ``"r"`` (whole). All other tensor arguments
-are whole.
+batch), ``"p"`` (partial sum over the batch: a parameter's gradient) or ``"r"`` (replicated). All other tensor
+arguments are replicated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
-from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, State, rule
+from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, OutputPlacement, R, rule
 
 _ROWS: dict[str, tuple[tuple[int, ...], str]] = {
     "convolution": ((0,), "b"),
@@ -100,7 +100,7 @@ def nll_loss(call: Call) -> Iterator[Candidate]:
     inputs: dict[fx.Node, Placement] = {scores: Shard(0), target: Shard(0)}
     if isinstance(weight, fx.Node):
         inputs[weight] = R
-    out: State = (Shard(0), R) if reduction == 0 else (SUM, SUM)
+    out: OutputPlacement = (Shard(0), R) if reduction == 0 else (SUM, SUM)
     if any(dim == 0 for _, dim in call.shards([scores, target])):
         yield Candidate(inputs, out)
 

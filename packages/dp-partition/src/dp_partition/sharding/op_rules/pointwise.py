@@ -10,7 +10,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition.ops import arguments, is_op, nodes_in
-from dp_partition.sharding.op_rules.table import Call, Candidate, R, State, cheapest
+from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
 # f(a + b) == f(a) + f(b) in the one argument that is partial, the others being equal on every rank.
 LINEAR_IN_ONE = frozenset(["neg", "clone", "_to_copy", "mul", "div", "alias", "detach", "tag_grad", "lift_fresh_copy"])
@@ -85,7 +85,7 @@ def operand_ways(
     call: Call, name: str, operands: list[fx.Node], ndim: int
 ) -> Iterator[tuple[dict[fx.Node, Placement], Placement]]:
     """Ways to compute one broadcast element of an elementwise operator: operand placements, output placement."""
-    if call.may_stay_partial or not any(node in call.wish for node in operands):
+    if call.may_stay_partial or not any(node in call.desired for node in operands):
         yield from _partial_ways(call, name, operands)
     dims = dict.fromkeys(dim + ndim - len(call.shape(node)) for node, dim in call.shards(operands))
     for dim in dims:
@@ -94,24 +94,24 @@ def operand_ways(
         sizes = {node: call.shape(node)[own] for node, own in own_dims.items() if own >= 0}
         stretched = any(size != 1 for size in sizes.values())  # a single row among single rows is a shard like others
         for node, own in own_dims.items():
-            whole = own < 0 or (sizes[node] == 1 and stretched and not _is_shard(call, node, own))
-            inputs[node] = R if whole else Shard(own)
+            full = own < 0 or (sizes[node] == 1 and stretched and not _is_shard(call, node, own))
+            inputs[node] = R if full else Shard(own)
         yield inputs, Shard(dim)
     yield dict.fromkeys(operands, R), R
 
 
 def _is_shard(call: Call, node: fx.Node, dim: int) -> bool:
-    placement = call.at(node)
+    placement = call.placement_of(node)
     return isinstance(placement, Shard) and placement.dim == dim
 
 
 def _partial_ways(
     call: Call, name: str, operands: list[fx.Node]
 ) -> Iterator[tuple[dict[fx.Node, Placement], Placement]]:
-    partial = [node for node in operands if isinstance(call.at(node), Partial)]
+    partial = [node for node in operands if isinstance(call.placement_of(node), Partial)]
     if not partial:
         return
-    kind = call.at(partial[0])
+    kind = call.placement_of(partial[0])
     assert isinstance(kind, Partial)
     if name in _FACTORY_LIKE:
         yield {partial[0]: kind}, R
@@ -125,13 +125,13 @@ def _partial_ways(
     base = name.removeprefix("_foreach_")
     if call.named("rounding_mode") is not None:
         return
-    others_equal = all(call.at(node) == R for node in operands if node is not partial[0])
+    others_equal = all(call.placement_of(node) == R for node in operands if node is not partial[0])
     divides = base == "div" and partial[0] not in nodes_in(call.arg(0))
     # Linear in one argument, not in one node: of `s * s` the parts' squares are not parts of the square.
     stands = sum(node is partial[0] for _, value in arguments(call.node) for node in nodes_in(value))
     if len(partial) == 1 and stands == 1 and base in LINEAR_IN_ONE and others_equal and not divides:
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
-    if base in LINEAR_IN_ALL and len(operands) > 1 and all(call.at(node) == kind for node in operands):
+    if base in LINEAR_IN_ALL and len(operands) > 1 and all(call.placement_of(node) == kind for node in operands):
         yield dict.fromkeys(operands, kind), kind
 
 
@@ -148,7 +148,7 @@ def foreach(call: Call) -> Iterator[Candidate]:
     if not lists:
         return
     inputs: dict[fx.Node, Placement] = dict.fromkeys(singles, R)
-    outputs: list[State] = []
+    outputs: list[OutputPlacement] = []
     for position in range(max(len(nodes) for nodes in lists)):
         operands = list(dict.fromkeys(nodes[position] for nodes in lists if position < len(nodes)))
         ndim = max(len(call.shape(node)) for node in operands)

@@ -9,7 +9,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition.sharding.op_rules.pointwise import is_linear_dtype
-from dp_partition.sharding.op_rules.table import Call, Candidate, R, State, rule
+from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, rule
 
 _KINDS = {
     "sum": "sum",
@@ -29,10 +29,10 @@ def reduce_dims(call: Call) -> Iterator[Candidate]:
     source = call.arg(0)
     assert isinstance(source, fx.Node)
     kind = _KINDS[call.name]
-    placement = call.at(source)
+    placement = call.placement_of(source)
     linear = isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg") and call.name in ("sum", "mean")
     linear = linear and is_linear_dtype(call)
-    if linear and (call.may_stay_partial or source not in call.wish):
+    if linear and (call.may_stay_partial or source not in call.desired):
         yield Candidate({source: placement}, placement)
     for _, dim in call.shards([source]):
         yield from _reduced_shard(call, source, dim, kind)
@@ -68,7 +68,7 @@ def vector_norm(call: Call) -> Iterator[Candidate]:
 def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
     """Candidates for the full norm of one tensor."""
     partial: Placement = Partial(norm_op(order))
-    if call.at(source) == partial:
+    if call.placement_of(source) == partial:
         yield Candidate({source: partial}, partial)
     for _, dim in call.shards([source]):
         # The norm of nothing is 0, but greatest and least have no value for it: the kernel would raise on one rank.
@@ -86,7 +86,7 @@ def foreach_norm(call: Call) -> Iterator[Candidate]:
     """A norm per tensor of a list."""
     order = float(call.arg(1, 2.0))
     inputs: dict[fx.Node, Placement] = {}
-    outputs: list[State] = []
+    outputs: list[OutputPlacement] = []
     for node in call.arg(0):
         best = next(norm_ways(call, node, order), None)
         inputs[node] = best.inputs[node] if best else R
@@ -100,7 +100,7 @@ def stack_scalars(call: Call) -> Iterator[Candidate]:
     nodes = call.tensors()
     position = int(call.arg(1, 0))
     position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0
-    for kind in dict.fromkeys(call.at(node) for node in nodes):
+    for kind in dict.fromkeys(call.placement_of(node) for node in nodes):
         if isinstance(kind, Partial):
             yield Candidate(dict.fromkeys(nodes, kind), kind)
         if isinstance(kind, Shard):

@@ -15,9 +15,9 @@ from torch import fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dp_partition.ops import arguments, base_name, nodes_in
-from dp_partition.plan.placements import PerRank
+from dp_partition.plan.placements import RankLocal
 
-State = Placement | tuple[Any, ...] | None
+OutputPlacement = Placement | tuple[Any, ...] | None
 """Where a node's value lies: one tensor, several outputs, or no tensor."""
 
 R = Replicate()
@@ -29,7 +29,7 @@ class Candidate:
     """One way to run a call: required placements of its input nodes (those not named: replicated) and the output's."""
 
     inputs: dict[fx.Node, Placement]
-    output: State
+    output: OutputPlacement
 
 
 @dataclass
@@ -40,15 +40,15 @@ class Call:
         node: The call.
         states: Where every earlier node's value lies.
         world: Number of ranks.
-        wish: For unreduced gradients: where their parameter lies.
+        desired: For unreduced gradients: where their parameter lies.
         may_stay_partial: Whether unreduced gradients may pass through linear operators (they may until the last
             backward).
     """
 
     node: fx.Node
-    states: dict[fx.Node, State]
+    states: dict[fx.Node, OutputPlacement]
     world: int
-    wish: dict[fx.Node, Placement]
+    desired: dict[fx.Node, Placement]
     may_stay_partial: bool = True
 
     @property
@@ -70,7 +70,7 @@ class Call:
                 return value
         return default
 
-    def at(self, node: Any) -> Placement:
+    def placement_of(self, node: Any) -> Placement:
         """Return where an input tensor lies."""
         state = self.states.get(node)
         return state if isinstance(state, Placement) else R
@@ -81,7 +81,7 @@ class Call:
         return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
 
     def tensors(self, *values: Any) -> list[fx.Node]:
-        """The tensor nodes in the given arguments, or in the whole call; each once."""
+        """The tensor nodes in the given arguments, or in the full call; each once."""
         found = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))
         return [n for n in dict.fromkeys(found) if isinstance(n.meta.get("val"), torch.Tensor)]
 
@@ -89,11 +89,11 @@ class Call:
         """The sharded ones among the nodes, with their dims."""
         found = []
         for node in nodes:
-            placement = self.at(node)
+            placement = self.placement_of(node)
             if isinstance(placement, Shard):
                 found.append((node, placement.dim))
-            elif isinstance(self.wish.get(node), Shard):
-                found.append((node, self.wish[node].dim))  # type: ignore[attr-defined]
+            elif isinstance(self.desired.get(node), Shard):
+                found.append((node, self.desired[node].dim))  # type: ignore[attr-defined]
         return found
 
     def splits(self, node: fx.Node, dim: int) -> bool:
@@ -128,7 +128,7 @@ def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
     """Bytes a rank sends to bring a tensor from one placement to another; infinite where no move is defined."""
     if source == target:
         return 0.0
-    if isinstance(source, PerRank) or isinstance(target, PerRank):
+    if isinstance(source, RankLocal) or isinstance(target, RankLocal):
         return float("inf")
     if isinstance(source, Replicate):
         return 0.0
@@ -149,7 +149,7 @@ def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = 
     for node in call.tensors() if nodes is None else nodes:
         value = node.meta["val"]
         num_bytes = value.numel() * value.element_size() + 1
-        total += move_cost(call.at(node), candidate.inputs.get(node, R), num_bytes)
+        total += move_cost(call.placement_of(node), candidate.inputs.get(node, R), num_bytes)
     return total
 
 

@@ -37,8 +37,8 @@ def _product(sizes: Sequence[int]) -> int:
 
 def _partial(call: Call, source: fx.Node) -> Iterator[Candidate]:
     """Rearranging commutes with every reduction over ranks."""
-    kind = call.at(source)
-    if isinstance(kind, Partial) and (call.may_stay_partial or source not in call.wish):
+    kind = call.placement_of(source)
+    if isinstance(kind, Partial) and (call.may_stay_partial or source not in call.desired):
         value = call.node.meta.get("val")
         yield Candidate({source: kind}, tuple(kind for _ in value) if isinstance(value, tuple | list) else kind)
 
@@ -124,8 +124,8 @@ def slice_(call: Call) -> Iterator[Candidate]:
     yield from _other_dim(call, source, dim)
     start, end, step = call.arg(2), call.arg(3), call.arg(4, 1)
     size = call.shape(source)[dim]
-    whole = start in (None, 0) and isinstance(end, int | None) and (end is None or end >= size) and step == 1
-    if whole and (end is None or end > 1 << 60):
+    full = start in (None, 0) and isinstance(end, int | None) and (end is None or end >= size) and step == 1
+    if full and (end is None or end > 1 << 60):
         for _, sharded in call.shards([source]):
             if sharded == dim:
                 yield Candidate({source: Shard(dim)}, Shard(dim))
@@ -146,9 +146,9 @@ def split(call: Call) -> Iterator[Candidate]:
 def cat(call: Call) -> Iterator[Candidate]:
     nodes = call.tensors(call.arg(0))
     touched = int(call.arg(1, 0)) % max(len(call.shape(call.node)), 1)
-    kinds = {call.at(node) for node in nodes}
-    if len(kinds) == 1 and isinstance(call.at(nodes[0]), Partial) and call.may_stay_partial:
-        yield Candidate(dict.fromkeys(nodes, call.at(nodes[0])), call.at(nodes[0]))
+    kinds = {call.placement_of(node) for node in nodes}
+    if len(kinds) == 1 and isinstance(call.placement_of(nodes[0]), Partial) and call.may_stay_partial:
+        yield Candidate(dict.fromkeys(nodes, call.placement_of(nodes[0])), call.placement_of(nodes[0]))
     for _, dim in call.shards(nodes):
         if dim != touched and all(len(call.shape(node)) == len(call.shape(call.node)) for node in nodes):
             yield Candidate(dict.fromkeys(nodes, Shard(dim)), Shard(dim))
@@ -187,6 +187,6 @@ def repeat(call: Call) -> Iterator[Candidate]:
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
 def new_tensor(call: Call) -> Iterator[Candidate]:
-    """Constants of a given shape need no data: whole on every rank."""
+    """Constants of a given shape need no data: they are replicated."""
     source: Any = call.arg(0)
-    yield Candidate({source: call.at(source)}, R)
+    yield Candidate({source: call.placement_of(source)}, R)
