@@ -121,7 +121,7 @@ def latest_trace_node() -> str:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what two tensors have in common if they share memory, fake ones too; valid while one of them lives."""
+    """Return a key that is equal for tensors that share memory, fake ones too; valid while one of them lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
 

@@ -167,7 +167,7 @@ class Step:
 
     @property
     def plan(self) -> PartitionPlan:
-        """Return where parameters, gradients and state lie; there after the first call."""
+        """Placement of parameters, gradients and state; there after the first call."""
         return replace(self._runner.bound().plan, checks=self._runner.checks())
 
     @property
@@ -219,7 +219,7 @@ class Step:
 
 
 def runner_of(step: Step) -> Runner:
-    """Return what stands behind a step, for the package's own tools."""
+    """Return the runner of a step, for the package's own tools."""
     return step._runner
 
 

@@ -188,7 +188,7 @@ def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], t
 
 
 def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> StoragePlacements:
-    """Return where every placeholder lies between steps."""
+    """Return the placement of every placeholder between steps."""
     homes = StoragePlacements({}, {})
     for node in capture.module.graph.nodes:
         if node.op != "placeholder":
@@ -228,7 +228,7 @@ def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node,
 
 
 def returned_placements(order: list[Any], plan: NodePlan) -> list[Placement | None]:
-    """Return where each returned value lies."""
+    """Return the placement of each returned value."""
     return [plan.inputs.get(value) if isinstance(value, fx.Node) else None for value in order]
 
 

@@ -37,7 +37,7 @@ class Progress:
         self.name = ""
 
     def tell(self, done: int, total: int | None, what: str) -> None:
-        """Return how far the stage is; shown at most every ``every`` seconds."""
+        """Show how far the stage is, at most every ``every`` seconds."""
         now = time.perf_counter()
         if not self.live or now - self.shown < self.every:
             return

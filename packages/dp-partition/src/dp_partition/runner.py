@@ -103,7 +103,7 @@ class Runner:
         return replace(self.settings.comm, reduce_dtype=None, hook=None)
 
     def checks(self) -> str:
-        """Return which calls were compared with the eager step, as text for the plan."""
+        """Return the checked calls as text for the plan."""
         if self.settings.check == "never":
             return "unchecked: check='never'"
         text = f"{self.num_checked} of {self.schedule.calls} calls checked against the eager step"
@@ -220,7 +220,7 @@ class Runner:
         return (Binding(step_state, plan, self.mesh), program, facts), facts
 
     def facts(self, plan: PartitionPlan, program: Program, leaves: list[Any]) -> Mapping[str, str]:
-        """Return what has to be equal on every rank before a program runs."""
+        """Return the facts that have to be equal on every rank before a program runs."""
         facts = {
             "plan": plan.digest,
             "settings": self.settings.text(),
@@ -231,7 +231,7 @@ class Runner:
         return facts
 
     def plan_for(self, step_state: StepState, world: int) -> PartitionPlan:
-        """Return where everything would lie on ``world`` ranks.
+        """Plan the placement of everything on ``world`` ranks.
 
         Raises:
             PlanError: With all problems of the plan.

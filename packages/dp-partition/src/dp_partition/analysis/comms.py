@@ -77,7 +77,7 @@ def _phase_of(node: fx.Node, positions: dict[fx.Node, int]) -> str:
 
 
 def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
-    """Return where a collective's results are waited for; its own position if nowhere."""
+    """Return the positions where a collective's results are waited for; its own if nowhere."""
     users: list[fx.Node] = list(node.users)
     waits = [user for user in users if is_wait(user)]
     waits += [inner for user in users if not is_wait(user) for inner in user.users if is_wait(inner)]  # through getitem

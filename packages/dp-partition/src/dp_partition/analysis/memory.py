@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def peak_kinds(self) -> dict[str, int]:
-        """Return what the peak consists of, in bytes; kinds that have a part in it."""
+        """Bytes of each kind at the peak; kinds that have a part in it."""
         at = self.live[self.peak] if self.live else self.resident
         return {kind: size for kind, size in zip(KINDS, at, strict=True) if size}
 
@@ -147,7 +147,7 @@ def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:
 
 
 def _copied_bytes(node: fx.Node) -> tuple[str, int]:
-    """Return which collective the backend needs memory of its own for, and how many bytes."""
+    """Return the kind of a collective that the backend needs memory of its own for, and its bytes."""
     target: Any = node.target
     name = target._schema.name.split("::")[-1]
     kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)

@@ -153,7 +153,7 @@ def _area(lower: list[int], upper: list[int], wide: float, scale: float, bottom:
 
 
 def _phases(found: StepAnalysis, bottom: float) -> list[str]:
-    """Return where forward, backward and optimizer begin."""
+    """Mark where forward, backward and optimizer begin."""
     parts = []
     count = max(1, len(found.phases))
     begin = 0

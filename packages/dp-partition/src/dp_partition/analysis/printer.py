@@ -35,7 +35,7 @@ def listing(graph: fx.Graph) -> str:
 
 
 def node_type(node: fx.Node) -> str:
-    """Return what a node is to the step, in one word."""
+    """Return the role of a node in the step, in one word."""
     kind = node.meta.get("node_type")
     if is_collective(node):
         return "SEND"
@@ -59,7 +59,7 @@ def _one(tensor: torch.Tensor) -> str:
 
 
 def call_text(node: fx.Node) -> str:
-    """Return how a node comes about: the operator and its arguments, or which input it is."""
+    """Return the operator of a node and its arguments, or the input that it is, as text."""
     if node.op == "placeholder":
         entry = node.meta.get("input")
         return f"input: {entry.label}" if entry is not None else "input"

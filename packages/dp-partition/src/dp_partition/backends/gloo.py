@@ -41,7 +41,7 @@ def _exchange(graph: fx.Graph, node: fx.Node, wait: fx.Node) -> None:
 
 
 def exchanged(tensor: torch.Tensor, world: int, group: str) -> torch.Tensor:
-    """Return what all ranks send this one, one rank's rows after the other's; not there until it is waited for.
+    """Return the rows that all ranks send this one, in the order of ranks; not there until it is waited for.
 
     Complex numbers come as pairs of real ones: gloo does not know them.
     """

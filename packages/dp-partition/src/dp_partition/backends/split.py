@@ -169,7 +169,7 @@ def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
 
 
 def _needed(piece: Piece, inside: set[fx.Node], views: set[fx.Node]) -> Iterable[fx.Node]:
-    """Return what the piece takes from outside, views followed to where their memory comes from."""
+    """Return the values that the piece takes from outside, views followed to the owners of their memory."""
     seen: dict[fx.Node, None] = {}
     stack = [source for node in reversed(piece.nodes) for source in reversed(node.all_input_nodes)]
     visited: set[fx.Node] = set()

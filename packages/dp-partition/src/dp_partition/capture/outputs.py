@@ -48,13 +48,13 @@ class Returned:
     user_spec: Any
 
     def result(self, values: tuple[Any, ...]) -> Any:
-        """Return what the step returned, from the graph's values."""
+        """Return the step's result, from the graph's values."""
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
         return pytree.tree_unflatten(leaves, self.user_spec)
 
 
 def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """Return what the step returned, then every buffer and state entry that it put in place of an old one.
+    """Return the step's result, then every buffer and state entry that it put in place of an old one.
 
     Raises:
         PlanError: ``grads-carried-over`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for

@@ -41,7 +41,7 @@ class StepState:
 
     @functools.cached_property
     def reads(self) -> ModuleReads:
-        """Return what the modules keep beside their parameters and buffers."""
+        """Values that the modules keep beside their parameters and buffers."""
         return ModuleReads(root for _, root in self.modules)
 
     def slots(self) -> Iterator[tuple[str, nn.Module, str, bool]]:

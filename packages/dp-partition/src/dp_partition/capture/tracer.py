@@ -58,7 +58,7 @@ class Capture:
 
     @property
     def outputs(self) -> list[Output]:
-        """Return what each returned value is."""
+        """Kinds of the returned values."""
         return self.returned.outputs
 
 

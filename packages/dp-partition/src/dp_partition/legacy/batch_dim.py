@@ -47,7 +47,7 @@ class BatchDimAnalyzer:
         self._states[node] = {NO_BATCH: R, REDUCED: Partial("sum")}.get(batch_dim, Shard(batch_dim))
 
     def get_batch_dim(self, node: fx.Node) -> int:
-        """Return what is known about a node.
+        """Return the batch dim of a node.
 
         Raises:
             RuntimeError: When nothing is.

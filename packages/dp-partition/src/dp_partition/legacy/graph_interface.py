@@ -260,7 +260,7 @@ def shard_all(shape: tuple[int, ...]) -> Placement:
 
 
 def shard_even(world: int) -> Chooser:
-    """Return what divides evenly is sharded, the rest is replicated."""
+    """Shard what divides evenly, replicate the rest."""
     return lambda shape: Shard(0) if shape and shape[0] and shape[0] % world == 0 else Replicate()
 
 

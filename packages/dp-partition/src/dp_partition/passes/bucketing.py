@@ -65,7 +65,7 @@ def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: 
 
 
 def _place_is_wanted(buckets: list[_Bucket], comm: CommConfig) -> int:
-    """Return where a bucket of full gradients must become one of shards: when the ``prefetch``-th after it is sent.
+    """Return the position where a bucket must become one of shards: where the ``prefetch``-th after it is sent.
 
     What is sent lives until it is awaited; waiting only in the optimizer would keep all gradients full until then. A
     bucket that is all-reduced stays as large as it is.
@@ -117,7 +117,7 @@ class _Timing:
         return max(start, self.last_placeholder, *writes) if writes else max(start, self.last_placeholder)
 
     def start_of_backward(self, bucket: _Bucket) -> int:
-        """Return where backward begins, for a bucket that backward needs: earlier it would occupy memory."""
+        """Return the start of backward, for a bucket that backward needs: earlier it would occupy memory."""
         if self.nodes[bucket.needed].meta.get("phase") != "backward":
             return 0
         return next(i for i, node in enumerate(self.nodes) if node.meta.get("phase") == "backward")

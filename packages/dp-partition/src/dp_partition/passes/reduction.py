@@ -132,7 +132,7 @@ def reduce_flat(mover: Mover, flat: FlatBuffer, dtype: torch.dtype | None, hook:
 
 
 def division(ranks: int) -> tuple[float, float]:
-    """Return what to divide by before and after a sum over ``ranks``: a power of two near the root, and the rest."""
+    """Return the divisors before and after a sum over ``ranks``: a power of two near the root, and the rest."""
     before = 1.0
     while ranks % before == 0 and ranks / before > before:
         before *= 2

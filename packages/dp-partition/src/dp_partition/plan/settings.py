@@ -86,19 +86,19 @@ class Settings:
     check: str = "sampled"
 
     def text(self) -> str:
-        """Return what has to be equal on every rank and shows neither in the plan nor in the collectives."""
+        """Return the choices that have to be equal on every rank and show neither in the plan nor in collectives."""
         chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend, self.check)
         return ", ".join(map(str, chosen))
 
     def reduction(self) -> str:
-        """Return how gradients are reduced, for the plan; empty where it is plainly."""
+        """Return the reduction of gradients as text for the plan; empty where it is plain."""
         if self.comm.hook is not None:
             return f"by {getattr(self.comm.hook, '__qualname__', type(self.comm.hook).__qualname__)}"
         dtype = self.comm.reduce_dtype
         return "" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
 
     def problems(self) -> list[Problem]:
-        """Return what is wrong with the choices, by themselves and together."""
+        """Return the problems of the choices, by themselves and together."""
         found = [
             *_choice("semantics", self.semantics, ("local", "global")),
             *_choice("equal", self.equal, ("broadcast", "check")),

@@ -30,7 +30,7 @@ HINT = (
 
 
 def collectives_digest(graph: fx.Graph) -> str:
-    """Return which collectives a graph issues, of whose values and in which order; batch sizes are not part of it."""
+    """Return a digest of a graph's collectives, their order and the values they carry, without batch sizes."""
     lines = [
         f"{node.target} {' '.join(name for source in node.all_input_nodes for name in carried_names(source))}"
         for node in graph.nodes
@@ -45,7 +45,7 @@ def batch_text(leaves: list[Any]) -> str:
 
 
 def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
-    """Return what ``attempt`` made once every rank has made it alike; a collective.
+    """Return the value of ``attempt`` once every rank has made it alike; a collective.
 
     Args:
         mesh: The ranks.

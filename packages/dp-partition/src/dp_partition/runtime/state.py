@@ -162,7 +162,7 @@ class Binding:
         return result
 
     def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
-        """Return what the optimizer's first step would begin with for a placed parameter."""
+        """Return the state that the optimizer's first step would begin with for a placed parameter."""
         fresh = initial_state(optimizer, group, nn.Parameter(self.state_like(fqn, param), True))
         return {key: self.place_state(fqn, value, full=False) for key, value in fresh.items()}
 

@@ -287,7 +287,7 @@ class _Walk:
         return all(candidate.inputs.get(n, R) == R for n in self.param_gathers if n not in mutated_inputs(node))
 
     def commit(self, node: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
-        """Return what was reduced stays reduced; what is written lies where it was written."""
+        """Keep reduced what was reduced, and written values where they were written."""
         written = mutated_inputs(node)
         for source, wanted in inputs.items():
             state = self.states[source]

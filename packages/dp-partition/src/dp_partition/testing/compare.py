@@ -277,7 +277,7 @@ class NodeComparison:
             )
 
     def rounding(self, node: fx.Node, value: torch.Tensor) -> float:
-        """Return how far apart values may be where everything cancels: rounding of sums over the node's inputs."""
+        """Return the error that is allowed where everything cancels: rounding of sums over the node's inputs."""
         tensors = [self.envs[0].get(source) for source in node.all_input_nodes]
         sums = [math.sqrt(t.numel()) * max_abs(t) for t in tensors if isinstance(t, torch.Tensor) and t.numel()]
         return 8 * eps(value) * max(sums, default=0.0)

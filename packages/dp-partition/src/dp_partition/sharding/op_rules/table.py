@@ -64,14 +64,14 @@ class Call:
         return self.node.kwargs.get(named[position].name, default) if position < len(named) else default
 
     def named(self, name: str, default: Any = None) -> Any:
-        """Return what was passed for the schema argument of this name."""
+        """Return the value passed for the schema argument of this name."""
         for argument, value in arguments(self.node):
             if argument.name == name:
                 return value
         return default
 
     def placement_of(self, node: Any) -> Placement:
-        """Return where an input tensor lies."""
+        """Return the placement of an input tensor."""
         state = self.states.get(node)
         return state if isinstance(state, Placement) else R
 
