@@ -10,7 +10,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.capture.fingerprint import leaf_key
+from dp_partition.capture.fingerprint import FunctionReads, leaf_key
 from python_effects import REFUSED, collecting, counting, finish, mse, plain, python_draw, scheduled, seeded
 from ranktest import Ranks
 from torch import nn
@@ -91,3 +91,35 @@ def test_arguments_without_attributes_count_by_identity() -> None:
     assert leaf_key(one) == leaf_key(one) != leaf_key(other)
     assert leaf_key([1, 2.0]) == leaf_key([1, 2.0]) != leaf_key([1, 2])
     assert leaf_key(True) != leaf_key(1) != leaf_key(1.0)
+
+
+class Scaler:
+    """A step that reads through a method, a property and its class."""
+
+    weight = 1.0
+
+    def __init__(self) -> None:
+        self.scale, self.shift, self.seen = 1.0, 0.0, [0.0]
+
+    def factor(self) -> float:
+        return self.scale
+
+    @property
+    def offset(self) -> float:
+        return self.shift
+
+    def step(self, x: float) -> float:
+        return x * self.factor() * self.weight + self.offset
+
+
+def test_methods_and_class_attributes_that_a_step_reads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = Scaler()
+    reads = FunctionReads(scaler.step)
+    first = reads.read()
+    scaler.seen.append(1.0)
+    assert reads.read() == first, "no code of the step names it"
+    for owner, name in ((scaler, "scale"), (scaler, "shift"), (Scaler, "weight")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, 3.0)
+            assert reads.read() != first, name
+        assert reads.read() == first

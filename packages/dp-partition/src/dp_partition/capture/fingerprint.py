@@ -126,29 +126,29 @@ class FunctionReads:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.names: set[str] = set()
         self._cells: list[types.CellType] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
         self._held: list[Any] = []  # defaults and bound objects, which cannot be replaced
-        todo: list[Any] = [function]
+        todo: list[tuple[Any, Any]] = [(function, None)]  # with the class whose method it is
         seen: set[int] = set()
         modules: list[types.ModuleType] = []
         while todo:
-            one = todo.pop()
+            one, owner = todo.pop()
             if id(one) in seen:
                 continue
             seen.add(id(one))
             if isinstance(one, functools.partial):
                 self._held += [one.args, one.keywords]
-                todo.append(one.func)
+                todo.append((one.func, None))
             elif isinstance(one, types.MethodType):
                 self._held.append(one.__self__)
-                todo.append(one.__func__)
+                todo.append((one.__func__, type(one.__self__)))
             elif isinstance(one, types.ModuleType):
                 modules.append(one)
             elif isinstance(one, types.FunctionType):
-                todo += self._enter(one)
+                todo += self._enter(one, owner)
             elif callable(one) and _is_settings(one) and not isinstance(one, nn.Module):
                 self._held.append(one)
-                todo.append(type(one).__call__)
+                todo.append((type(one).__call__, type(one)))
         for module in modules:
             if not module.__name__.startswith(("torch", "numpy")):  # settings of a config module
                 table = vars(module)
@@ -156,8 +156,8 @@ class FunctionReads:
                     (table, key) for key in sorted(self.names) if isinstance(table.get(key), (*PLAIN, *_CONTAINERS))
                 ]
 
-    def _enter(self, function: types.FunctionType) -> list[Any]:
-        """Note what a function reads; return functions and modules that it names."""
+    def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
+        """Note what a function reads; return functions and modules that it names, and methods of its own class."""
         if (function.__module__ or "").split(".")[0] == "torch":
             return []
         cells = function.__closure__ or ()
@@ -167,7 +167,12 @@ class FunctionReads:
         self.names |= names
         table = function.__globals__
         self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
-        return [*map(_contents, cells), *(table[name] for name in names if name in table)]
+        named = [(one, None) for one in (*map(_contents, cells), *(table[name] for name in names if name in table))]
+        for kind in getattr(owner, "__mro__", ())[:-1]:
+            own = vars(kind)
+            self._places += [(own, name) for name in sorted(names) if type(own.get(name)) in PLAIN_TYPES - {type(None)}]
+            named += [(getattr(own[name], "fget", own[name]), owner) for name in names if name in own]
+        return named
 
     def read(self) -> tuple[Any, ...]:
         """Return a fingerprint of the values as they are now."""
