@@ -60,8 +60,8 @@ def main() -> int:
     import rule_mutations as mutations
     import rule_probes as probing
     import torch
-    from dp_partition.rules.table import RULES
-    from dp_partition.verification import verify_capture
+    from dp_partition.sharding.op_rules.table import RULES
+    from dp_partition.testing.verification import verify_capture
 
     torch.set_num_threads(1)
     rows_of = {name: probing.probe(name).rows() for name in probing.all_probes()}

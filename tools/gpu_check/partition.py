@@ -45,12 +45,15 @@ def partitioned_step(settings: Settings, style: str) -> tuple[Any, list[Any]]:
     step, arguments = data_parallel_step(settings, style)
     step(*arguments)
     step(*arguments)
-    from dp_partition.feeding import gather_inputs
-    from dp_partition.step import runner_of
+    from dp_partition.api import runner_of
+    from dp_partition.capture.arguments import read_arguments
+    from dp_partition.runtime.io import bind_inputs, reconcile
 
     runner = runner_of(step)
     assert runner.latest is not None  # it has run
-    return step, gather_inputs(runner.bound(), runner.latest, arguments, {})
+    binding = runner.bound()
+    leaves = read_arguments(step.name, arguments, {}).leaves
+    return step, bind_inputs(binding, runner.latest, leaves, reconcile(binding))
 
 
 def lowering(settings: Settings) -> Result:

@@ -160,10 +160,10 @@ ODD: dict[str, Odd] = {
 }
 
 
-ALSO_REFUSED = {("two updates", style): "no-way" for style in ("zero1", "zero2")}
+ALSO_REFUSED = {("two updates", style): "no-sharding-strategy" for style in ("zero1", "zero2")}
 
 
-def run_odd(ranks: Ranks, odd: Odd, style: str, **settings: Any) -> str:
+def run_odd(ranks: Ranks, odd: Odd, style: Any, **settings: Any) -> str:
     """``bitwise``, ``close: ...`` or ``refused: code``; anything else raises."""
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
     ours, theirs = ([model.to(ranks.device) for model in _made(odd)] for _ in range(2))

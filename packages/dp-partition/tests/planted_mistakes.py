@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from dp_partition import idle_views, keys, runner
-from dp_partition.capture import constants, hypers, random_state
-from dp_partition.messages import is_collective, is_wait
-from dp_partition.ops import aten, is_op, mutated_inputs
-from dp_partition.rules import pointwise
-from dp_partition.rules.table import R
+from dp_partition import runner
+from dp_partition._torch_compat import pytree
+from dp_partition.capture import arguments, fingerprint, hyperparameters, random_replay
+from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs
+from dp_partition.passes import peephole
+from dp_partition.sharding.op_rules import pointwise
+from dp_partition.sharding.op_rules.table import R
 from torch import fx, nn
 from torch.distributed.tensor import Partial
 from torch.utils.checkpoint import checkpoint
@@ -154,10 +155,10 @@ def _all(*patches: Any) -> Iterator[None]:
 
 
 def _linear_in_each_node(call: Any, name: str, operands: list[fx.Node]) -> Iterator[Any]:
-    partial = [node for node in operands if isinstance(call.at(node), Partial)]
+    partial = [node for node in operands if isinstance(call.placement_of(node), Partial)]
     base = name.removeprefix("_foreach_")
     if len(partial) == 1 and base in pointwise.LINEAR_IN_ONE | {"div"}:
-        kind = call.at(partial[0])
+        kind = call.placement_of(partial[0])
         yield {node: (kind if node is partial[0] else R) for node in operands}, kind
 
 
@@ -188,14 +189,14 @@ MENDED: dict[str, Cause] = {
     "1 batch object": Cause(
         lambda: of_object,
         lambda: _all(
-            patch.object(runner, "open_arguments", lambda name, arguments: arguments),
-            patch.object(keys, "fingerprint", lambda leaf: 0),
+            patch.object(arguments, "_open_leaves", lambda name, leaves, spec: pytree.tree_unflatten(leaves, spec)),
+            patch.object(fingerprint, "leaf_key", lambda leaf: 0),
         ),
         batch=lambda x, y: (Batch(x, y),),
     ),
-    "2 conjugate view": Cause(lambda: rotary, lambda: patch.object(idle_views, "_place", _place_without_bits)),
+    "2 conjugate view": Cause(lambda: rotary, lambda: patch.object(peephole, "_place", _place_without_bits)),
     "3 recomputed dropout": Cause(
-        lambda: recomputed, lambda: patch.object(random_state.RandomReplay, "installed", lambda self: nullcontext())
+        lambda: recomputed, lambda: patch.object(random_replay.RandomReplay, "installed", lambda self: nullcontext())
     ),
     "4 partial squares": Cause(
         lambda: norms,
@@ -204,18 +205,18 @@ MENDED: dict[str, Cause] = {
     ),
     "5 config module": Cause(
         lambda: configured,
-        lambda: patch.object(constants.FunctionConstants, "_look_into_module", lambda *args: None),
+        lambda: patch.object(fingerprint.FunctionReads, "read", lambda self: ()),
         between=_set(CONFIG, "scale", 3.0),
     ),
     "5 counter": Cause(counting, lambda: patch.object(runner.Runner, "check_python_state", lambda *args: None)),
     "6 groups swapped": Cause(
         lambda: plain,
-        lambda: patch.object(keys, "static_signature", lambda optimizers: 0),
+        lambda: patch.object(runner, "program_key", lambda *args: 0),
         between=_swap_groups,
     ),
     "6 optimizer hook": Cause(
         lambda: plain,
-        lambda: patch.object(hypers, "_own", lambda optimizer: ()),
+        lambda: patch.object(hyperparameters, "optimizer_attributes", lambda optimizer: ()),
         between=_halve_after_steps,
     ),
     "7 ambient autocast": Cause(

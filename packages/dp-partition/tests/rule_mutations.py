@@ -15,11 +15,12 @@ from unittest.mock import patch
 
 import dp_partition as dp
 import torch
-from dp_partition import insert, propagate
 from dp_partition.ops import base_name
-from dp_partition.rules.lookup import find_rule
-from dp_partition.rules.table import RULES, Call, Candidate, R, Rule, State
-from dp_partition.verification import verify_capture
+from dp_partition.passes import insert_collectives as insert
+from dp_partition.sharding import propagate
+from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.sharding.op_rules.table import RULES, Call, Candidate, OutputPlacement, R, Rule
+from dp_partition.testing.verification import verify_capture
 from rule_probes import all_probes, probe
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
@@ -33,7 +34,7 @@ def _outputs(change: Callable[[Placement, torch.Tensor], Placement]) -> Change:
     def changed(call: Call, candidate: Candidate) -> Candidate:
         value = call.node.meta.get("val")
 
-        def one(state: State, tensor: Any) -> State:
+        def one(state: OutputPlacement, tensor: Any) -> OutputPlacement:
             if isinstance(state, tuple):
                 return tuple(one(s, t) for s, t in zip(state, tensor, strict=True))
             if not isinstance(state, Placement) or not isinstance(tensor, torch.Tensor):
@@ -69,12 +70,12 @@ def _as_sum(state: Placement, tensor: torch.Tensor) -> Placement:
 
 
 def _gathered(call: Call, candidate: Candidate) -> Candidate:
-    first = next((n for n, p in candidate.inputs.items() if isinstance(p, Shard) and call.at(n) == p), None)
+    first = next((n for n, p in candidate.inputs.items() if isinstance(p, Shard) and call.placement_of(n) == p), None)
     return candidate if first is None else Candidate({**candidate.inputs, first: R}, candidate.output)
 
 
 def _gathered_last(call: Call, candidate: Candidate) -> Candidate:
-    found = [n for n, p in candidate.inputs.items() if isinstance(p, Shard) and call.at(n) == p]
+    found = [n for n, p in candidate.inputs.items() if isinstance(p, Shard) and call.placement_of(n) == p]
     return candidate if len(found) < 2 else Candidate({**candidate.inputs, found[-1]: R}, candidate.output)
 
 
@@ -109,9 +110,9 @@ def _careless(call: Call) -> Iterator[Candidate]:
     value = call.node.meta.get("val")
     tensors = [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, torch.Tensor)]
     for node, dim in call.shards(call.tensors())[:1]:
-        if tensors and all(dim < tensor.ndim for tensor in tensors) and isinstance(call.at(node), Shard):
-            state: State = Shard(dim)
-            inputs = {n: call.at(n) for n in call.tensors()}
+        if tensors and all(dim < tensor.ndim for tensor in tensors) and isinstance(call.placement_of(node), Shard):
+            state: OutputPlacement = Shard(dim)
+            inputs = {n: call.placement_of(n) for n in call.tensors()}
             yield Candidate(inputs, tuple(state for _ in value) if isinstance(value, tuple | list) else state)
 
 

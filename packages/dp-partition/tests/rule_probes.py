@@ -10,13 +10,14 @@ from typing import Any
 import dp_partition as dp
 import torch
 import torch.nn.functional as F
-from dp_partition.capture.subject import find_subject
-from dp_partition.imagined import imagined_mesh
+from dp_partition.api import runner_of
+from dp_partition.capture.state import find_step_state
+from dp_partition.mesh import fake_mesh
 from dp_partition.ops import base_name, is_op
-from dp_partition.program import capture_single_device, plan_nodes
-from dp_partition.rules.lookup import find_rule
-from dp_partition.step import runner_of
-from dp_partition.verification import input_values
+from dp_partition.pipeline import capture_single_device, plan_nodes
+from dp_partition.plan.placements import parse_style
+from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.testing.verification import input_values
 from torch import fx, nn
 
 WORLD = 2
@@ -205,12 +206,14 @@ def probe(name: str) -> Probe:
     model = Net().double()
     x = torch.randn(ROWS, 8, dtype=torch.float64)
     function = partial(_step, PROBES.get(name, PROBES["linear"]), clip)
-    step = runner_of(dp.compile(function, mesh=imagined_mesh(WORLD, 0, "cpu"), style=style, semantics="global"))
+    step = runner_of(
+        dp.compile(function, mesh=fake_mesh(WORLD, 0, "cpu"), style=parse_style(style), semantics="global")
+    )
     args = (model, OPTIMIZERS[optim](model.parameters()), x)
-    subject = find_subject(function, args, {})
-    plan = step.plan_for(subject, WORLD)
-    capture = capture_single_device(function, args, {}, subject, plan, 0, 1)
-    return Probe(name, step, capture, plan, input_values(step, capture, subject, args, {}, WORLD))
+    step_state = find_step_state(function, args, {})
+    plan = step.plan_for(step_state, WORLD)
+    capture = capture_single_device(function, args, {}, step_state, plan, 0, 1)
+    return Probe(name, step, capture, plan, input_values(step, capture, step_state, args, {}, WORLD))
 
 
 def all_probes() -> list[str]:

@@ -11,10 +11,10 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_matrix_models import Contrast, value_step
-from dp_partition.capture.subject import find_subject
-from dp_partition.imagined import Stand, imagined_mesh, stand_in_arguments, standing_in
-from dp_partition.plan import TensorInfo, plan_placements
-from dp_partition.program import build_program
+from dp_partition.capture.state import find_step_state
+from dp_partition.mesh import fake_mesh
+from dp_partition.pipeline import build_program
+from dp_partition.plan.plan import TensorInfo, plan_placements
 from ranktest import Ranks, fake_cuda
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -76,10 +76,10 @@ def test_on_a_cuda_rank_that_does_not_exist(style: str) -> None:
     model = models.seeded(models.GPT)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     args = (model, optim, *models.tokens(torch.Generator(), rows=2))
-    subject = find_subject(models.token_step, args, {})
-    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
+    step_state = find_step_state(models.token_step, args, {})
+    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
     plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], 2)
-    program = build_program(models.token_step, args, {}, subject, plan, imagined_mesh(2, 1, "cpu"), reshard=True)
+    program = build_program(models.token_step, args, {}, step_state, plan, fake_mesh(2, 1, "cpu"), reshard=True)
     assert program.local_fakes is not None
     shapes = [
         (tuple(fake.shape), fake.dtype, entry.key == "step") if isinstance(fake, torch.Tensor) else None
@@ -90,7 +90,7 @@ def test_on_a_cuda_rank_that_does_not_exist(style: str) -> None:
         assert group is not None
         on(device, program.module.graph)
         for node in program.module.graph.nodes:
-            node.args = tuple(group.group_name if arg == "imagined" else arg for arg in node.args)
+            node.args = tuple(group.group_name if arg == "fake" else arg for arg in node.args)
         inputs = [0.5 if one is None else torch.zeros(one[0], dtype=one[1], device=device) for one in shapes]
         run = Devices(program.module)
         run.run(*inputs)
@@ -100,14 +100,12 @@ def test_on_a_cuda_rank_that_does_not_exist(style: str) -> None:
 
 def test_evaluation_is_traced_for_a_cuda_rank_that_does_not_exist() -> None:
     """Where no backward is needed the trace itself runs there: constants are made on the rank's device."""
-    stand = Stand("cuda:1")
-    model, ids = stand_in_arguments(stand, (models.GPT(), torch.zeros(2, 8, dtype=torch.long)))
-    with standing_in(stand, find_subject(evaluate, (model, ids), {})):
-        subject = find_subject(evaluate, (model, ids), {})
-        infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()]
-        plan = plan_placements(infos, dp.DataParallelStyle.FULLY_SHARD, 2)
-        program = build_program(evaluate, (model, ids), {}, subject, plan, imagined_mesh(2, 1, "cuda"))
-        module = program.with_local_values()
+    args = (models.GPT(), torch.zeros(2, 8, dtype=torch.long))
+    step_state = find_step_state(evaluate, args, {})
+    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
+    plan = plan_placements(infos, dp.DataParallelStyle.FULLY_SHARD, 2)
+    program = build_program(evaluate, args, {}, step_state, plan, fake_mesh(2, 1, "cuda"), device="cuda:1")
+    module = program.with_local_values()
     tensors = [t for n in module.graph.nodes for t in pytree.tree_leaves(n.meta.get("val")) if torch.is_tensor(t)]
     assert {t.device for t in tensors} == {torch.device("cuda:1")}
     assert len(tensors) > 50

@@ -20,7 +20,7 @@ def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "0.weight: [16, 8] torch.float32" in out
     assert "all_gather 0 of 2" in out
     assert [line.split(":")[0] for line in err.splitlines()] == [
-        "tracing", "checking", "partitioning", "local shapes", f"wrote {page}",
+        "tracing", "partitioning", "local shapes", f"wrote {page}",
     ]  # fmt: skip
     assert "fully_shard over 8 ranks" in page.read_text()
     assert main([*STEP, "zero2", "--json", "--quiet"]) == 0

@@ -9,7 +9,7 @@ import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
-from dp_partition.step import runner_of
+from dp_partition.api import runner_of
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -132,7 +132,7 @@ def test_tied_frozen_and_scalar_parameters(ranks: Ranks) -> None:
         return FUSED([p for p in params if p.requires_grad])
 
     step = models.compare_with_one_device(ranks, models.token_step, make, optim, models.tokens, style="fully_shard")
-    model: Any = runner_of(step).bound().subject.modules[0][1]
+    model: Any = runner_of(step).bound().step_state.modules[0][1]
     assert model.head.weight is model.tokens.weight
     assert step.plan["head.weight"].info.name == "tokens.weight"
     assert "also registered as head.weight" in step.explain("head.weight")

@@ -1,7 +1,7 @@
 """The README's support table: what the other tests run and compare, in the words in which they expect it.
 
-`test_odd` and `test_effects` hold each row to its outcome, `test_coverage` the optimizers; this test holds the
-README to those rows. `UPDATE_README=1` writes it.
+`test_odd` and `capture/test_fingerprint` hold each row to its outcome, `test_coverage` the optimizers; this test holds
+the README to those rows. `UPDATE_README=1` writes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dp_cells import OPTIMIZERS
 from dp_odd import ALSO_REFUSED, ODD
-from test_effects import REFUSED
+from python_effects import REFUSED
 
 README = Path(__file__).parents[1] / "README.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"

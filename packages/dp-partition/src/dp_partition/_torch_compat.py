@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ __all__ = [
     "new_fake_mode",
     "pytree",
     "storage_key",
+    "storage_keys",
     "symbolic_scalar",
     "tensor_metadata",
     "without_autocast",
@@ -47,7 +48,7 @@ collectives: Any = torch.ops._c10d_functional
 
 
 def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
-    """Whether gloo carries a group's tensors of a kind of device."""
+    """Return whether gloo carries a group's tensors of a kind of device."""
     return str(group._get_backend(torch.device(device_type)).name()) == "gloo"
 
 
@@ -120,9 +121,17 @@ def latest_trace_node() -> str:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What two tensors have in common if they share memory, fake ones too; valid while one of them lives."""
+    """Return a key that is equal for tensors that share memory, fake ones too; valid while one of them lives."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return `storage_key` of each tensor."""
+    keys = []
+    for tensor in tensors:
+        keys.append(tensor.untyped_storage()._cdata)
+    return keys
 
 
 def tensor_metadata(tensor: torch.Tensor) -> Any:

@@ -24,7 +24,7 @@ exit status: 0 good, 1 the step cannot be partitioned, 2 wrong usage"""
 
 
 class UsageError(Exception):
-    """What the user typed makes no sense; the message says what would."""
+    """Wrong usage; the message says what is right."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def _estimate(options: argparse.Namespace) -> Any:
     step = _load(options.step, "the step")
     where = options.args if ":" in options.args else f"{options.step.partition(':')[0]}:{options.args}"
     factory = _load(where, "--args")
-    from dp_partition.problems import PlanError
+    from dp_partition._shared.problems import PlanError
 
     try:
         return _run(step, _made(factory, where), options)
@@ -97,8 +97,8 @@ def _estimate(options: argparse.Namespace) -> Any:
 
 
 def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
-    from dp_partition.estimated import estimate
-    from dp_partition.link import Link, Machine
+    from dp_partition.analysis.timeline import Link, Machine
+    from dp_partition.cost_estimate import estimate
 
     link = {key: value for key in ("gbps", "us") if (value := getattr(options, key)) is not None}
     machine = {key: value for key in ("tflops", "memory_gbs") if (value := getattr(options, key)) is not None}

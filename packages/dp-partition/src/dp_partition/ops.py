@@ -1,4 +1,4 @@
-"""What the graph passes need to know about operators, read from their schemas."""
+"""Properties of operators that graph passes need, read from their schemas."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 from dp_partition._torch_compat import OpOverload, pytree
 
 aten = torch.ops.aten
+_NAMESPACES = ("_c10d_functional", "c10d_functional")
 
 # These write their running statistics although their schemas do not say so.
 _RUNNING_STATISTICS = {
@@ -21,7 +22,7 @@ _RUNNING_STATISTICS = {
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether the node calls an operator of a library (rather than Python arithmetic or getitem)."""
+    """Return whether the node calls an operator of a library (rather than Python arithmetic or getitem)."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
@@ -83,7 +84,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the operator draws random numbers. Attention kernels are marked so, and draw none without dropout."""
+    """Return whether the operator draws random numbers; attention kernels do with dropout only."""
     if not is_op(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
     named = {argument.name: argument for argument in node.target._schema.arguments}  # type: ignore[union-attr]
@@ -94,7 +95,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the node must run although nothing uses its value: it writes memory, draws numbers or communicates."""
+    """Return whether the node writes memory, draws numbers or communicates, and so is never dead."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -102,7 +103,7 @@ def has_effect(node: fx.Node) -> bool:
     if not is_op(node):
         return node.is_impure()
     namespace = node.target.namespace  # type: ignore[union-attr]
-    return bool(mutated_inputs(node)) or is_random(node) or namespace in ("_c10d_functional", "c10d_functional")
+    return bool(mutated_inputs(node)) or is_random(node) or namespace in _NAMESPACES
 
 
 def base_name(node: fx.Node) -> str:
@@ -118,12 +119,12 @@ def value_of(node: fx.Node) -> Any:
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor."""
+    """Return whether the node's value is one tensor."""
     return isinstance(value_of(node), torch.Tensor)
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of an operator draws random numbers, from its arguments as they are."""
+    """Return whether a call of an operator draws random numbers, from its arguments as they are."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
     named = [argument.name for argument in op._schema.arguments]
@@ -132,3 +133,17 @@ def draws(op: Any, args: Any, kwargs: Any) -> bool:
     position = named.index("dropout_p")
     default = op._schema.arguments[position].default_value
     return bool((args[position] if position < len(args) else kwargs.get("dropout_p", default)) != 0.0)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Return whether the node issues a collective."""
+    if not is_op(node):
+        return False
+    target: Any = node.target
+    return target.namespace in _NAMESPACES and not target._schema.name.endswith("::wait_tensor")
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Return whether the node waits for a collective."""
+    target: Any = node.target
+    return is_op(node) and target.namespace in _NAMESPACES and target._schema.name.endswith("::wait_tensor")

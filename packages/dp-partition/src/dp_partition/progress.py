@@ -1,4 +1,4 @@
-"""What a long estimate is doing, on one line of a terminal."""
+"""Progress of tracing and compiling, on one line of a terminal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Progress:
         self.name = ""
 
     def tell(self, done: int, total: int | None, what: str) -> None:
-        """How far the stage is; shown at most every ``every`` seconds."""
+        """Show how far the stage is, at most every ``every`` seconds."""
         now = time.perf_counter()
         if not self.live or now - self.shown < self.every:
             return
@@ -71,17 +71,14 @@ class _Counter(TorchDispatchMode):
 
 
 def counted(function: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
-    """The train step, telling how many operators it has run.
-
-    When it was traced it is called again and checked for Python state; after that partitioning begins.
-    """
+    """The train step, telling how many operators it has run."""
     if progress.stream is None:
         return function
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         with _Counter(progress):
             result = function(*args, **kwargs)
-        progress.begin("checking" if progress.name == "tracing" else "partitioning")
+        progress.begin("partitioning")
         return result
 
     counting.__name__ = getattr(function, "__name__", "train_step")

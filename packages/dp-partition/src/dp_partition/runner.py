@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -12,34 +13,32 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from dp_partition._torch_compat import pytree, without_autocast
-from dp_partition.agreement import batch_text, collectives_digest, together
-from dp_partition.axes import num_replicas, shard_world
-from dp_partition.binding import Binding
-from dp_partition.bucket import Traffic
-from dp_partition.capture.arguments import closing, open_arguments
-from dp_partition.capture.attributes import check_traceable
-from dp_partition.capture.constants import FunctionConstants
-from dp_partition.capture.hypers import find_hypers
-from dp_partition.capture.subject import Subject, find_subject
-from dp_partition.check.checked_call import CheckedCall
-from dp_partition.check.schedule import CheckSchedule
-from dp_partition.failure import guarded
-from dp_partition.feeding import gather_inputs, store_outputs
-from dp_partition.keys import program_key
-from dp_partition.lower.lowered import check_inductor, lower
-from dp_partition.plain import release
-from dp_partition.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
-from dp_partition.problems import PlanError, Problem
-from dp_partition.program import Program, build_program
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import without_autocast
+from dp_partition.backends.inductor import check_inductor, lower
+from dp_partition.capture.arguments import CallArguments, closing, read_arguments
+from dp_partition.capture.fingerprint import FunctionReads, program_key
+from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
+from dp_partition.capture.state import StepState, check_traceable, find_step_state
+from dp_partition.check.checked_call import CheckedCall, CheckSchedule
+from dp_partition.mesh import num_replicas, shard_world
+from dp_partition.pipeline import build_program
+from dp_partition.plan.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.progress import Progress, counted
-from dp_partition.randomness import Stream
-from dp_partition.settings import Settings
-from dp_partition.upkeep import check_no_gradients, take_over
+from dp_partition.runtime.consensus import agree_on, batch_text, collectives_digest
+from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
+from dp_partition.runtime.program import Program
+from dp_partition.runtime.rng import Stream
+from dp_partition.runtime.rollback import guarded
+from dp_partition.runtime.state import Binding, release
+
+MANY_TRACES = 8  # after as many a warning says what a trace is taken for, as torch.compile does
+MOST_PROGRAMS = 64  # that are kept
 
 
 class Runner:
-    """What a step keeps between calls.
+    """State of a step between calls.
 
     Args:
         function: The train step, as written for one device.
@@ -56,7 +55,6 @@ class Runner:
         num_compiled: How many pieces of programs were compiled.
         schedule: Which calls are checked.
         num_checked: How many calls were checked.
-        checked: Programs that a check has run.
         unchecked: Why calls that were to be checked were not.
     """
 
@@ -71,16 +69,15 @@ class Runner:
     ) -> None:
         self.function, self.mesh, self.settings = closing(function), mesh, settings
         self.share, self.passes, self.progress = share, passes, Progress(progress)
-        self.outside = FunctionConstants(function)
+        self.reads = FunctionReads(function)
         self.stream: Stream | None = None
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
         self.agreed: list[Mapping[str, str]] = []
-        self.gathered_again: frozenset[str] | None = None
+        self.reshard_names: frozenset[str] | None = None
         self.latest: Program | None = None
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
-        self.checked: set[int] = set()
         self.unchecked: list[str] = []
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
@@ -101,12 +98,12 @@ class Runner:
         return self.settings.accumulate
 
     @property
-    def traffic(self) -> Traffic:
-        """How communication is arranged, as far as it does not change what is computed: what `verify` simulates."""
-        return replace(self.settings.traffic, reduce_dtype=None, hook=None)
+    def comm(self) -> CommConfig:
+        """Arrangement of communication, as far as it changes no result: what `verify` simulates."""
+        return replace(self.settings.comm, reduce_dtype=None, hook=None)
 
     def checks(self) -> str:
-        """Which calls were compared with the eager step, as text for the plan."""
+        """Return the checked calls as text for the plan."""
         if self.settings.check == "never":
             return "unchecked: check='never'"
         text = f"{self.num_checked} of {self.schedule.calls} calls checked against the eager step"
@@ -114,37 +111,43 @@ class Runner:
 
     @property
     def resharding(self) -> str | bool | frozenset[str]:
-        """What is gathered again for backward; once chosen it stays, so that a rank that retraces alone does as all."""
-        return self.settings.reshard if self.gathered_again is None else self.gathered_again
+        """Parameters to gather again for backward; once chosen, a rank that retraces alone does as all."""
+        return self.settings.reshard if self.reshard_names is None else self.reshard_names
 
     # ---- a call -----------------------------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One step on this rank's batch."""
+        """Run one step on this rank's batch."""
         is_checked = self.schedule.is_due()
-        args, kwargs = open_arguments(self.name, (args, kwargs))
+        call = read_arguments(self.name, args, kwargs)
         binding = self.binding
         if binding is None:
-            binding, program = self.start(args, kwargs)
+            binding, program, optimizers = self.first_call(call)
         else:
-            self.check_subject(binding, args, kwargs)
-            take_over(binding)
-            program = self.find_program(binding, args, kwargs)
+            self.check_step_state(binding, call.leaves)
+            optimizers = reconcile(binding)
+            program = self.find_program(binding, call, optimizers)
         if is_checked:
-            return CheckedCall(self, binding, program, (args, kwargs)).run()
-        return self.run(binding, program, args, kwargs)
+            return CheckedCall(self, binding, program, call).run()
+        return self.run(binding, program, call, optimizers)
 
-    def run(self, binding: Binding, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, binding: Binding, program: Program, call: CallArguments, optimizers: OptimizerReads) -> Any:
         """Run the graph and put new state in place."""
-        check_no_gradients(binding.subject, program.capture.cleared)
-        inputs = gather_inputs(binding, program, args, kwargs)
+        check_no_gradients(binding.step_state, program.capture.cleared)
+        inputs = bind_inputs(binding, program, call.leaves, optimizers)
+        with self.guarded(program, inputs):
+            values = program.run(inputs)
+        store_outputs(binding, program, values)
+        return program.capture.returned.result(values)
+
+    @contextmanager
+    def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
+        """Run the block without autograd and autocast, on the step's random stream; take back what a failure left."""
         kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
         drawing = self.stream.drawing() if self.stream is not None else nullcontext()
         with torch.no_grad(), without_autocast(), guarded(kept, buffers), drawing:
-            values = program.run(inputs)
-        store_outputs(binding, program, values)
-        return program.capture.returned.result(values)
+            yield
 
     @property
     def owner(self) -> Runner:
@@ -175,82 +178,81 @@ class Runner:
             hint = f"call release() on {self.owner.name}, or let go of this step"
             raise PlanError(Problem("not-owner", self.name, found="shares what another step placed", hint=hint))
         release(self.bound())
-        self.binding, self.latest, self.gathered_again = None, None, None
+        self.binding, self.latest, self.reshard_names = None, None, None
         self.programs.clear()
         self.agreed.clear()
 
     # ---- the first call ---------------------------------------------------------------------------------------------
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Binding, Program]:
+    def first_call(self, call: CallArguments) -> tuple[Binding, Program, OptimizerReads]:
         """Plan, trace and partition; only when all that succeeded, on every rank, place the tensors."""
-        binding, program, facts = together(self.mesh, self.name, lambda: self.prepare(args, kwargs))
+        binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
         if self.share is None:
             binding.place(self.settings.equal)
-            take_over(binding)
             if self.settings.rng is not None:
                 self.stream = Stream(self.mesh, self.settings.rng)
+        else:
+            binding.hold_storages()
         self.binding = binding
         self.agreed.append(facts)
         if self.settings.reshard == "auto" and self.settings.semantics == "local":
-            self.gathered_again = program.gathered_again()
-        self.remember(binding.subject, args, kwargs, program)
-        return binding, program
+            self.reshard_names = program.reshard_names()
+        optimizers = reconcile(binding)
+        self.programs[program_key(binding.step_state, call, self.reads, optimizers)] = [program]
+        self.latest = program
+        return binding, program, optimizers
 
-    def prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
+    def prepare(self, call: CallArguments) -> tuple[tuple[Binding, Program, Mapping[str, str]], Mapping[str, str]]:
         """Plan, trace and partition without communication; with the facts that ranks have to agree on."""
         if self.settings.backend == "inductor":
             check_inductor(self.mesh.device_type)
         base = None if self.share is None else self.share.bound()
-        subject = find_subject(self.function, args, kwargs)
+        step_state = find_step_state(self.function, call.args, call.kwargs)
         if base is None:
-            check_traceable(subject)
-            plan = self.plan_for(subject, shard_world(self.mesh))
+            check_traceable(step_state)
+            plan = self.plan_for(step_state, shard_world(self.mesh))
         else:
-            self.check_shared(base, subject)
+            self.check_shared(base, step_state)
             plan = base.plan
-        program = self.made(subject, plan, args, kwargs)
-        check_no_gradients(subject, program.capture.cleared)
-        facts = self.facts(plan, program, args, kwargs)
-        return (Binding(subject, plan, self.mesh), program, facts), facts
+        program = self.build_compiled(step_state, plan, call)
+        check_no_gradients(step_state, program.capture.cleared)
+        facts = self.facts(plan, program, call.leaves)
+        return (Binding(step_state, plan, self.mesh), program, facts), facts
 
-    def facts(
-        self, plan: PartitionPlan, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Mapping[str, str]:
-        """What has to be equal on every rank before a program runs."""
+    def facts(self, plan: PartitionPlan, program: Program, leaves: list[Any]) -> Mapping[str, str]:
+        """Return the facts that have to be equal on every rank before a program runs."""
         facts = {
             "plan": plan.digest,
             "settings": self.settings.text(),
             "collectives": collectives_digest(program.module.graph),
         }
         if self.settings.semantics == "global":
-            facts["batch"] = batch_text(pytree.tree_leaves((args, kwargs)))
+            facts["batch"] = batch_text(leaves)
         return facts
 
-    def plan_for(self, subject: Subject, world: int) -> PartitionPlan:
-        """Where everything would lie on ``world`` ranks.
+    def plan_for(self, step_state: StepState, world: int) -> PartitionPlan:
+        """Plan the placement of everything on ``world`` ranks.
 
         Raises:
             PlanError: With all problems of the plan.
         """
         plan = plan_placements(
-            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in subject.params.items()],
+            [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()],
             self.settings.style,
             world,
             semantics=self.settings.semantics,
             overrides=self.settings.placements,
-            aliases={a: n for a, n in subject.aliases.items() if n in subject.params},
+            aliases={a: n for a, n in step_state.aliases.items() if n in step_state.params},
             replicas=num_replicas(self.mesh),
             reduction=self.settings.reduction(),
         )
         check_plan(plan)
         return plan
 
-    def made(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """A program that is ready to run: traced, partitioned and lowered."""
+    def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
+        """Return a program that is ready to run: traced, partitioned and compiled."""
         self.progress.begin("tracing")
-        program = self.build(subject, plan, args, kwargs)
+        program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
             self.progress.begin("compiling")
             module = program.with_local_values()
@@ -259,29 +261,31 @@ class Runner:
         self.progress.end()
         return program
 
-    def build(self, subject: Subject, plan: PartitionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """Trace and partition for the arguments at hand."""
+    def build(
+        self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None = None
+    ) -> Program:
+        """Trace and partition for the arguments at hand.
+
+        Raises:
+            PlanError: ``python-state`` if running the step changed Python values that it reads: its graph would not.
+        """
         self.num_traces += 1
-        settings = (self.batch_dim, self.settings.traffic, self.accumulate, self.resharding)
+        settings = (self.batch_dim, self.settings.comm, self.accumulate, self.resharding)
         function = counted(self.function, self.progress)
-        before = self.python_state(subject, args, kwargs)
-        program = build_program(function, args, kwargs, subject, plan, self.mesh, *settings)
-        self.check_python_state(before, self.python_state(subject, args, kwargs))
+        before = self.python_state(step_state, call)
+        program = build_program(function, call.args, call.kwargs, step_state, plan, self.mesh, *settings, device)
+        self.check_python_state(before, self.python_state(step_state, call))
         if self.passes is not None:
             program.module.recompile()
             program.capture.module = self.passes(program.module)
         return program
 
-    def python_state(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the step reads beside tensors, as it is now."""
-        return program_key(subject, args, kwargs, self.outside)
+    def python_state(self, step_state: StepState, call: CallArguments) -> Any:
+        """Return a fingerprint of what the step reads beside tensors, as it is now."""
+        return program_key(step_state, call, self.reads, read_optimizers(step_state.optimizers))
 
     def check_python_state(self, before: Any, after: Any) -> None:
-        """Raise if running the step changed what it reads: a graph of it would not.
-
-        Raises:
-            PlanError: ``python-state``.
-        """
+        """Raise if running the step changed what it reads."""
         if before != after:
             found = "running it changes Python values that it reads: a counter, a flag, an entry of a list or dict"
             hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
@@ -289,59 +293,60 @@ class Runner:
 
     # ---- later calls ------------------------------------------------------------------------------------------------
 
-    def remember(self, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program) -> None:
-        """Keep a program for arguments like these."""
-        self.programs.setdefault(program_key(subject, args, kwargs, self.outside), []).append(program)
-        self.latest = program
-
-    def find_program(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """The program whose guards hold for these arguments; traced now if there is none."""
-        hypers = {h: h.read(binding.subject.optimizers) for h in find_hypers(binding.subject.optimizers)}
-        for program in self.programs.get(program_key(binding.subject, args, kwargs, self.outside), ()):
-            if program.holds_for(hypers):
+    def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
+        """Return the program whose guards hold for these arguments; trace one if there is none."""
+        programs = self.programs.setdefault(program_key(binding.step_state, call, self.reads, optimizers), [])
+        for program in programs:
+            if program.holds_for(optimizers.values):
                 self.latest = program
                 return program
-        program = self.retrace(binding, args, kwargs)
-        self.remember(binding.subject, args, kwargs, program)
+        program = self.latest = self.retrace(binding, call)
+        programs.append(program)
+        if self.num_traces == MANY_TRACES + 1:
+            warnings.warn(
+                f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
+                "arguments, takes a trace. Pad batches to few lengths, and pass numbers that change in tensors",
+                stacklevel=4,
+            )
+        while sum(map(len, self.programs.values())) > MOST_PROGRAMS:
+            del self.programs[next(iter(self.programs))]  # the oldest
         return program
 
-    def retrace(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        """A program for new arguments.
+    def retrace(self, binding: Binding, call: CallArguments) -> Program:
+        """Trace a program for new arguments.
 
-        Under global semantics all ranks' batches change together, and agree. Under local semantics a rank may retrace
+        Under global semantics all ranks' batches change agree_on, and agree. Under local semantics a rank may retrace
         alone, for a last batch of its own, as long as its collectives stay those that were agreed on.
         """
 
         def attempt() -> tuple[tuple[Program, Mapping[str, str]], Mapping[str, str]]:
-            program = self.made(binding.subject, binding.plan, args, kwargs)
-            facts = self.facts(binding.plan, program, args, kwargs)
+            program = self.build_compiled(binding.step_state, binding.plan, call)
+            facts = self.facts(binding.plan, program, call.leaves)
             return (program, facts), facts
 
         if self.settings.semantics == "global":
-            return together(self.mesh, self.name, attempt)[0]
-        made, facts = attempt()
+            return agree_on(self.mesh, self.name, attempt)[0]
+        retraced, facts = attempt()
         if facts not in self.agreed:
-            together(self.mesh, self.name, lambda: (made, facts))
+            agree_on(self.mesh, self.name, lambda: (retraced, facts))
             self.agreed.append(facts)
-        return made[0]
+        return retraced[0]
 
     # ---- whose model it is ------------------------------------------------------------------------------------------
 
-    def check_shared(self, base: Binding, subject: Subject) -> None:
+    def check_shared(self, base: Binding, step_state: StepState) -> None:
         """Raise unless a step that uses what another step placed is given that step's model, and no optimizer."""
         placed = {id(param) for param in base.params.values()}
-        foreign = [name for name, param in subject.params.items() if id(param) not in placed]
-        if foreign or subject.optimizers:
+        foreign = [name for name, param in step_state.params.items() if id(param) not in placed]
+        if foreign or step_state.optimizers:
             hint = "pass the model of the step it shares with, and no optimizer"
             found = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
             raise PlanError(Problem("not-shared", self.name, found=found, hint=hint))
 
-    def check_subject(self, binding: Binding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        known: list[Any] = [m for _, m in binding.subject.modules] + list(binding.subject.optimizers)
-        given = [leaf for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)]
-        if {id(one) for one in given} != {id(one) for one in known}:
+        given = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Module | Optimizer)}
+        if given != binding.owner_ids:
             hint = "call release() on the step first, or compile a step of its own"
             raise PlanError(
                 Problem("other-model", self.name, found="called with another model or optimizer", hint=hint)

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.constants import fingerprint
-from dp_partition.problems import PlanError, Problem
+from dp_partition.capture.fingerprint import fingerprint
 
 _PLAIN_TYPES = (
     torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
@@ -40,7 +40,7 @@ class _Shell:
         self.empty = copy.copy(value)
         for key in keys:
             _put(self.empty, key, None)
-        self.rest = fingerprint(self.empty)
+        self.rest = fingerprint([self.empty])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Shell) and self._key() == other._key()
@@ -78,25 +78,45 @@ def _put(owner: Any, key: Any, value: Any) -> None:
         object.__setattr__(owner, key, value)  # frozen dataclasses too
 
 
-def open_arguments(name: str, arguments: Any) -> Any:
-    """The arguments with dataclasses and mappings opened; the same object where there are none.
+@dataclasses.dataclass(slots=True)
+class CallArguments:
+    """The arguments of one call, read once.
+
+    Attributes:
+        args: Positional arguments, dataclasses and mappings opened.
+        kwargs: Keyword arguments, likewise.
+        leaves: Both, flattened.
+        spec: How.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: Any
+
+
+def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
+    """Flatten the arguments of a call, and open dataclasses and mappings among them.
 
     Raises:
         PlanError: ``iterator-argument`` for iterators, ``object-argument`` for other objects that hold tensors.
     """
-    leaves, spec = pytree.tree_flatten(arguments)
-    odd = [position for position, leaf in enumerate(leaves) if not isinstance(leaf, _PLAIN_TYPES)]
-    if not odd:
-        return arguments
-    changed = False
-    for position in odd:
-        opened = _open(name, leaves[position])
-        changed |= opened is not leaves[position]
-        leaves[position] = opened
-    return pytree.tree_unflatten(leaves, spec) if changed else arguments
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    for leaf in leaves:
+        if not isinstance(leaf, _PLAIN_TYPES):
+            args, kwargs = _open_leaves(name, leaves, spec)
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            break
+    return CallArguments(args, kwargs, leaves, spec)
+
+
+def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
+    return pytree.tree_unflatten([_open(name, leaf) for leaf in leaves], spec)
 
 
 def _open(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, _PLAIN_TYPES):
+        return leaf
     if isinstance(leaf, Iterator):
         hint = "call next() outside, and pass what it gives"
         found = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
@@ -112,7 +132,7 @@ def _open(name: str, leaf: Any) -> Any:
             found = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
             raise PlanError(Problem("object-argument", name, found=found, hint=hint))
         return leaf
-    return Opened(_Shell(leaf, keys), [open_arguments(name, value) for value in values])
+    return Opened(_Shell(leaf, keys), [_open_leaves(name, *pytree.tree_flatten(value)) for value in values])
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
@@ -152,4 +172,4 @@ def closing(function: Callable[..., Any]) -> Callable[..., Any]:
         return call
 
 
-__all__ = ["Opened", "close_arguments", "closing", "open_arguments"]
+__all__ = ["CallArguments", "Opened", "close_arguments", "closing", "read_arguments"]

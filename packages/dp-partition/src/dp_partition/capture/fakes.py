@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dp_partition._torch_compat import FakeTensorMode, storage_key, symbolic_scalar
-from dp_partition.capture.hypers import Hyper, find_hypers
-from dp_partition.capture.retired import retired
-from dp_partition.capture.states import initial_state
-from dp_partition.capture.subject import Subject
-from dp_partition.problems import PlanError, Problem
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark_current, mark_stale
+from dp_partition._torch_compat import FakeTensorMode, pytree, storage_key, symbolic_scalar
+from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
+from dp_partition.capture.state import StepState, initial_state
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Input:
     name: str
     key: Any = None
     optimizer: int = 0
-    hyper: Hyper | None = None
+    hyper: Hyperparameter | None = None
 
     @property
     def label(self) -> str:
@@ -48,27 +48,40 @@ class Fakes:
     params: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     states: dict[tuple[int, str], dict[Any, Any]]
-    hypers: dict[Hyper, torch.Tensor]
-    numbers: dict[Hyper, float]
+    hyperparameters: dict[Hyperparameter, torch.Tensor]
+    numbers: dict[Hyperparameter, float]
     args: list[torch.Tensor]
 
 
 def make_fakes(
     mode: FakeTensorMode,
-    subject: Subject,
+    step_state: StepState,
     tensors: list[torch.Tensor],
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+    device: str | None = None,
 ) -> Fakes:
+    """Make a fake of every tensor that the step reads.
+
+    Args:
+        mode: The fake mode.
+        step_state: The modules and optimizers.
+        tensors: The tensors among the step's arguments.
+        batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
+        device: Where fakes seem to be; None: where the tensors are.
+    """
+
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        # Counters stay on the CPU, where optimizers keep them.
+        there = tensor.device if device is None or (tensor.device.type == "cpu" and not tensor.ndim) else device
         with mode:
             if shape is None or shape == tuple(tensor.shape):
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-            return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
+            return torch.empty(shape, dtype=tensor.dtype, device=there)
 
-    params = {fqn: nn.Parameter(fake(param), param.requires_grad) for fqn, param in subject.params.items()}
+    params = {fqn: nn.Parameter(fake(param), param.requires_grad) for fqn, param in step_state.params.items()}
     states: dict[tuple[int, str], dict[Any, Any]] = {}
-    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
-    for number, optimizer in enumerate(subject.optimizers):
+    fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
+    for number, optimizer in enumerate(step_state.optimizers):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 fqn = fqn_of[id(param)]
@@ -80,10 +93,10 @@ def make_fakes(
                         known = initial_state(optimizer, group, params[fqn])
                 # Fresh fakes throughout: one made by torch.tensor() remembers its value and would be burnt in.
                 states[number, fqn] = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in known.items()}
-    numbers = {hyper: hyper.read(subject.optimizers) for hyper in find_hypers(subject.optimizers)}
+    numbers = {Hyperparameter(*place): value for place, value in read_optimizers(step_state.optimizers).values.items()}
     return Fakes(
         params,
-        {fqn: fake(buffer) for fqn, buffer in subject.buffers.items()},
+        {fqn: fake(buffer) for fqn, buffer in step_state.buffers.items()},
         states,
         {hyper: symbolic_scalar(mode, number, hyper.label) for hyper, number in numbers.items()},
         numbers,
@@ -110,7 +123,7 @@ def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 add(Input("state", fqn, key, number), value)
-    for hyper, scalar in fakes.hypers.items():
+    for hyper, scalar in fakes.hyperparameters.items():
         add(Input("hyper", hyper.label, hyper=hyper), scalar)
     for index, tensor in enumerate(fakes.args):
         add(Input("arg", str(index)), tensor)
@@ -118,24 +131,65 @@ def flatten_inputs(fakes: Fakes) -> tuple[list[Input], list[torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def installed(subject: Subject, fakes: Fakes) -> Iterator[dict[Hyper, Any]]:
+def installed(step_state: StepState, fakes: Fakes) -> Iterator[dict[Hyperparameter, Any]]:
     """Put the fakes where the step looks for tensors; put everything back afterwards.
 
     Yields:
         The symbol of each hyperparameter.
     """
     with contextlib.ExitStack() as stack:
-        _install_modules(stack, subject, fakes)
-        stack.enter_context(retired(subject.params.items()))
-        symbols: dict[Hyper, Any] = {}
-        for number, optimizer in enumerate(subject.optimizers):
-            _install_optimizer(stack, number, optimizer, subject, fakes, symbols)
+        _install_modules(stack, step_state, fakes)
+        stack.enter_context(_untraced(step_state.params.items()))
+        symbols: dict[Hyperparameter, Any] = {}
+        for number, optimizer in enumerate(step_state.optimizers):
+            _install_optimizer(stack, number, optimizer, step_state, fakes, symbols)
         yield symbols
 
 
-def _install_modules(stack: contextlib.ExitStack, subject: Subject, fakes: Fakes) -> None:
-    for fqn, module, attribute, is_param in list(subject.slots()):
-        name = subject.aliases.get(fqn, fqn)
+class _UntracedParameter(StaleParameter):
+    """Mixed into the class of a parameter while a fake stands in its place."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        except TypeError as error:
+            if "Multiple dispatch failed" not in str(error):
+                raise
+            leaves = pytree.tree_leaves((args, kwargs))
+            problem = next(vars(p)["_stale_problem"] for p in leaves if is_stale(p))
+            raise PlanError(problem) from error  # a value that the trace would burn in
+
+
+@functools.cache
+def _untraced_type(kind: type) -> type:
+    return type(
+        f"Untraced{kind.__name__}", (_UntracedParameter, kind), {"__slots__": (), "__module__": kind.__module__}
+    )
+
+
+@contextlib.contextmanager
+def _untraced(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    """Refuse within the block whatever reaches a parameter and not the fake in its place."""
+    marked = [(fqn, parameter) for fqn, parameter in parameters if not is_stale(parameter)]
+    found = "it is reached through a list or an attribute that the step does not get as an argument"
+    hint = "ask the module that is passed to the step: model.parameters()"
+    for fqn, parameter in marked:
+        kind = type(parameter)
+        mark_stale(parameter, Problem("parameter-in-closure", fqn, found=found, hint=hint))
+        parameter.__class__ = _untraced_type(kind)
+    try:
+        yield
+    finally:
+        for _, parameter in marked:
+            mark_current(parameter)
+
+
+def _install_modules(stack: contextlib.ExitStack, step_state: StepState, fakes: Fakes) -> None:
+    for fqn, module, attribute, is_param in list(step_state.slots()):
+        name = step_state.aliases.get(fqn, fqn)
         table: dict[str, Any] = module._parameters if is_param else module._buffers
         stack.callback(table.__setitem__, attribute, table[attribute])
         table[attribute] = fakes.params[name] if name in fakes.params else fakes.buffers[name]
@@ -145,11 +199,11 @@ def _install_optimizer(
     stack: contextlib.ExitStack,
     number: int,
     optimizer: Optimizer,
-    subject: Subject,
+    step_state: StepState,
     fakes: Fakes,
-    symbols: dict[Hyper, Any],
+    symbols: dict[Hyperparameter, Any],
 ) -> None:
-    fqn_of = {id(param): fqn for fqn, param in subject.params.items()}
+    fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
     stack.callback(setattr, optimizer, "state", optimizer.state)
     state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for (owner, fqn), entries in fakes.states.items():
@@ -161,15 +215,15 @@ def _install_optimizer(
         group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
         if _is_on_gpu(group) and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
             group["foreach"] = True  # what eager mode chooses there; it does not recognise fake tensors
-        for hyper, scalar in fakes.hypers.items():
+        for hyper, scalar in fakes.hyperparameters.items():
             if (hyper.optimizer, hyper.group) != (number, index):
                 continue
-            if group.get("fused"):  # schemas with plain floats: canonicalise connects them to the inputs
+            if group.get("fused"):  # schemas with plain floats: normalize connects them to the inputs
                 value: Any = fakes.numbers[hyper]
             else:
                 value = scalar.item()
                 symbols[hyper] = getattr(value, "node", None) and value.node.expr
-            group[hyper.key] = value if hyper.index is None else _replaced(group[hyper.key], hyper.index, value)
+            group[hyper.key] = value if hyper.element is None else _replaced(group[hyper.key], hyper.element, value)
 
 
 def _is_on_gpu(group: dict[str, Any]) -> bool:

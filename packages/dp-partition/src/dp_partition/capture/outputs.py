@@ -1,4 +1,4 @@
-"""What a step returns and what it puts in place of old tensors: the outputs of its graph."""
+"""Outputs of a step's graph: its results, and new tensors in the place of old ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Fakes
 from dp_partition.capture.phases import Phases
-from dp_partition.capture.subject import Subject
-from dp_partition.problems import PlanError, Problem
+from dp_partition.capture.state import StepState
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Returned:
     user_spec: Any
 
     def result(self, values: tuple[Any, ...]) -> Any:
-        """What the step returned, from the graph's values."""
+        """Return the step's result, from the graph's values."""
         leaves = [values[leaf.index] if isinstance(leaf, _Position) else leaf for leaf in self.user_leaves]
         return pytree.tree_unflatten(leaves, self.user_spec)
 
 
-def collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """What the step returned, then every buffer and state entry that it put in place of an old one.
+def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
+    """Return the step's result, then every buffer and state entry that it put in place of an old one.
 
     Raises:
         PlanError: ``grads-carried-over`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for
@@ -68,7 +68,7 @@ def collect_outputs(result: Any, subject: Subject, fakes: Fakes, phases: Phases)
             leaves[position] = _Position(len(values))
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
-    for value, output in chain(_new_buffers(subject, fakes), _new_states(subject, fakes)):
+    for value, output in chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes)):
         values.append(value.detach())
         outputs.append(output)
     return values, Returned(outputs, leaves, spec)
@@ -83,10 +83,10 @@ def _check_no_gradients_left(fakes: Fakes, phases: Phases) -> None:
         )
 
 
-def _new_buffers(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
-    for fqn, module, attribute, is_param in subject.slots():
+def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for fqn, module, attribute, is_param in step_state.slots():
         table: dict[str, Any] = module._parameters if is_param else module._buffers
-        name = subject.aliases.get(fqn, fqn)
+        name = step_state.aliases.get(fqn, fqn)
         old: torch.Tensor = fakes.params[name] if name in fakes.params else fakes.buffers[name]
         if table[attribute] is old:
             continue
@@ -96,8 +96,8 @@ def _new_buffers(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor,
             yield table[attribute], Output("buffer", fqn)
 
 
-def _new_states(subject: Subject, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
-    for number, optimizer in enumerate(subject.optimizers):
+def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for number, optimizer in enumerate(step_state.optimizers):
         for fqn, param in fakes.params.items():
             before = fakes.states.get((number, fqn), {})
             for key, value in optimizer.state.get(param, {}).items():

@@ -1,4 +1,4 @@
-"""Which part of the step a node belongs to: forward, backward or optimizer."""
+"""Phases of a step (forward, backward, optimizer), and tags on the gradients of its parameters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class Phases:
         backward: The nodes of each backward pass.
         optimizer: The nodes of each optimizer step.
         cleared: Whether gradients were cleared before the first backward pass.
+        stepping: The class of the optimizer whose step is running, or raised.
     """
 
     backward: list[frozenset[str]] = field(default_factory=list)
     optimizer: list[frozenset[str]] = field(default_factory=list)
     cleared: bool = False
+    stepping: str = ""
 
     @contextmanager
     def recording(self, optimizers: list[Optimizer], modules: list[torch.nn.Module]) -> Iterator[None]:
@@ -37,7 +39,7 @@ class Phases:
                 original = getattr(torch.autograd, name)
                 stack.enter_context(patch.object(torch.autograd, name, self._timed(original, self.backward)))
             for optimizer in optimizers:
-                step = self._timed(optimizer.step, self.optimizer)
+                step = self._timed(optimizer.step, self.optimizer, type(optimizer).__name__)
                 stack.enter_context(patch.object(optimizer, "step", step))
             owners: list[Any] = [*optimizers, *modules]
             for owner in owners:
@@ -45,10 +47,12 @@ class Phases:
                 stack.enter_context(patch.object(owner, "zero_grad", clearing))
             yield
 
-    def _timed(self, call: Callable[..., Any], calls: list[frozenset[str]]) -> Callable[..., Any]:
+    def _timed(self, call: Callable[..., Any], calls: list[frozenset[str]], stepping: str = "") -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = current_trace_nodes()
+            around, self.stepping = self.stepping, stepping or self.stepping
             result = call(*args, **kwargs)
+            self.stepping = around  # left as it is where the call raises
             calls.append(frozenset(current_trace_nodes()) - frozenset(before))
             return result
 
@@ -72,3 +76,59 @@ def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
             node.meta["phase"] = "backward"
         else:
             node.meta["phase"] = "optimizer" if position > last else "forward"
+
+
+_new_library: Any = torch.library.Library  # its methods are not typed
+library: Any = _new_library("dp_partition", "DEF")
+library.define("tag_grad(Tensor(a) self, str name='') -> Tensor(a)")
+
+
+def _same_tensor(grad: torch.Tensor, name: str = "") -> torch.Tensor:
+    if grad.layout != torch.strided:
+        return grad  # refused by name afterwards
+    # Another object: autograd may hand this tensor on to other inputs (of a sum), whose gradient is not the average.
+    return torch.ops.aten.alias.default(grad)  # type: ignore[no-any-return]
+
+
+library.impl("tag_grad", _same_tensor, "CompositeExplicitAutograd")
+
+TAG_GRAD = torch.ops.dp_partition.tag_grad.default
+
+
+@contextmanager
+def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within the block, every gradient that reaches a parameter passes through a tag with the parameter's name.
+
+    Safe to trace: the tags become nodes of the graph, from which `build_data_parallel_strategies` removes them.
+
+    Args:
+        params: Parameters by name; those that need no gradient are passed over.
+    """
+    tensors: dict[str, Any] = dict(params)
+    handles = [param.register_hook(_tagger(name)) for name, param in tensors.items() if param.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _DifferentiableTag(torch.autograd.Function):
+    """The tag on a gradient that is differentiated again: the identity, whose derivative is the identity."""
+
+    @staticmethod
+    def forward(context: Any, grad: torch.Tensor, name: str) -> torch.Tensor:
+        return TAG_GRAD(grad, name)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(context: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def _tagger(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def tag(grad: torch.Tensor) -> torch.Tensor:
+        apply: Any = _DifferentiableTag.apply
+        tagged: torch.Tensor = apply(grad, name) if grad.requires_grad else TAG_GRAD(grad, name)
+        return tagged
+
+    return tag

@@ -1,5 +1,5 @@
 """Check by execution: at some calls the step also runs eagerly on a copy, and the graph's outcome is compared with it.
 
-`schedule` chooses the calls, `copying` copies everything the step works on, `reference` runs the copy, `verdict`
-compares, and `checked_call` is the recipe that puts them together.
+`checked_call` chooses the calls and is the recipe, `copying` copies everything the step works on, `reference` runs the
+copy with `gradients` averaged as the graph does, `verdict` compares.
 """

@@ -19,20 +19,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dp_partition._shared.consensus import all_gather_objects
+from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor
-from dp_partition.axes import all_groups, gather_objects
-from dp_partition.binding import Binding, local_of
+from dp_partition.capture.arguments import CallArguments
+from dp_partition.capture.hyperparameters import read_optimizers
 from dp_partition.check.copying import CannotCopyError, Transform
-from dp_partition.check.noise import InDouble, Recorder, perturbation, to_double
 from dp_partition.check.reference import Ended, Outcome, copy_step, is_out_of_memory, live_outcome, run_reference
-from dp_partition.check.snapshot import RandomState, Snapshot, live_tensors
-from dp_partition.check.verdict import INTEGERS, Difference, differences, measure
-from dp_partition.messages import is_collective
-from dp_partition.problems import PlanError, Problem
-from dp_partition.program import Program
+from dp_partition.check.verdict import (
+    INTEGERS,
+    Difference,
+    InDouble,
+    Recorder,
+    differences,
+    measure,
+    perturbation,
+    to_double,
+)
+from dp_partition.mesh import all_groups
+from dp_partition.ops import is_collective
+from dp_partition.runtime.program import Program
+from dp_partition.runtime.rng import RandomState
+from dp_partition.runtime.rollback import Snapshot, live_tensors
+from dp_partition.runtime.state import Binding, local_tensor
 
 if TYPE_CHECKING:
     from dp_partition.runner import Runner
+import random
 
 # A right graph's error may be this many times what right results lie apart.
 FACTOR = 10.0
@@ -50,11 +63,12 @@ class CheckedCall:
         runner: The step.
         binding: Its placed model and optimizers.
         program: The graph that the call runs.
-        arguments: Arguments and keyword arguments.
+        call: Its arguments.
     """
 
-    def __init__(self, runner: Runner, binding: Binding, program: Program, arguments: Any) -> None:
-        self.runner, self.binding, self.program, self.arguments = runner, binding, program, arguments
+    def __init__(self, runner: Runner, binding: Binding, program: Program, call: CallArguments) -> None:
+        self.runner, self.binding, self.program, self.call = runner, binding, program, call
+        self.arguments = (call.args, call.kwargs)
         # A step without collectives may be called by some ranks only: its check must not communicate either.
         self.communicates = binding.mesh.size() > 1 and any(map(is_collective, program.module.graph.nodes))
 
@@ -110,12 +124,12 @@ class CheckedCall:
         reason = next((text for _, text, _ in rows if text), "")
         if reason:
             self.note_unchecked(reason)
-            self.runner.checked.add(id(self.program))  # another check of it would come to the same end
+            self.program.is_checked = True  # another check of it would come to the same end
             return
         if any(count for _, _, count in rows):
             found = self.judged(found, ended.outcome)  # communicates: all ranks take part
         self.raise_mismatch(found)
-        self.runner.checked.add(id(self.program))
+        self.program.is_checked = True
         self.runner.num_checked += 1
 
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
@@ -199,7 +213,8 @@ class CheckedCall:
     def graph_run(self) -> Any:
         """Run the graph; a failure is the step's own, and leaves the schedule going."""
         try:
-            return self.runner.run(self.binding, self.program, *self.arguments)
+            optimizers = read_optimizers(self.binding.step_state.optimizers)
+            return self.runner.run(self.binding, self.program, self.call, optimizers)
         except BaseException:
             self.runner.schedule.advance(again=True)
             raise
@@ -210,27 +225,31 @@ class CheckedCall:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, where ranks communicate in a step; otherwise this rank's."""
-        return gather_objects(self.binding.mesh, value) if self.communicates else [value]
+        return (
+            all_gather_objects(self.binding.mesh, value, f"the check of {self.name()}")
+            if self.communicates
+            else [value]
+        )
 
     def versions(self) -> list[int]:
         """Version counters of all live tensors: each write of a shadow to one of them shows."""
-        return [local_of(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
+        return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
 
     def any_unseen(self) -> bool:
         """Return whether some rank has traced a graph that no check has run."""
         programs = [one for known in self.runner.programs.values() for one in known]
-        return any(self.gather(any(id(one) not in self.runner.checked for one in programs)))
+        return any(self.gather(any(not one.is_checked for one in programs)))
 
     def not_checkable(self) -> str:
         """Why the call is not checked; empty where it is. Chooses the seed of the schedule as well."""
         tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
-        if any(isinstance(local_of(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
+        if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
         if self.binding.mesh.size() > 1 and any(_is_fake(group) for group in all_groups(self.binding.mesh)):
             return "the process group moves no data"
         # Full parameters, gradients and state of the copy; the snapshot beside the live shards.
         full = sum(t.numel() * t.element_size() for t in tensors)
-        local = sum(local_of(t.detach()).numel() * t.element_size() for t in tensors)
+        local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
         rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local))
         text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.name()}"
         self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
@@ -268,4 +287,48 @@ def _is_fake(group: Any) -> bool:
     return any("fake" in str(group._get_backend(device).name()).lower() for device in group._device_types)
 
 
-__all__ = ["CheckMismatch", "CheckedCall"]
+LAST = 1024
+NEVER = 0
+
+
+class CheckSchedule:
+    """Call numbers to check: 1, 2, then one drawn from each [2^k, 2^(k+1)) up to 1,024.
+
+    Drawn numbers and not powers of two: those would never meet ``step % 10``.
+
+    Args:
+        mode: ``"sampled"``, ``"first"`` (calls 1 and 2) or ``"never"``.
+
+    Attributes:
+        calls: Number of calls so far, failed ones included, so that all ranks count alike.
+        next: Number of the next call to check; 0: none.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.seed, self.calls = mode, 0, 0
+        self.next = NEVER if mode == "never" else 1
+
+    def is_due(self) -> bool:
+        """Count a call; true if it is to be checked. This compare is all that an unchecked call pays."""
+        self.calls += 1
+        return 0 < self.next <= self.calls  # `<`: the call that was due failed before it could be checked
+
+    def advance(self, *, again: bool = False) -> None:
+        """Choose the next call to check.
+
+        Args:
+            again: Check the very next call: some rank has a graph that no check has seen.
+        """
+        done = self.calls
+        if again or done == 1:
+            self.next = done + 1
+        elif self.mode == "first" or done >= LAST // 2:
+            self.next = NEVER
+        else:
+            self.next = self._drawn(max(2, done.bit_length()))
+
+    def _drawn(self, power: int) -> int:
+        return random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
+
+
+__all__ = ["CheckMismatch", "CheckSchedule", "CheckedCall"]

@@ -21,15 +21,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from dp_partition._shared.stale_parameters import StaleParameter
 from dp_partition._torch_compat import FakeTensor, OpOverload
-from dp_partition.binding import local_of
-from dp_partition.capture.retired import Retired
+from dp_partition.runtime.state import local_tensor
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
 
 _CALLS = (types.BuiltinFunctionType, functools._lru_cache_wrapper, types.MethodWrapperType, OpOverload)
 # Code, types and handles to what exists once; a copy of them would mean nothing.
-_SHARED = (type, types.ModuleType, types.CodeType, Retired, FakeTensor, DeviceMesh, dist.ProcessGroup, torch.Stream)
+_SHARED = (
+    type,
+    types.ModuleType,
+    types.CodeType,
+    StaleParameter,
+    FakeTensor,
+    DeviceMesh,
+    dist.ProcessGroup,
+    torch.Stream,
+)
 
 
 class CannotCopyError(Exception):
@@ -116,7 +125,7 @@ class Copier:
         known = self.replaced.get(id(value))
         if known is not None:
             return known
-        source = local_of(value) if type(value) is not torch.Tensor else value
+        source = local_tensor(value) if type(value) is not torch.Tensor else value
         copied = self.transform(source.detach().clone())
         if isinstance(value, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, value.requires_grad)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_partition.axes import all_groups, num_replicas, replica_group_name, shard_group, shard_world
-from dp_partition.bucket import Traffic
-from dp_partition.reducing import GradientGroup, division
+from dp_partition.mesh import all_groups, num_replicas, replica_group_name, shard_group, shard_world
+from dp_partition.passes.reduction import GradientGroup, division
+from dp_partition.plan.settings import CommConfig
 
 RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 
@@ -37,18 +37,18 @@ class GradientAverage:
     Args:
         params: The copied parameters by name.
         mesh: The ranks.
-        traffic: How gradients are reduced.
+        comm: How gradients are reduced.
         averages: Whether the ranks' gradients are averaged; otherwise they stay as they are.
 
     Attributes:
         stopped: Why no rank may communicate any more; None while all run.
     """
 
-    def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, traffic: Traffic, averages: bool) -> None:
+    def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
         self.params = {name: param for name, param in params.items() if param.requires_grad}
-        self.mesh, self.traffic = mesh, traffic
+        self.mesh, self.comm = mesh, comm
         self.averages = averages
-        casts = traffic.reduce_dtype is not None or traffic.hook is not None
+        casts = comm.reduce_dtype is not None or comm.hook is not None
         self.meets = averages and (mesh.size() > 1 or casts)
         self.stopped: int | None = None
         self.depth = self.passes = 0
@@ -167,8 +167,8 @@ class GradientAverage:
         return mean
 
     def _reduce_flat(self, flat: torch.Tensor, members: list[torch.Tensor]) -> torch.Tensor:
-        dtype = self.traffic.reduce_dtype
-        if self.traffic.hook is not None:
+        dtype = self.comm.reduce_dtype
+        if self.comm.hook is not None:
             return self._by_hook(flat, members)
         sent = flat if dtype is None else flat.to(dtype)
         world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
@@ -185,10 +185,10 @@ class GradientAverage:
 
     def _by_hook(self, flat: torch.Tensor, members: list[torch.Tensor]) -> torch.Tensor:
         """One call for all and one for each parameter: what depends on the bucket cannot be compared."""
-        hook: Any = self.traffic.hook
+        hook: Any = self.comm.hook
         name = str(shard_group(self.mesh).group_name)
-        across = replica_group_name(self.mesh)
-        group = GradientGroup(name, shard_world(self.mesh), False, across, num_replicas(self.mesh))
+        replica_group = replica_group_name(self.mesh)
+        group = GradientGroup(name, shard_world(self.mesh), False, replica_group, num_replicas(self.mesh))
         at_once = hook(flat.clone(), group)
         one_by_one = torch.cat([hook(member.reshape(-1).clone(), group) for member in members])
         same = torch.tensor(torch.equal(at_once, one_by_one), dtype=torch.float32, device=flat.device)

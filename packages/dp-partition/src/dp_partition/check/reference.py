@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from dp_partition._torch_compat import pytree
-from dp_partition.axes import shard_group, shard_rank, shard_world
-from dp_partition.binding import Binding, local_of
-from dp_partition.capture.constants import FunctionConstants, Same
-from dp_partition.capture.states import states_by_id
-from dp_partition.capture.subject import Subject, index_tensors
+from dp_partition._torch_compat import FakeTensor, pytree
+from dp_partition.capture.fingerprint import ById, FunctionReads
+from dp_partition.capture.hyperparameters import states_by_id
+from dp_partition.capture.state import StepState, index_tensors
 from dp_partition.check.copying import CannotCopyError, Copier, Transform
 from dp_partition.check.gradients import (
     FAILED,
@@ -31,11 +29,12 @@ from dp_partition.check.gradients import (
     NotComparableError,
     PeerStoppedError,
 )
-from dp_partition.check.snapshot import live_tensors, state_name
-from dp_partition.collectives import chunk_bounds
-from dp_partition.plain import whole
-from dp_partition.randomness import Stream
-from dp_partition.settings import Settings
+from dp_partition.mesh import shard_group, shard_rank, shard_world
+from dp_partition.plan.placements import chunk_bounds
+from dp_partition.plan.settings import Settings
+from dp_partition.runtime.rng import Stream
+from dp_partition.runtime.rollback import live_tensors, state_name
+from dp_partition.runtime.state import Binding, full_tensor, local_tensor
 
 
 @dataclass
@@ -45,7 +44,7 @@ class StepCopy:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    subject: Subject
+    step_state: StepState
 
 
 @dataclass
@@ -96,20 +95,20 @@ def copy_step(
                 replaced[id(value)] = change(full_copy(value))
     copier = Copier(replaced, transform)
     args, kwargs = arguments
-    subject = binding.subject
-    parts = (function, args, kwargs, subject.modules, subject.optimizers)
+    step_state = binding.step_state
+    parts = (function, args, kwargs, step_state.modules, step_state.optimizers)
     try:
         new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
     except CannotCopyError as error:
         raise CannotCopyError(f"{_first_uncopied(function, args, kwargs, replaced)}: {error}") from error
-    made = Subject(modules, optimizers)
+    made = StepState(modules, optimizers)
     index_tensors(made)
     return StepCopy(new_function, new_args, new_kwargs, made)
 
 
 def full_copy(placed: torch.Tensor) -> torch.Tensor:
     """Full tensor with memory of its own and the strides of the original: fused optimizers walk through memory."""
-    full = whole(placed)
+    full = full_tensor(placed)
     return torch.empty_strided(full.shape, placed.stride(), dtype=full.dtype, device=full.device).copy_(full)
 
 
@@ -127,10 +126,10 @@ def _first_uncopied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream: Stream | None) -> Ended:
     """Run a copy to its end, on all ranks alike. Random numbers are those of the generators as they stand."""
     local = settings.semantics == "local"
-    shares = not copied.subject.optimizers
-    average = GradientAverage(copied.subject.params, binding.mesh, settings.traffic, local and not shares)
-    before = _locals(copied.subject, binding, clone=True)
-    constants = FunctionConstants(copied.function)
+    shares = not copied.step_state.optimizers
+    average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and not shares)
+    before = _locals(copied.step_state, binding, clone=True)
+    constants = FunctionReads(copied.function)
     python_before = _plain(constants.read())
     try:
         with ExitStack() as stack:
@@ -160,14 +159,17 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return Ended(Outcome(leaves, spec, _locals(copied.subject, binding), before, numbers_of(copied.subject)))
+    tensors = _locals(copied.step_state, binding)
+    if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
+        return Ended(error=RuntimeError("it uses a fake tensor: a cache beside its arguments kept what the trace made"))
+    return Ended(Outcome(leaves, spec, tensors, before, numbers_of(copied.step_state)))
 
 
 def _plain(value: Any) -> Any:
     """A fingerprint without objects that count by identity: caches may be filled."""
     if isinstance(value, tuple | frozenset):
         return tuple(map(_plain, value))
-    return None if isinstance(value, Same) else value
+    return None if isinstance(value, ById) else value
 
 
 def _tell(average: GradientAverage, status: int) -> None:
@@ -193,21 +195,21 @@ def _run_micro_batches(copied: StepCopy, average: GradientAverage, settings: Set
     """Run the step on each micro-batch; only the last one's update counts, with the mean of all gradients."""
     count, dim = settings.accumulate, settings.batch_dim
     average.micro_batches = count
-    values = [param.detach().clone() for param in copied.subject.params.values()]
+    values = [param.detach().clone() for param in copied.step_state.params.values()]
     results = []
     for index in range(count):
         average.is_last = index == count - 1
-        kept = [_state_copy(optimizer) for optimizer in copied.subject.optimizers]
+        kept = [_state_copy(optimizer) for optimizer in copied.step_state.optimizers]
         args, kwargs = pytree.tree_map(partial(_rows, index=index, count=count, dim=dim), (copied.args, copied.kwargs))
         with average.installed():
             results.append(copied.function(*args, **kwargs))
         if average.is_last:
             break
         with torch.no_grad():
-            for param, value in zip(copied.subject.params.values(), values, strict=True):
+            for param, value in zip(copied.step_state.params.values(), values, strict=True):
                 param.copy_(value)
                 param.grad = None
-        for optimizer, state in zip(copied.subject.optimizers, kept, strict=True):
+        for optimizer, state in zip(copied.step_state.optimizers, kept, strict=True):
             optimizer.state.clear()
             optimizer.state.update(state)
     return pytree.tree_map(_mean_of_scalars, *results)
@@ -260,7 +262,7 @@ def _generator_states() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *cuda]
 
 
-def _locals(subject: Subject, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
+def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> dict[str, torch.Tensor]:
     """This rank's shards of a copy's tensors."""
     found: dict[str, torch.Tensor] = {}
 
@@ -268,15 +270,16 @@ def _locals(subject: Subject, binding: Binding, *, clone: bool = False) -> dict[
         part = shard_like(tensor.detach(), like, binding)
         found[name] = part.clone() if clone else part
 
-    for fqn, param in subject.params.items():
+    for fqn, param in step_state.params.items():
         enter(fqn, param, binding.params[fqn])
-    for fqn, module, attribute, is_param in subject.slots():
-        if not is_param and fqn not in subject.aliases:
+    for fqn, module, attribute, is_param in step_state.slots():
+        if not is_param and fqn not in step_state.aliases:
             enter(fqn, module._buffers[attribute], None)  # type: ignore[arg-type]  # slots() yields tensors only
-    names = {id(param): fqn for fqn, param in subject.params.items()}
-    for number, optimizer in enumerate(subject.optimizers):
-        live = states_by_id(binding.subject.optimizers[number])
-        for key, state in states_by_id(optimizer).items():
+    names = {id(param): fqn for fqn, param in step_state.params.items()}
+    states, live_states = states_by_id(step_state.optimizers), states_by_id(binding.step_state.optimizers)
+    for number in range(len(step_state.optimizers)):
+        live = live_states[number]
+        for key, state in states[number].items():
             fqn = names.get(key, "")
             placed = live.get(id(binding.params.get(fqn)), {})
             for entry, value in state.items():
@@ -309,23 +312,24 @@ def live_outcome(binding: Binding, result: Any, before: Callable[[torch.Tensor],
     tensors: dict[str, torch.Tensor] = {}
     old: dict[str, torch.Tensor] = {}
     for name, _, _, tensor in live_tensors(binding, ()):
-        tensors[name] = local_of(tensor.detach())
+        tensors[name] = local_tensor(tensor.detach())
         value = before(tensor)
         if value is not None:
             old[name] = value
-    return Outcome(leaves, spec, tensors, old, numbers_of(binding.subject))
+    return Outcome(leaves, spec, tensors, old, numbers_of(binding.step_state))
 
 
-def numbers_of(subject: Subject) -> dict[str, Any]:
+def numbers_of(step_state: StepState) -> dict[str, Any]:
     """Plain values of optimizer state and parameter groups, by name."""
     found: dict[str, Any] = {}
-    names = {id(param): fqn for fqn, param in subject.params.items()}
-    for number, optimizer in enumerate(subject.optimizers):
+    names = {id(param): fqn for fqn, param in step_state.params.items()}
+    states = states_by_id(step_state.optimizers)
+    for number, optimizer in enumerate(step_state.optimizers):
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if isinstance(value, bool | int | float | str | tuple):
                     found[f"optim{number}.param_groups[{index}][{key!r}]"] = value
-        for param, state in states_by_id(optimizer).items():
+        for param, state in states[number].items():
             for entry, value in state.items():
                 if isinstance(value, bool | int | float | str) and param in names:
                     found[state_name(number, names[param], entry)] = value

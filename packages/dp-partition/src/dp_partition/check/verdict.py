@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
+from dp_partition._torch_compat import TorchDispatchMode, pytree
+from dp_partition.check.copying import Transform
 from dp_partition.check.reference import Outcome
+from dp_partition.ops import draws
 
 # Beyond this an error is looked at again, next to how far right results lie apart (`noise`).
 SUSPICIOUS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # What is left of a tensor of integers that rounding decides: a prediction at a near tie.
 INTEGERS = 0.01
+_ROUNDING = {torch.float64: 2.2e-16}  # float32's otherwise: gradients are computed in it, or cancel alike
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,37 @@ class Difference:
 def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     """Return values that differ by more than rounding usually does; results first."""
     found = _result_differences(graph, reference)
+    largest = _largest_changes(reference)
     for name, want in reference.tensors.items():
         if name not in graph.tensors:
             found.append(Difference(name, math.inf, "the graph makes no such state"))
             continue
         got, before = graph.tensors[name], reference.before.get(name)
-        error = relative_error(got, want, before)
+        # Rounding of other values that cancel to (nearly) nothing here, for example in the gradient of a centred bias.
+        floor = _ROUNDING.get(want.dtype, 1.2e-7) * largest.get(_kind(name), 0.0) * math.sqrt(want.numel())
+        error = relative_error(got, want, before, floor=floor)
         if error > tolerance(want):
             found.append(Difference(name, error, first_difference(got, want)))
     for name, number in reference.numbers.items():
         if name in graph.numbers and not _equal(graph.numbers[name], number):
             found.append(Difference(name, math.inf, f"{graph.numbers[name]!r}, expected {number!r}"))
     return found
+
+
+def _kind(name: str) -> str:
+    """Return the key of a state entry; empty for parameters and buffers."""
+    return name.partition(" ")[2]
+
+
+def _largest_changes(reference: Outcome) -> dict[str, float]:
+    """Return for each kind of tensor the greatest root mean square of what the step changes."""
+    largest: dict[str, float] = {}
+    for name, value in reference.tensors.items():
+        before = reference.before.get(name)
+        if value.numel() and value.is_floating_point() and before is not None and before.shape == value.shape:
+            change = (value.double() - before.double()).nan_to_num(0.0, 0.0, 0.0)
+            largest[_kind(name)] = max(largest.get(_kind(name), 0.0), float(change.square().mean().sqrt()))
+    return largest
 
 
 def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
@@ -96,7 +119,12 @@ def tolerance(value: torch.Tensor) -> float:
 
 
 def relative_error(
-    got: torch.Tensor, want: torch.Tensor, before: torch.Tensor | None, *, any_dtype: bool = False
+    got: torch.Tensor,
+    want: torch.Tensor,
+    before: torch.Tensor | None,
+    *,
+    any_dtype: bool = False,
+    floor: float = 0.0,
 ) -> float:
     """Norm of the difference relative to that of the change from ``before``, or of the value itself.
 
@@ -120,7 +148,7 @@ def relative_error(
     scale = size
     if before is not None and before.shape == want.shape:
         scale = float((other - _real(before).to(other.device)).nan_to_num(0.0, 0.0, 0.0).norm())
-        error = max(0.0, error - eps * size)
+        error = max(0.0, error - eps * size - floor)
     if error == 0.0:
         return 0.0
     return float(error / scale) if scale else math.inf
@@ -163,4 +191,99 @@ def _equal(got: Any, want: Any) -> bool:
     return True  # objects compare as they please
 
 
-__all__ = ["INTEGERS", "Difference", "differences", "measure", "relative_error", "tolerance"]
+_WIDE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64}
+_WIDER: dict[Any, Any] = {**_WIDE, torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+_COARSEST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass
+class Recording:
+    """Draws of a run, and the coarsest dtype that it computed in."""
+
+    draws: list[Any]
+    dtypes: set[torch.dtype]
+
+    @property
+    def eps(self) -> float:
+        """Rounding of the coarsest dtype."""
+        return max((torch.finfo(dtype).eps for dtype in self.dtypes), default=torch.finfo(torch.float64).eps)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the random numbers of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording([], set())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype in _COARSEST:
+            self.recording.dtypes.add(result.dtype)
+        if draws(func, args, kwargs or {}):
+            self.recording.draws.append(pytree.tree_map_only(torch.Tensor, torch.clone, result))
+        return result
+
+
+class InDouble(TorchDispatchMode):
+    """Computes everything in double precision, with the random numbers of another run.
+
+    Args:
+        recording: That run's.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn = iter(recording.draws)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: _WIDER.get(dtype, dtype), (args, kwargs or {}))
+        if draws(func, args, kwargs):
+            return self._replay(func, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, to_double, func(*args, **kwargs))
+
+    def _replay(self, func: Any, args: Any, kwargs: Any) -> Any:
+        drawn = next(self.drawn)
+        if func is torch.ops.aten.native_dropout.default:
+            mask = drawn[1]
+            return args[0] * mask / (1 - args[1]) if args[1] < 1 else args[0] * 0, mask
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        if isinstance(drawn, torch.Tensor):
+            return to_double(drawn)
+        raise NotImplementedError(f"{func} draws and computes at once")
+
+
+def to_double(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in double precision if it is of floating point."""
+    wide = _WIDER.get(tensor.dtype)
+    return tensor if wide is None else tensor.to(wide)
+
+
+def perturbation(recording: Recording, seed: int) -> Transform:
+    """A change of each tensor by the rounding of the coarsest dtype, up or down."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device, torch.float64) * 2 - 1
+        by = max(recording.eps, torch.finfo(tensor.dtype).eps)
+        return (tensor.double() * (1 + by * signs)).to(tensor.dtype)
+
+    return change
+
+
+__all__ = [
+    "Difference",
+    "INTEGERS",
+    "InDouble",
+    "Recorder",
+    "Recording",
+    "differences",
+    "measure",
+    "perturbation",
+    "relative_error",
+    "to_double",
+    "tolerance",
+]

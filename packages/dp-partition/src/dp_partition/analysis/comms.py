@@ -1,0 +1,150 @@
+"""The collectives of a rank's graph: what each carries, how many bytes, where it is issued and where waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition._shared.page import human_bytes
+from dp_partition._torch_compat import pytree
+from dp_partition.analysis.formatting import shortened
+from dp_partition.capture.phases import TAG_GRAD
+from dp_partition.ops import is_collective, is_op, is_wait, value_of
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
+        dtype: What is sent, as torch names it.
+        whole_bytes: Bytes of the full tensor: of the sum, of what is gathered, of what is scattered.
+        sent_bytes: Bytes that the rank sends by the meaning of the operation: a sum's payload once, its own shard to
+            each other rank, the others' parts to them. What algorithms (rings, trees) send on top is the link's affair.
+        carries: Names of the parameters whose values or gradients travel.
+        phase: The part of the step that issues it.
+        issued: Position of its node in the graph.
+        awaited: Position of the node that waits for it.
+        node: Name of its node.
+        ranks: Number of ranks among which it travels.
+    """
+
+    kind: str
+    dtype: str
+    whole_bytes: int
+    sent_bytes: int
+    carries: tuple[str, ...]
+    phase: str
+    issued: int
+    awaited: int
+    node: str
+    ranks: int
+
+
+def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
+    """Every collective of a rank's graph with local values in ``meta["val"]``, in the order of issue."""
+    positions = {node: index for index, node in enumerate(graph.nodes)}
+    return tuple(_message(node, world, positions) for node in graph.nodes if is_collective(node))
+
+
+def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Message:
+    target: Any = node.target
+    name = target._schema.name.split("::")[-1]
+    kind = next((known for known in _KINDS if name.startswith(known)), name)
+    payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
+    mine = sum(num_bytes(tensor) for tensor in payload)
+    world = int(node.meta.get("ranks", world))
+    full = mine * world if kind == "all_gather" else mine
+    sent = {"all_gather": mine * (world - 1), "all_reduce": mine}.get(kind, mine * (world - 1) // world)
+    waits = wait_positions(node, positions)
+    carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
+    dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
+    phase = str(node.meta.get("phase") or _phase_of(node, positions))
+    return Message(kind, dtype, full, sent, carried, phase, positions[node], max(waits), node.name, world)
+
+
+def _phase_of(node: fx.Node, positions: dict[fx.Node, int]) -> str:
+    """The phase of the nearest node before it that has one."""
+    before = [n for n, position in positions.items() if position < positions[node]]
+    return next((str(n.meta["phase"]) for n in reversed(before) if n.meta.get("phase")), "forward")
+
+
+def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:
+    """Return the positions where a collective's results are waited for; its own if nowhere."""
+    users: list[fx.Node] = list(node.users)
+    waits = [user for user in users if is_wait(user)]
+    waits += [inner for user in users if not is_wait(user) for inner in user.users if is_wait(inner)]  # through getitem
+    return [positions[wait] for wait in waits] or [positions[node]]
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
+    """Names of the parameters whose values or gradients reach a node through nothing but packing."""
+    name = name_of(node)
+    if name is not None:
+        yield name
+        return
+    if "carries" in node.meta:  # a bucket that gradients are computed in
+        yield from node.meta["carries"]
+        return
+    operator = str(node.target).split(".")[1] if is_op(node) else ""
+    if operator in _PACKING and depth:
+        sources = node.all_input_nodes if operator in ("cat", "_chunk_cat") else node.all_input_nodes[:1]
+        for source in sources:
+            yield from carried_names(source, depth - 1)
+
+
+_PACKING = frozenset(
+    {"wait_tensor", "reduce_scatter_tensor", "all_reduce_"}  # on the way to a second collective
+    | {
+        "cat",
+        "_chunk_cat",
+        "reshape",
+        "view",
+        "constant_pad_nd",
+        "contiguous",
+        "transpose",
+        "slice",
+        "clone",
+        "_to_copy",
+    }
+    | {"div", "add"}  # the average over micro-batches
+)
+
+
+def name_of(node: fx.Node) -> str | None:
+    """The parameter that a node is, or is the gradient of."""
+    if node.target is TAG_GRAD:
+        return str(node.args[1])
+    if "gradient" in node.meta:
+        return str(node.meta["gradient"])
+    entry: Any = node.meta.get("input")
+    return str(entry.name) if node.op == "placeholder" and getattr(entry, "kind", "") == "param" else None
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node's value consists of."""
+    return [leaf for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor)]
+
+
+def explain_messages(messages: tuple[Message, ...], name: str) -> list[str]:
+    """Lines about the collectives that carry one parameter or its gradient."""
+    lines = []
+    for number, message in enumerate(messages):
+        if name in message.carries:
+            others = [other for other in message.carries if other != name]
+            along = f", with {shortened(others)}" if others else ""
+            which = f"  {message.kind} {number} of {len(messages)} in {message.phase}"
+            lines.append(f"{which}: {human_bytes(message.whole_bytes)}{along}")
+    return lines or ["  no collective carries it"]

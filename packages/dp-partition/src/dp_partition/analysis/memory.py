@@ -1,0 +1,187 @@
+"""Live memory of a rank while it runs its graph, node by node, from the fake values that the graph carries.
+
+A tensor's memory is born with the first node that holds it and freed after the last node that uses any view of it: fx
+deletes names after their last use. What a collective sends is held until it is waited for. Gloo, which moves tensors of
+the CPU, makes copies of its own. Memory that kernels take and give back within one node is not
+seen, save that of packing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition._torch_compat import collectives, storage_key
+from dp_partition.analysis.comms import name_of, num_bytes, tensors_of, wait_positions
+from dp_partition.ops import aten, is_collective, is_wait
+from dp_partition.plan.placements import NodeType
+
+KINDS = ("parameters", "optimizer", "buffers", "batch", "activations", "gathered", "gradients", "collectives", "update")
+
+_COPYING = (collectives.all_reduce.default, collectives.all_reduce_coalesced.default)  # they send their result's memory
+
+# Gloo's own copy, while it gathers (torch 2.13), and what it receives to be summed where a sum is awaited (`on_gloo`).
+_GLOO_COPIES = ("all_gather", "reduce_scatter")
+
+_PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer", "arg": "batch"}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that live on a rank while each node runs.
+
+    Attributes:
+        nodes: Names of the graph's nodes, in order.
+        live: For every node the bytes of each of `KINDS`: tensors that live while it runs, its result included.
+        resident: Bytes of each kind that live before and after the step.
+    """
+
+    nodes: tuple[str, ...]
+    live: tuple[tuple[int, ...], ...]
+    resident: tuple[int, ...]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Live bytes while each node runs."""
+        return tuple(map(sum, self.live))
+
+    @property
+    def peak(self) -> int:
+        """Position of the node at which most memory is live."""
+        totals = self.totals
+        return max(range(len(totals)), key=totals.__getitem__) if totals else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The greatest number of live bytes."""
+        return max(self.totals, default=sum(self.resident))
+
+    @property
+    def peak_kinds(self) -> dict[str, int]:
+        """Bytes of each kind at the peak; kinds that have a part in it."""
+        at = self.live[self.peak] if self.live else self.resident
+        return {kind: size for kind, size in zip(KINDS, at, strict=True) if size}
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that live between steps: parameters, buffers, optimizer state, the batch."""
+        return sum(self.resident)
+
+
+@dataclass(eq=False)
+class _Block:
+    """One piece of memory."""
+
+    kind: str
+    size: int
+    born: int
+    last: int = field(default=-1)
+    resident: bool = False
+
+
+def live_memory(graph: fx.Graph, *, late: bool = False) -> Memory:
+    """Follow every piece of memory through a graph with local values in ``meta["val"]``.
+
+    Args:
+        graph: A rank's graph.
+        late: Whether the backend's copies are there until results are awaited, as where ranks are apart in time;
+            else a collective is over when the next node runs.
+    """
+    nodes = list(graph.nodes)
+    blocks = _blocks(nodes, late)
+    changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
+    for block in set(blocks.values()):
+        changes[block.kind][0 if block.resident else block.born] += block.size
+        changes[block.kind][len(nodes) if block.resident else min(block.last + 1, len(nodes))] -= block.size
+    columns = [list(accumulate(changes[kind]))[: len(nodes)] for kind in KINDS]
+    for position, node in enumerate(nodes):
+        if node.target is aten._chunk_cat.default:
+            columns[KINDS.index("collectives")][position] += _padded_bytes(node)
+    resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
+    live = tuple(zip(*columns, strict=True))
+    return Memory(tuple(node.name for node in nodes), live, tuple(resident))
+
+
+def _padded_bytes(node: fx.Node) -> int:
+    """Return bytes that packing takes and gives back: on the CPU, rows that do not divide are copied and padded."""
+    members: Any = node.args[0]
+    world: Any = node.args[2]
+    total = 0
+    for member in members:
+        value = member.meta["val"]
+        if value.device.type == "cpu" and value.shape[0] % world:
+            total += -(-value.shape[0] // world) * world * num_bytes(value[0])
+    return total
+
+
+def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:
+    positions = {node: position for position, node in enumerate(nodes)}
+    blocks: dict[Any, _Block] = {}
+    for position, node in enumerate(nodes):
+        last = max((positions[user] for user in node.users), default=position)
+        for index, tensor in enumerate(tensors_of(node)):
+            key = storage_key(tensor)
+            block = blocks.get(key)
+            if block is None and is_wait(node):  # the collective's own result; a fake one is another tensor
+                block = blocks[key] = blocks[storage_key(tensors_of(node.all_input_nodes[0])[index])]
+            if block is None:
+                size = tensor.untyped_storage().nbytes()
+                resident = node.op in ("placeholder", "get_attr")
+                block = blocks[key] = _Block(_kind_of(node), size, position, resident=resident)
+            block.last = max(block.last, last)
+        if is_collective(node) and node.target not in _COPYING:  # the backend holds what it sends until it is awaited
+            waited = max(wait_positions(node, positions))
+            for source in node.all_input_nodes:
+                for tensor in tensors_of(source):
+                    sent = blocks[storage_key(tensor)]
+                    sent.last = max(sent.last, waited)
+            kind, copied = _copied_bytes(node)
+            if copied:
+                kept = late or kind == "reduce_scatter"
+                blocks[node] = _Block("collectives", copied, position, waited if kept else position)
+    return blocks
+
+
+def _copied_bytes(node: fx.Node) -> tuple[str, int]:
+    """Return the kind of a collective that the backend needs memory of its own for, and its bytes."""
+    target: Any = node.target
+    name = target._schema.name.split("::")[-1]
+    kind = next((kind for kind in _GLOO_COPIES if name.startswith(kind)), None)
+    sent = [tensor for source in node.all_input_nodes for tensor in tensors_of(source) if tensor.device.type == "cpu"]
+    if kind is None or not sent:
+        return "", 0
+    return kind, sum(map(num_bytes, tensors_of(node) if kind == "all_gather" else sent))
+
+
+def _kind_of(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return _PLACEHOLDERS.get(getattr(node.meta.get("input"), "kind", ""), "batch")
+    if node.op == "get_attr":
+        return "buffers"
+    if node.meta.get("node_type") is NodeType.GRAD or name_of(node) is not None:
+        return "gradients"
+    if is_collective(node) or any(is_collective(user) for user in node.users):
+        return "collectives"
+    if node.meta.get("node_type") is NodeType.PARAM and node.meta.get("phase") != "optimizer":
+        return "gathered"
+    return "update" if node.meta.get("phase") == "optimizer" else "activations"
+
+
+def bytes_by_kind(graph: fx.Graph) -> dict[str, int]:
+    """Bytes of the graph's inputs, by kind; memory that two inputs share counts once."""
+    seen: set[Any] = set()
+    sizes = dict.fromkeys(_PLACEHOLDERS.values(), 0)
+    for node in graph.nodes:
+        value: Any = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor) or storage_key(value) in seen:
+            continue
+        seen.add(storage_key(value))
+        sizes[_kind_of(node)] += value.untyped_storage().nbytes()
+    return sizes
+
+
+__all__ = ["KINDS", "Memory", "bytes_by_kind", "live_memory"]

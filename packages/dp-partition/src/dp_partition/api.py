@@ -1,0 +1,226 @@
+"""The front end: `compile` makes a data-parallel step of a train step that was written for one device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, TextIO
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.analysis.analyze import analyze
+from dp_partition.analysis.comms import explain_messages, messages_of
+from dp_partition.analysis.page import write_page
+from dp_partition.analysis.printer import show_listing
+from dp_partition.analysis.timeline import Link, Machine
+from dp_partition.passes.reduction import CommHook
+from dp_partition.plan.placements import DataParallelStyle, parse_style
+from dp_partition.plan.plan import PartitionPlan
+from dp_partition.plan.settings import Backend, Batch, CommConfig, Semantics, Settings, Style
+from dp_partition.runner import Runner
+from dp_partition.runtime.state import unsharded
+
+
+def compile(
+    train_step: Callable[..., Any],
+    *,
+    mesh: DeviceMesh | None = None,
+    style: Style | DataParallelStyle = "default",
+    semantics: Semantics = "local",
+    batch: Batch | None = None,
+    placements: Mapping[str, Placement] | None = None,
+    equal: str = "broadcast",
+    bucket_mb: float = 25,
+    prefetch: int = 1,
+    reshard_after_forward: str | bool = "auto",
+    accumulate: int = 1,
+    rng: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    comm_hook: CommHook | None = None,
+    backend: Backend = "eager",
+    check: str = "sampled",
+    share: Step | None = None,
+    progress: TextIO | None = None,
+) -> Step:
+    """Make a train step, written for one device, run data-parallel.
+
+    The first call traces ``train_step`` with its arguments (forward, backward, optimizer) and places the model's
+    parameters and the optimizer's state on the mesh; every call runs the partitioned graph. Afterwards the parameters
+    are DTensors.
+
+    Args:
+        train_step: Function of a model, its optimizer and a batch, in any order and number; it runs backward and steps
+            the optimizer. It must not depend on values of tensors, and clears gradients (``optim.zero_grad()``).
+        mesh: One-dimensional mesh of the data-parallel ranks; for ``"hybrid"`` one of two axes.
+        style: How parameters lie: ``"default"``, ``"replicate"``, ``"zero1"``, ``"zero2"``, ``"fully_shard"``,
+            ``"hybrid"`` (fully sharded over the mesh's second axis, replicated along its first), a `DataParallelStyle`.
+        semantics: ``"local"``: the step as written on each rank's batch, gradients averaged over the ranks (what DDP
+            and FSDP do). ``"global"``: equal to one device on the ranks' batches together, whatever the loss does.
+        batch: Which dim of tensor arguments is the batch, for global semantics and accumulation. Under global
+            semantics every rank passes as many rows.
+        placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
+        equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
+        bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
+        prefetch: How many buckets of parameters are on their way ahead of compute, and of gradients behind it.
+        reshard_after_forward: Whether sharded parameters are let go after forward and gathered again for backward:
+            ``True`` all, ``False`` none, ``"auto"`` those that are idle where most memory is live.
+        accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
+        rng: Random numbers of the step: ``None`` draws from the rank's default generator, as DDP does; ``"same"`` and
+            ``"per_rank"`` draw from a stream of the step's own that starts from rank 0's seed.
+        reduce_dtype: The dtype in which gradients are reduced: they are cast before they are sent, averaged by the
+            collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
+        comm_hook: What averages a bucket of gradients instead of the plain collective: a function of a flat bucket and
+            a `GradientGroup`, traced into the graph; `bf16_compress` and `fp16_compress` are such.
+        backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
+        check: How often the step is compared with its own eager run on a copy of everything it works on: ``"sampled"``
+            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)) up to 1,024, ``"first"`` at calls 1 and 2, ``"never"``.
+        share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
+        progress: Where to show how far tracing and compiling are, for example ``sys.stderr``.
+
+    Raises:
+        PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
+    """
+    problems: list[Problem] = []
+    base = None if share is None else runner_of(share)
+    if base is not None:
+        if mesh is not None or placements is not None:
+            hint = "leave mesh and placements out"
+            problems.append(
+                Problem("conflicting-arguments", "share", found="mesh or placements beside share", hint=hint)
+            )
+        if reduce_dtype is not None or comm_hook is not None:
+            hint = "a step that shares has no gradients; leave them out"
+            problems.append(
+                Problem("conflicting-arguments", "share", found="reduce_dtype or comm_hook beside share", hint=hint)
+            )
+        mesh, style = base.mesh, base.settings.style
+    if semantics == "local" and batch is not None and accumulate == 1:
+        hint = "local semantics runs the step on each rank's own arguments; leave batch out"
+        problems.append(Problem("conflicting-arguments", "batch", found=repr(batch), hint=hint))
+    parsed = DataParallelStyle.DEFAULT
+    try:
+        parsed = parse_style(style)
+    except PlanError as error:
+        problems += error.problems
+    settings = Settings(
+        parsed,
+        semantics,
+        dict(placements or {}),
+        equal,
+        (batch or Batch()).dim,
+        CommConfig(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook, in_place=backend == "eager"),
+        accumulate,
+        rng,
+        reshard_after_forward,
+        backend,
+        check,
+    )
+    problems += settings.problems()
+    problems += _mesh_problems(mesh, parsed)
+    if problems or mesh is None:
+        raise PlanError(problems, "dp_partition.compile")
+    return Step(Runner(train_step, mesh, settings, base, progress=progress))
+
+
+def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
+    if mesh is None:
+        return [Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
+    if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
+        hint = "pass a mesh of two axes: replicas along the first, shards along the second; or use style='fully_shard'"
+        return [Problem("mesh-not-2d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+    if style is not DataParallelStyle.HYBRID and mesh.ndim != 1:
+        hint = 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
+        return [Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+    return []
+
+
+class Step:
+    """A train step that runs data-parallel. Made by `compile`; call it like the function it was made from."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on this rank's batch."""
+        return self._runner.call(args, kwargs)
+
+    @property
+    def name(self) -> str:
+        """Name of the function the step was made from."""
+        return self._runner.name
+
+    @property
+    def num_traces(self) -> int:
+        """Number of times the function was traced: once for every new shape, mode or constant."""
+        return self._runner.num_traces
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of pieces of graphs inductor has compiled; 0 for the eager backend."""
+        return self._runner.num_compiled
+
+    @property
+    def plan(self) -> PartitionPlan:
+        """Placement of parameters, gradients and state; there after the first call."""
+        return replace(self._runner.bound().plan, checks=self._runner.checks())
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The partitioned graph of the last call; ``print`` shows it with local shapes and node types."""
+        if self._runner.latest is None:
+            raise self._runner.not_started()
+        module = self._runner.latest.with_local_values()
+        module.recompile()
+        return show_listing(module)
+
+    def explain(self, name: str | None = None) -> str:
+        """Text about one parameter, by its full name, or about all."""
+        text = self.plan.explain(name)
+        if name is None:
+            program = self._runner.latest
+            lowered = None if program is None else program.lowered
+            return text if lowered is None else f"{text}\n{lowered.explain()}"
+        messages = messages_of(self.graph.graph, self.plan.world)
+        return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
+
+    def report(self, path: str | os.PathLike[str], link: Link | None = None, machine: Machine | None = None) -> None:
+        """Write a page that loads nothing: messages over time, memory over nodes, placement of every parameter.
+
+        Args:
+            path: The file to write.
+            link: The network that times are modelled for; default ``Link()``.
+            machine: The device that times are modelled for; default ``Machine()``.
+        """
+        plan, chosen = self.plan, (link or Link(), machine or Machine())
+        rank = self._runner.bound().rank
+        write_page(path, self.name, plan, rank, analyze(self.graph.graph, plan, rank, *chosen), *chosen)
+
+    def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
+        """Within the block the model holds full plain parameters, for eager code on every rank alike.
+
+        The parameters are those of the block: optimizers and lists that are made of them are of no use afterwards, and
+        say so. A step that shares another's parameters unshards the same ones.
+
+        Args:
+            writeback: Keep what the block writes into the parameters. A block within a block leaves that to the outer.
+        """
+        self._runner.bound()  # not before the first call
+        return unsharded(self._runner.owner.bound(), writeback)
+
+    def release(self) -> None:
+        """Give model and optimizer back: full plain parameters and state, for good. Not for a step that shares."""
+        self._runner.release()
+
+
+def runner_of(step: Step) -> Runner:
+    """Return the runner of a step, for the package's own tools."""
+    return step._runner
+
+
+__all__ = ["Step", "compile", "runner_of"]

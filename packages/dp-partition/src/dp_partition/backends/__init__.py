@@ -1,0 +1,1 @@
+"""Backends: how a rank's graph is run, and what gloo and inductor want otherwise."""

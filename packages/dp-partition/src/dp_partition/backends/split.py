@@ -1,0 +1,209 @@
+"""Cut a rank's graph into pieces that are compiled and pieces that run as they are.
+
+Contract: pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Only memory of
+its own passes from piece to piece: a view is made again in every piece that uses it, so that what a piece writes is
+never another input of it under another name. Numbers pass to a compiled piece in one float64 tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition._torch_compat import storage_key
+from dp_partition.backends.scalars import is_number, numbers_of, takes_tensors, write
+from dp_partition.ops import aten, is_collective, is_op, is_random, is_wait, mutated_inputs, viewed_input
+
+LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
+
+
+@dataclass
+class Piece:
+    """Consecutive nodes.
+
+    Attributes:
+        compiled: Whether inductor compiles it.
+        nodes: Its nodes, views left out.
+        inputs: The values it takes: tensors with memory of their own, and numbers where it is not compiled.
+        numbers: The numbers it takes as one tensor, where it is compiled.
+        outputs: The values that later pieces use.
+        written: The inputs whose memory it writes.
+        graph: What it does, as a graph of its own.
+    """
+
+    compiled: bool
+    nodes: list[fx.Node]
+    inputs: list[fx.Node] = field(default_factory=list)
+    numbers: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    written: list[fx.Node] = field(default_factory=list)
+    graph: fx.Graph = field(default_factory=fx.Graph)
+
+
+def split(graph: fx.Graph) -> list[Piece]:
+    """The pieces of a graph with local values in ``meta["val"]``; the last returns what the graph returns."""
+    _bring_items_home(graph)
+    views = {node for node in graph.nodes if is_view(node)}
+    pieces: list[Piece] = []
+    for node in graph.nodes:
+        if node in views or node.op in ("placeholder", "get_attr"):
+            continue
+        compiled = node.op == "call_function" and is_compiled(node)
+        if not pieces or pieces[-1].compiled != compiled:
+            pieces.append(Piece(compiled, []))
+        pieces[-1].nodes.append(node)
+    pieces = _join(pieces)
+    for piece in pieces:
+        _write_graph(piece, views)
+    _connect(pieces)
+    return pieces
+
+
+def _bring_items_home(graph: fx.Graph) -> None:
+    """Let what is taken out of an operator's several results stand right behind it: no list leaves a piece."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            after = node.all_input_nodes[0]
+            while after.next.target is operator.getitem and after.next.args[0] is node.args[0]:
+                after = after.next
+            if after is not node:
+                after.append(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Return whether the node's value lies in the memory of one of its inputs, or is a list of such."""
+    source = _looked_at(node)
+    if source is None:
+        return False
+    memory = _memory(source)
+    return bool(memory) and _memory(node) <= memory
+
+
+def _looked_at(node: fx.Node) -> fx.Node | None:
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        source = node.all_input_nodes[0]
+        return source if is_view(source) else None
+    return None if mutated_inputs(node) else viewed_input(node)
+
+
+def _memory(node: fx.Node) -> set[int]:
+    values = node.meta.get("val")
+    listed = values if isinstance(values, list | tuple) else [values]
+    return {storage_key(value) for value in listed if isinstance(value, torch.Tensor)}
+
+
+def is_compiled(node: fx.Node) -> bool:
+    """Return whether the node may be part of a compiled piece."""
+    if not is_op(node):
+        return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
+    target: Any = node.target
+    if "phase" not in node.meta:  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
+        return False
+    if is_collective(node) or is_wait(node) or is_random(node) or is_number(node):
+        return False
+    if target.namespace not in ("aten", "prims") or target._schema.name.startswith("aten::_fused_"):
+        return False
+    return not numbers_of(node) or takes_tensors(node)
+
+
+def _join(pieces: list[Piece]) -> list[Piece]:
+    """Pieces too small to compile run as they are; neighbours of a kind become one."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        compiled = piece.compiled and sum(node.target is not operator.getitem for node in piece.nodes) >= LEAST
+        if joined and joined[-1].compiled == compiled:
+            joined[-1].nodes += piece.nodes
+        else:
+            joined.append(Piece(compiled, list(piece.nodes)))
+    return joined
+
+
+def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
+    """Fill the piece's inputs, numbers and graph."""
+    inside = set(piece.nodes)
+    needed = list(_needed(piece, inside, views))
+    piece.inputs = [node for node in needed if not (piece.compiled and is_number(node))]
+    piece.numbers = [node for node in needed if piece.compiled and is_number(node)]
+    owners = {_owner(source, views) for node in piece.nodes for source in mutated_inputs(node)}
+    piece.written = [node for node in piece.inputs if node in owners]
+    graph = piece.graph
+    copies: dict[fx.Node, Any] = {}
+    for node in piece.inputs:
+        copies[node] = graph.placeholder(f"in_{node.name}")
+        copies[node].meta["val"] = node.meta.get("val")
+    vector = graph.placeholder("numbers") if piece.numbers else None
+    elements: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+
+    def copied(argument: Any) -> Any:
+        return fx.map_arg(argument, made)
+
+    def made(node: fx.Node) -> Any:
+        if node not in copies:  # a view
+            copies[node] = graph.create_node(
+                node.op, node.target, copied(node.args), copied(dict(node.kwargs)), name=node.name
+            )
+        return copies[node]
+
+    def number(argument: Any, dtype: torch.dtype) -> Any:
+        if not (isinstance(argument, fx.Node) and is_number(argument)):
+            return copied(argument)
+        if (argument, dtype) not in elements:
+            one = graph.call_function(aten.select.int, (vector, 0, piece.numbers.index(argument)))
+            elements[argument, dtype] = graph.call_function(aten._to_copy.default, (one,), {"dtype": dtype})
+        return elements[argument, dtype]
+
+    for node in piece.nodes:
+        if node.op == "output":
+            graph.output(copied(node.args[0]))
+        elif piece.compiled and numbers_of(node):
+            copies[node] = write(graph, node, node.args, dict(node.kwargs), number)
+        else:
+            made(node)
+
+
+def _needed(piece: Piece, inside: set[fx.Node], views: set[fx.Node]) -> Iterable[fx.Node]:
+    """Return the values that the piece takes from outside, views followed to the owners of their memory."""
+    seen: dict[fx.Node, None] = {}
+    stack = [source for node in reversed(piece.nodes) for source in reversed(node.all_input_nodes)]
+    visited: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in visited or node in inside:
+            continue
+        visited.add(node)
+        if node in views:
+            stack += list(reversed(node.all_input_nodes))
+        else:
+            seen[node] = None
+    return seen
+
+
+def _owner(node: fx.Node, views: set[fx.Node]) -> fx.Node:
+    """The node that a view's memory belongs to."""
+    while node in views:
+        source = _looked_at(node)
+        assert source is not None
+        node = source
+    return node
+
+
+def _connect(pieces: list[Piece]) -> None:
+    """Let every piece return what later ones take."""
+    wanted: set[fx.Node] = set()
+    for piece in reversed(pieces):
+        piece.outputs = [node for node in piece.nodes if node in wanted]
+        wanted.update(piece.inputs)
+        wanted.update(piece.numbers)
+        if piece.nodes[-1].op != "output":
+            by_name = {node.name: node for node in piece.graph.nodes}
+            piece.graph.output([by_name[node.name] for node in piece.outputs])
+
+
+__all__ = ["Piece", "is_compiled", "is_view", "split"]

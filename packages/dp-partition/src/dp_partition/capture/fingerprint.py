@@ -1,0 +1,383 @@
+"""Fingerprints of the Python values that a step reads beside tensors: the part of a trace's key that is no shape.
+
+A trace burns these values in, so a call finds its trace again only where all of them are as they were. Looked at are
+the step's arguments, attributes of modules, and what the step's function and the functions that it names read: cells,
+defaults, ``__self__`` and the globals that `inspect.getclosurevars` names. This is the only place that looks at
+functions. Of an object's attributes those count that these functions name: a list of past losses beside them may grow.
+
+Tensors and functions count by identity and are held, other values by type alone. What is missed here is found by the
+check by execution.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dp_partition._shared.problems import PlanError, Problem
+
+if TYPE_CHECKING:
+    from dp_partition.capture.arguments import CallArguments
+    from dp_partition.capture.hyperparameters import OptimizerReads
+    from dp_partition.capture.state import StepState
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+PLAIN_TYPES = frozenset(PLAIN)  # without subclasses
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
+_BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
+_NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
+_DEPTH = 4
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+class ById:
+    """An object by identity; held, so that no other one gets its place in memory."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.held is self.held
+
+
+def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> tuple[Any, ...]:
+    """Return a flat, hashable picture of values: types, plain values, and the members of containers and settings.
+
+    Args:
+        values: Any objects; each is entered once, so that a config which many modules share costs once.
+        names: The attributes of settings objects that count; None: all.
+    """
+    tokens: list[Any] = []
+    seen: set[int] = set()
+    stack = [(value, _DEPTH) for value in values]
+    stack.reverse()
+    while stack:  # no recursion: this runs at every call
+        value, depth = stack.pop()
+        kind = type(value)
+        tokens.append(kind)
+        if kind in PLAIN_TYPES or isinstance(value, PLAIN):
+            tokens.append(value)
+            continue
+        if isinstance(value, _BY_IDENTITY):
+            tokens.append(ById(value))
+            continue
+        if depth == 0 or id(value) in seen:
+            continue
+        seen.add(id(value))
+        members: list[Any] = []
+        if isinstance(value, nn.Module):
+            tokens.append(ById(value))
+            tokens += [one for key, one in vars(value).items() if type(one) in PLAIN_TYPES]
+            tokens += map(ById, value.buffers())
+        elif isinstance(value, dict):
+            tokens += [key if isinstance(key, PLAIN) else type(key) for key in value]
+            members = list(value.values())
+        elif isinstance(value, list | tuple):
+            members = list(value)
+        elif isinstance(value, set | frozenset):
+            tokens.append(frozenset([one if isinstance(one, PLAIN) else type(one) for one in value]))
+        elif _is_settings(value):
+            counted = [key for key in vars(value) if names is None or key in names]
+            tokens += counted
+            members = [vars(value)[key] for key in counted]
+        tokens.append(len(members))
+        stack += [(one, depth - 1) for one in reversed(members)]
+    return tuple(tokens)
+
+
+def _is_settings(value: Any) -> bool:
+    """Return whether the value is like a dataclass, a namespace, a model's config or a loss."""
+    if isinstance(value, _NO_SETTINGS) or not hasattr(value, "__dict__"):
+        return False
+    return isinstance(value, nn.Module) or not type(value).__module__.startswith(("torch", "dp_partition."))
+
+
+def _counts(value: Any) -> bool:
+    """Return whether a fingerprint holds more of the value than its type."""
+    return isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or _is_settings(value)
+
+
+class FunctionReads:
+    """Places outside a function that it and the functions it names read from.
+
+    Args:
+        function: A function, method, partial or callable object.
+
+    Attributes:
+        names: Every name that their code uses, of globals and of attributes.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.names: set[str] = set()
+        self._cells: list[types.CellType] = []
+        self._places: list[tuple[Any, str]] = []  # a dict, or the read-only view of a class's
+        self._held: list[Any] = []  # defaults and bound objects, which cannot be replaced
+        todo: list[tuple[Any, Any]] = [(function, None)]  # with the class whose method it is
+        seen: set[int] = set()
+        modules: list[types.ModuleType] = []
+        while todo:
+            one, owner = todo.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, functools.partial):
+                self._held += [one.args, one.keywords]
+                todo.append((one.func, None))
+            elif isinstance(one, types.MethodType):
+                self._held.append(one.__self__)
+                todo.append((one.__func__, type(one.__self__)))
+            elif isinstance(one, types.ModuleType):
+                modules.append(one)
+            elif isinstance(one, types.FunctionType):
+                todo += self._enter(one, owner)
+            elif callable(one) and _is_settings(one) and not isinstance(one, nn.Module):
+                self._held.append(one)
+                todo.append((type(one).__call__, type(one)))
+        for module in modules:
+            if not module.__name__.startswith(("torch", "numpy")):  # settings of a config module
+                table = vars(module)
+                self._places += [
+                    (table, key) for key in sorted(self.names) if isinstance(table.get(key), (*PLAIN, *_CONTAINERS))
+                ]
+
+    def _enter(self, function: types.FunctionType, owner: Any) -> list[tuple[Any, Any]]:
+        """Note what a function reads; return functions and modules that it names, and methods of its own class."""
+        if (function.__module__ or "").split(".")[0] == "torch":
+            return []
+        cells = function.__closure__ or ()
+        self._cells += cells
+        self._held += [function.__defaults__, function.__kwdefaults__]
+        names = names_used(function)
+        self.names |= names
+        table = function.__globals__
+        self._places += [(table, name) for name in sorted(names) if name in table and _counts(table[name])]
+        named = [(one, None) for one in (*map(_contents, cells), *(table[name] for name in names if name in table))]
+        for kind in getattr(owner, "__mro__", ())[:-1]:
+            own = vars(kind)
+            self._places += [(own, name) for name in sorted(names) if type(own.get(name)) in PLAIN_TYPES - {type(None)}]
+            named += [(getattr(own[name], "fget", own[name]), owner) for name in names if name in own]
+        return named
+
+    def read(self) -> tuple[Any, ...]:
+        """Return a fingerprint of the values as they are now."""
+        values = [*self._held, *(table.get(key) for table, key in self._places)]
+        for cell in self._cells:
+            try:
+                values.append(cell.cell_contents)
+            except ValueError:  # empty
+                values.append(None)
+        return fingerprint(values, self.names)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def names_used(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of globals and attributes that a function's code uses."""
+    try:
+        found = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # no Python function, or a cell is empty
+        return frozenset()
+    return frozenset([*found.globals, *found.builtins, *found.unbound, *found.nonlocals])
+
+
+def names_in_forward(owner: type[nn.Module]) -> frozenset[str]:
+    """Return the names in a module's `forward` and in the methods and functions that it calls."""
+    if owner not in _forward_names:
+        found: set[str] = set()
+        seen: set[int] = set()
+        todo: list[Any] = [owner.forward]
+        while todo:
+            function = todo.pop()
+            function = getattr(function, "fget", function)
+            function = getattr(function, "__func__", function)
+            if not isinstance(function, types.FunctionType) or id(function) in seen:
+                continue
+            seen.add(id(function))
+            todo.append(getattr(function, "__wrapped__", None))
+            todo += map(_contents, function.__closure__ or ())
+            if (function.__module__ or "").split(".")[0] != "torch" or function is owner.forward:
+                names = names_used(function)
+                found |= names
+                todo += [inspect.getattr_static(owner, name, None) for name in names]
+                todo += [function.__globals__.get(name) for name in names]
+        _forward_names[owner] = frozenset(found)
+    return _forward_names[owner]
+
+
+_forward_names: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+class ModuleReads:
+    """Structure of modules, and what they keep beside parameters and buffers.
+
+    Args:
+        roots: The modules that the step is given.
+
+    Attributes:
+        modules: The roots and all modules in them.
+        structure: Modules, their hooks, and the names of their tensors and attributes when `look` was called last.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self.roots = list(roots)
+        self.modules: list[nn.Module] = []
+        self.structure: tuple[Any, ...] | None = None
+        self.look()
+
+    def look(self) -> bool:
+        """Look again at the structure; return whether it is another one than before."""
+        if self._read_structure() == self.structure:  # with all children the same, these are all modules
+            return False
+        self.modules = [module for root in self.roots for module in root.modules()]
+        self.structure = self._read_structure()
+        self._find_places()
+        return True
+
+    def _read_structure(self) -> tuple[Any, ...]:
+        return tuple(
+            [
+                (
+                    module,
+                    len(vars(module)),
+                    tuple(module._modules.values()),
+                    tuple(module._parameters),
+                    tuple(module._buffers),
+                    tuple(module._forward_hooks),
+                    tuple(module._forward_pre_hooks),
+                    tuple(module._backward_hooks),
+                )
+                for module in self.modules
+            ]
+        )
+
+    def _find_places(self) -> None:
+        kinds = set(map(type, self.modules))
+        self._names = frozenset[str]().union(*map(names_in_forward, kinds))
+        self._places = [
+            (vars(module), key)
+            for module in self.modules
+            for key, value in vars(module).items()
+            if key not in _OF_TORCH and self._is_read(module, key, value)
+        ]
+        own = dict.fromkeys(k for module in self.modules for k in type(module).__mro__ if issubclass(k, nn.Module))
+        self._places += [  # class attributes that forward reads
+            (vars(kind), key)  # type: ignore[misc]  # a read-only view of a dict
+            for kind in own
+            if kind.__module__.split(".")[0] != "torch"
+            for key in names_in_forward(kind)
+            if type(vars(kind).get(key)) in PLAIN_TYPES
+        ]
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        tables = [getattr(module, name) for module in self.modules for name in hooks]
+        self._hooks = [FunctionReads(hook) for table in tables for hook in table.values()]
+
+    def _is_read(self, module: nn.Module, key: str, value: Any) -> bool:
+        if isinstance(value, nn.Module) or not _counts(value):
+            return False
+        return type(value) in PLAIN_TYPES or key == "forward" or key in names_in_forward(type(module))
+
+    def read(self) -> tuple[Any, ...]:
+        """Return the structure seen last, and a fingerprint of the attributes as they are now."""
+        values = [table.get(key) for table, key in self._places]
+        return self.structure, fingerprint(values, self._names), tuple([hook.read() for hook in self._hooks])
+
+
+@contextmanager
+def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Put every attribute of the modules back after the block.
+
+    Raises:
+        PlanError: With every plain value or tensor that the block replaced (code ``python-state``). What it only
+            filled in, such as a cache that was None, is no state.
+    """
+    tables = [
+        (".".join(part for part in (prefix, path) if part), vars(module), dict(vars(module)))
+        for prefix, root in modules
+        for path, module in root.named_modules()
+    ]
+    problems: list[Problem] = []
+    hint = "keep it in a buffer, or pass it to the step as an argument"
+    try:
+        yield
+    finally:
+        for base, table, before in tables:
+            for key in [key for key in (*table, *before) if table.get(key) is not before.get(key)]:
+                if key == "training":
+                    continue
+                old, new = before.get(key), table.pop(key, None)
+                if key in before:
+                    table[key] = old
+                same = old is None or (isinstance(old, PLAIN) and old == new)
+                if not same and isinstance(old, (*PLAIN, torch.Tensor)):
+                    kind = "a tensor" if isinstance(old, torch.Tensor) else f"the Python value {old!r}"
+                    found = f"the step replaces {kind}, and a graph would not"
+                    problems.append(Problem("python-state", f"{base}.{key}" if base else key, found=found, hint=hint))
+    if problems:
+        raise PlanError(problems, "the step changes attributes of its modules")
+
+
+def leaf_key(leaf: Any) -> Any:
+    """Return the part of a trace's key that one leaf of the arguments is."""
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, nn.Module | Optimizer):
+        return id(leaf)
+    if type(leaf) not in PLAIN_TYPES and _counts(leaf):
+        return fingerprint([leaf])  # not by identity: attributes change, and ids come again
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return type(leaf), leaf  # a generator, a fraction: held by the key
+
+
+def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
+    """Return all that a trace depends on, hashable.
+
+    Args:
+        step_state: The modules and optimizers among the arguments.
+        call: The step's arguments.
+        reads: What its function reads from elsewhere.
+        optimizers: What was read from its optimizers.
+    """
+    training = tuple([module.training for module in step_state.reads.modules])
+    trained = tuple([p.requires_grad for p in step_state.params.values()])
+    autocast = tuple(
+        [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
+    )
+    buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
+    constants = (autocast, step_state.reads.read(), reads.read(), buffers)
+    return tuple(map(leaf_key, call.leaves)), call.spec, training, trained, optimizers.key, constants
+
+
+__all__ = [
+    "ById",
+    "FunctionReads",
+    "ModuleReads",
+    "attributes_restored",
+    "fingerprint",
+    "leaf_key",
+    "names_in_forward",
+    "program_key",
+]

@@ -1,0 +1,161 @@
+"""Hyperparameters as inputs: what an optimizer reads from ``param_groups`` stays live in the graph.
+
+Every float of a parameter group becomes a symbol while the step is traced. Arithmetic on it is recorded with exactly
+the operations eager mode uses, so results are the same bit for bit; a condition on it (``if weight_decay != 0``)
+becomes a guard that is checked when the value changes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from dp_partition._shared.problems import PlanError, Problem
+
+FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")
+_OF_SCHEDULERS = frozenset(["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"])  # no step reads these
+_LIVE_INTEGERS = frozenset(["lr", "weight_decay", "momentum", "eps"])
+
+
+class Hyperparameter(NamedTuple):
+    """One live float: ``optimizers[optimizer].param_groups[group][key]``, or its element ``element`` (betas)."""
+
+    optimizer: int
+    group: int
+    key: str
+    element: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Name of the graph input."""
+        tail = "" if self.element is None else str(self.element)
+        return f"optim{self.optimizer}_group{self.group}_{self.key}{tail}"
+
+
+@dataclass
+class OptimizerReads:
+    """Everything that one call reads from its optimizers.
+
+    Attributes:
+        states: For each optimizer the state of a parameter by its ``id``: hashing a tensor takes torch ten times as
+            long.
+        values: Every live float; keys equal a `Hyperparameter`.
+        key: What a trace depends on besides: flags, names, hooks, parameters of each group, names of their state.
+    """
+
+    states: list[dict[int, Any]]
+    values: dict[tuple[Any, ...], float]
+    key: tuple[Any, ...]
+
+
+def states_by_id(optimizers: list[Optimizer]) -> list[dict[int, Any]]:
+    """Return the state of every parameter by its ``id``, for each optimizer."""
+    found = []
+    for optimizer in optimizers:
+        states = {}
+        for param, state in optimizer.state.items():
+            states[id(param)] = state
+        found.append(states)
+    return found
+
+
+def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | None = None) -> OptimizerReads:
+    """Read all hyperparameters and names of state, in one pass: this runs at every call."""
+    states = states_by_id(optimizers) if states is None else states
+    values: dict[tuple[Any, ...], float] = {}
+    parts: list[Any] = []
+    for number, optimizer in enumerate(optimizers):
+        known = states[number]
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                parts += (id(param), _names(tuple(known.get(id(param), ()))))
+            for key in sorted(group):
+                value = group[key]
+                if key == "params" or key == "param_names" or key in _OF_SCHEDULERS:
+                    continue
+                several = isinstance(value, tuple | list)
+                for position, one in enumerate(value if several else (value,)):
+                    place = position if several else None
+                    if type(one) is float or is_live(key, one):
+                        values[number, index, key, place] = float(one)
+                    else:
+                        parts += (key, place, one if type(one) in (bool, type(None)) else _static(one))
+        parts += (type(optimizer).__qualname__, optimizer_attributes(optimizer))
+    return OptimizerReads(states, values, tuple(parts))
+
+
+@functools.lru_cache
+def _names(keys: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(sorted(map(str, keys)))
+
+
+def is_live(key: str, value: Any) -> bool:
+    """Return whether a value of a parameter group is a number (or tensor of one element) that schedulers change."""
+    if value is None or isinstance(value, bool) or key in _OF_SCHEDULERS:
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, float) or (isinstance(value, int) and key in _LIVE_INTEGERS)
+
+
+def _static(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype, value.device)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
+    """Return hooks, and attributes of an optimizer class of one's own. torch's schedulers write private ones."""
+    found: list[Any] = []
+    for key, value in vars(optimizer).items():
+        if key[0] != "_" and isinstance(value, bool | int | float | str):
+            found += (key, value)
+    for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for hook in table.values():
+            found += (id(hook), hook)  # held, so that its id does not come again
+    return tuple(found)
+
+
+@contextmanager
+def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
+    """Raise if the block changes a parameter group: schedulers belong between steps.
+
+    Raises:
+        PlanError: With every value that is another one (code ``hyperparameter-changed``).
+    """
+    groups = [
+        (f"optim{n}.param_groups[{i}]", group, dict(group))
+        for n, optimizer in enumerate(optimizers)
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    yield
+    hint = "call the scheduler, or change the value, between steps: it is read again at every call"
+    problems = [
+        Problem("hyperparameter-changed", f"{name}[{key!r}]", found="the step changes it", hint=hint)
+        for name, group, old in groups
+        for key in sorted(old.keys() | group.keys())
+        if group.get(key) is not old.get(key)
+    ]
+    if problems:
+        raise PlanError(problems, "the step changes hyperparameters")
+
+
+__all__ = [
+    "FUSED_ARGUMENTS",
+    "Hyperparameter",
+    "OptimizerReads",
+    "optimizer_attributes",
+    "param_groups_unchanged",
+    "read_optimizers",
+    "states_by_id",
+]

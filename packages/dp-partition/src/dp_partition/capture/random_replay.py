@@ -1,0 +1,126 @@
+"""Random numbers that are drawn again: what restores a generator's state gets the numbers of before.
+
+Activation checkpointing saves the state of torch's generators in forward and puts it back while it recomputes. A graph
+cannot put a state back, so while a step is traced states are positions in the sequence of draws, and a draw at an
+earlier position is the value that was drawn there: forward's mask, and not another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import TorchDispatchMode, pytree
+from dp_partition.ops import draws
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Stands for the state of a generator while a step is traced."""
+
+    device: str
+    index: int
+
+
+@dataclass(frozen=True)
+class _Draw:
+    op: Any
+    signature: str
+    value: Any
+
+
+class RandomReplay(TorchDispatchMode):
+    """Records the draws of torch's default generators, and repeats them where their state was put back.
+
+    Args:
+        name: The step's, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+        self.drawn: dict[str, list[_Draw]] = {"cpu": [], "cuda": []}
+        self.position = {"cpu": 0, "cuda": 0}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the block states of generators are positions."""
+        with ExitStack() as stack:
+            for module, device in ((torch, "cpu"), (torch.cuda, "cuda")):
+                get, put = self._get(device), self._put(device, module.set_rng_state)
+                stack.enter_context(patch.object(module, "get_rng_state", get))
+                stack.enter_context(patch.object(module, "set_rng_state", put))
+            stack.enter_context(self)
+            try:
+                yield
+            finally:
+                for known in self.drawn.values():
+                    known.clear()  # holds nothing of the step when it is over
+
+    def _get(self, device: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: _Position(device, self.position[device])
+
+    def _put(self, device: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def put(new_state: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(new_state, _Position):  # a state from outside the step: seen as such afterwards
+                original(new_state, *args, **kwargs)
+            else:
+                self.position[device] = new_state.index
+
+        return put
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        device = _device(args, kwargs)
+        known, position = self.drawn[device], self.position[device]
+        self.position[device] += 1
+        signature = _signature(args, kwargs)
+        if position < len(known):
+            if (known[position].op, known[position].signature) != (func, signature):
+                raise self._refused(f"draws {func} where {known[position].op} was drawn from the same state")
+            return self._again(known[position], args)
+        result = func(*args, **kwargs)
+        # A copy, since the step may write to what it drew; where nobody draws again it is dead code.
+        known.append(_Draw(func, signature, pytree.tree_map_only(torch.Tensor, aten.clone.default, result)))
+        return result
+
+    def _again(self, draw: _Draw, args: Any) -> Any:
+        if draw.op is aten.native_dropout.default:
+            scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
+            mask = draw.value[1]
+            return aten.native_dropout_backward.default(args[0], mask, scale), mask
+        if not isinstance(draw.value, torch.Tensor):
+            raise self._refused(f"recomputes {draw.op}, which draws and computes at once")
+        if draw.op._schema.is_mutable:
+            return aten.copy_.default(args[0], draw.value)
+        return aten.clone.default(draw.value)
+
+    def _refused(self, found: str) -> PlanError:
+        hint = "draw in the same order when recomputing, or draw outside the checkpointed block"
+        return PlanError(Problem("random-recomputed", self.name, found=found, hint=hint))
+
+
+def _device(args: Any, kwargs: Any) -> str:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    kind = tensors[0].device.type if tensors else torch.device(kwargs.get("device") or "cpu").type
+    return "cuda" if kind == "cuda" else "cpu"
+
+
+def _signature(args: Any, kwargs: Any) -> str:
+    def shown(leaf: Any) -> str:
+        return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+    return ", ".join([shown(leaf) for leaf in pytree.tree_leaves((args, kwargs))])
+
+
+__all__ = ["RandomReplay"]

@@ -1,0 +1,209 @@
+"""State of a train step: the modules, optimizers and tensors among its arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.fingerprint import ModuleReads
+
+_UNWRAPPED_HINT = "pass the plain model, as it is before DDP, FSDP or tensor parallelism are applied to it"
+
+
+@dataclass
+class StepState:
+    """The stateful arguments of a train step.
+
+    Attributes:
+        modules: ``(prefix, module)``; the prefix is empty when there is one module.
+        optimizers: The optimizers, in argument order.
+        params: Unique parameters by FQN, in registration order; a tied parameter stands under its first name.
+        buffers: Unique buffers by FQN.
+        aliases: Every further name of a tied tensor -> the name it stands under.
+    """
+
+    modules: list[tuple[str, nn.Module]]
+    optimizers: list[Optimizer]
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def reads(self) -> ModuleReads:
+        """Values that the modules keep beside their parameters and buffers."""
+        return ModuleReads(root for _, root in self.modules)
+
+    def slots(self) -> Iterator[tuple[str, nn.Module, str, bool]]:
+        """Every place a tensor is registered in: ``(fqn, owner module, attribute, is it a parameter)``."""
+        for prefix, root in self.modules:
+            for path, module in root.named_modules(remove_duplicate=True):
+                base = ".".join(part for part in (prefix, path) if part)
+                for is_param, table in ((True, module._parameters), (False, module._buffers)):
+                    for attribute, tensor in table.items():
+                        if tensor is not None:
+                            yield (f"{base}.{attribute}" if base else attribute), module, attribute, is_param
+
+
+def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
+    """Find the modules and optimizers among the arguments, and the tensors they hold.
+
+    Raises:
+        PlanError: When there is no module (code ``no-module``), or an optimizer steps a tensor that no module holds
+            (code ``parameter-not-in-module``).
+    """
+    modules: list[tuple[str, nn.Module]] = []
+    optimizers: list[Optimizer] = []
+    for name, leaf in _named_leaves(function, args, kwargs):
+        if isinstance(leaf, nn.Module) and all(leaf is not known for _, known in modules):
+            modules.append((name, leaf))
+        if isinstance(leaf, Optimizer) and all(leaf is not known for known in optimizers):
+            optimizers.append(leaf)
+    if not modules:
+        hint = "pass the model as an argument of the train step, not through a closure"
+        raise PlanError(
+            Problem("no-module", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
+        )
+    if len(modules) == 1:
+        modules = [("", modules[0][1])]
+    step_state = StepState(modules, optimizers)
+    index_tensors(step_state)
+    _check_optimizers(step_state)
+    return step_state
+
+
+def _named_leaves(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {str(index): value for index, value in enumerate(args)} | kwargs
+    for name, value in bound.items():
+        leaves = pytree.tree_leaves(value)
+        for index, leaf in enumerate(leaves):
+            yield (name if len(leaves) == 1 else f"{name}.{index}"), leaf
+
+
+def index_tensors(step_state: StepState) -> None:
+    first_name: dict[int, str] = {}
+    for fqn, module, attribute, is_param in step_state.slots():
+        tensor = (module._parameters if is_param else module._buffers)[attribute]
+        assert tensor is not None
+        if id(tensor) in first_name:
+            step_state.aliases[fqn] = first_name[id(tensor)]
+            continue
+        first_name[id(tensor)] = fqn
+        if isinstance(tensor, nn.Parameter):
+            step_state.params[fqn] = tensor
+        else:
+            step_state.buffers[fqn] = tensor
+
+
+def _check_optimizers(step_state: StepState) -> None:
+    known = {id(param) for param in step_state.params.values()}
+    problems = []
+    for number, optimizer in enumerate(step_state.optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    problems.append(
+                        Problem(
+                            "parameter-not-in-module",
+                            f"optimizer {number} group {group_index} parameter {index}",
+                            found=f"tensor of shape {tuple(param.shape)} that no module argument holds",
+                            hint="pass the module that holds it as an argument of the train step",
+                        )
+                    )
+    if problems:
+        raise PlanError(problems)
+
+
+def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """The state that the optimizer's first step would begin with for one parameter.
+
+    Args:
+        optimizer: A ``torch.optim`` optimizer, or one written like it.
+        group: The parameter group that ``param`` belongs to.
+        param: A parameter or a shard of it; real or fake. Its ``grad`` is left as found.
+
+    Returns:
+        The state, or an empty dict when the optimizer makes it only from the first gradient; the first step then has a
+        graph of its own.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        return _momentum_buffer(group, param)
+    init = getattr(optimizer, "_init_group", None)
+    if init is None:
+        return {}
+    saved_state, saved_grad = optimizer.state, param.grad
+    optimizer.state = defaultdict(dict)
+    param.grad = torch.zeros_like(param)
+    try:
+        names = list(inspect.signature(init).parameters)[1:]
+        init({**group, "params": [param]}, *([] for _ in names))
+        return dict(optimizer.state[param])
+    finally:
+        optimizer.state, param.grad = saved_state, saved_grad
+
+
+def _momentum_buffer(group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """SGD's first buffer is the gradient itself: with no dampening that is what a zero buffer gives."""
+    if group["momentum"] != 0 and group["dampening"] == 0:
+        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
+    return {}
+
+
+def check_traceable(step_state: StepState) -> None:
+    """Raise for tensors whose meaning a trace would lose.
+
+    Raises:
+        PlanError: For hooks on parameters (``parameter-hooks``), parameters that are distributed already
+            (``already-parallel``) and tensors that lie in one another's memory (``shared-memory``).
+    """
+    problems = [
+        Problem("already-parallel", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
+        for prefix, root in step_state.modules
+        for name, module in root.named_modules(prefix=prefix)
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    ]
+    for name, param in step_state.params.items():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
+            problems.append(
+                Problem("parameter-hooks", name, found="has a gradient hook, which no trace sees", hint=hint)
+            )
+        if isinstance(param, DTensor):
+            problems.append(Problem("already-parallel", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
+    problems += _shared_memory({**step_state.params, **step_state.buffers})
+    if problems:
+        raise PlanError(problems, "the model cannot be placed")
+
+
+def _shared_memory(tensors: dict[str, Any]) -> list[Problem]:
+    """Different tensors with overlapping memory: they would come apart when they are placed."""
+    owners: dict[int, list[tuple[str, int, int]]] = {}
+    problems = []
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.storage_offset() * tensor.element_size()
+        end = start + (last + 1) * tensor.element_size()
+        known = owners.setdefault(tensor.untyped_storage()._cdata, [])
+        for other, from_, to in known:
+            if start < to and from_ < end:
+                hint = "tie them by assigning the same Parameter, or give one of them a copy"
+                problems.append(Problem("shared-memory", name, found=f"shares memory with {other}", hint=hint))
+        known.append((name, start, end))
+    return problems

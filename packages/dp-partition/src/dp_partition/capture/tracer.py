@@ -1,0 +1,333 @@
+"""Trace a train step to one fx graph on fake tensors, leaving every object of the caller as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    make_fx,
+    new_fake_mode,
+    pytree,
+    storage_key,
+    without_onednn,
+)
+from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
+from dp_partition.capture.fingerprint import attributes_restored
+from dp_partition.capture.hyperparameters import Hyperparameter, param_groups_unchanged
+from dp_partition.capture.outputs import Output, Returned, collect_outputs
+from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
+from dp_partition.capture.random_replay import RandomReplay
+from dp_partition.capture.state import StepState
+
+
+@dataclass
+class Capture:
+    """A traced train step.
+
+    Attributes:
+        module: The graph at full parameter shapes; placeholders stand in the order of ``inputs``.
+        inputs: What each placeholder is.
+        returned: What the step returned and put in place, as outputs of the graph.
+        guards: Conditions on hyperparameters under which the trace holds, as sympy expressions.
+        symbols: The sympy symbol of each hyperparameter.
+        mode: The fake mode that holds the nodes' ``meta["val"]``.
+        cleared: Whether the step clears gradients before its first backward.
+    """
+
+    module: fx.GraphModule
+    inputs: list[Input]
+    returned: Returned
+    mode: FakeTensorMode
+    guards: list[Any] = field(default_factory=list)
+    symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
+    cleared: bool = False
+
+    @property
+    def outputs(self) -> list[Output]:
+        """Kinds of the returned values."""
+        return self.returned.outputs
+
+
+class _Tracing:
+    """One step on fake tensors.
+
+    Args:
+        function: The train step, as written for one device.
+        call: Its arguments and keyword arguments.
+        step_state: The modules and optimizers among them.
+        batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
+        device: Where fakes seem to be; None: where the tensors are.
+
+    Attributes:
+        mode: The fake mode.
+        inputs: What each input of the graph is.
+        flat: The fake tensors in the order of the inputs.
+        phases: Which operators are forward, backward and optimizer.
+        returned: What the step returned.
+        symbols: The symbols of its hyperparameters.
+    """
+
+    returned: Returned
+    symbols: dict[Hyperparameter, Any]
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        step_state: StepState,
+        batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+        device: str | None,
+    ) -> None:
+        self.function, self.step_state = function, step_state
+        self.leaves, self.spec = pytree.tree_flatten(call)
+        self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
+        self.mode = new_fake_mode()
+        self.fakes = make_fakes(self.mode, step_state, [self.leaves[i] for i in self.positions], batch_of, device)
+        self.inputs, self.flat = flatten_inputs(self.fakes)
+        self.phases = Phases()
+
+    @property
+    def name(self) -> str:
+        """Name of the step."""
+        return getattr(self.function, "__name__", "train_step")
+
+    def record(self) -> fx.GraphModule:
+        """Run the step on the fakes, and record it."""
+        restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
+        with restored, no_draws, self.mode, _without_recurrent_kernels(self.step_state), _without_cast_cache():
+            module: fx.GraphModule = make_fx(self.body)(*self.flat)
+        return module
+
+    def body(self, *tensors: Any) -> list[Any]:
+        """The step as a function of its inputs; returns what its graph returns."""
+        args, kwargs = self._arguments(tensors)
+        optimizers, modules = self.step_state.optimizers, [module for _, module in self.step_state.modules]
+        recording = self.phases.recording(optimizers, modules)
+        with installed(self.step_state, self.fakes) as self.symbols, recording:
+            tagging, unchanged = gradients_tagging(dict(self.fakes.params)), param_groups_unchanged(optimizers)
+            memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
+            with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed():
+                result = self.function(*args, **kwargs)
+            check_memory(self.inputs, self.flat, memory)
+            values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases)
+        return values
+
+    def _arguments(self, tensors: tuple[Any, ...]) -> Any:
+        """The step's own arguments, with the graph's inputs in the places of tensors."""
+        call = list(self.leaves)
+        for position, value in zip(self.positions, tensors[len(tensors) - len(self.positions) :], strict=True):
+            call[position] = value
+        return pytree.tree_unflatten(call, self.spec)
+
+    def guards(self) -> list[Any]:
+        """The conditions on hyperparameters that were decided so far."""
+        shape_env: Any = self.mode.shape_env
+        return [guard.expr for guard in shape_env.guards]
+
+
+def trace_step(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step_state: StepState,
+    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
+    device: str | None = None,
+) -> Capture:
+    """Trace ``function(*args, **kwargs)``.
+
+    Args:
+        function: The train step, as written for one device.
+        args: Its arguments; tensors among them become graph inputs, other leaves are constants of the trace.
+        kwargs: Its keyword arguments.
+        step_state: The modules and optimizers among the arguments.
+        batch_of: Shape at which a tensor argument is traced, from the tensor passed; default its own.
+        device: Where the tensors seem to be; default where they are.
+
+    Raises:
+        PlanError: When the step cannot be traced (code ``not-traceable``), carries gradients or Python state from one
+            call to the next (``grads-carried-over``, ``python-state``), changes hyperparameters
+            (``hyperparameter-changed``), draws numbers that a graph would burn in (``python-random``), or reads a
+            number that is not part of its result (``value-kept``).
+    """
+    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device)
+    try:
+        module = tracing.record()
+    except PlanError:
+        raise
+    except Exception as error:
+        problem = _trace_problem(tracing.name, error, tracing.phases.stepping)
+        raise PlanError(problem, "the train step could not be traced") from error
+    made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
+    capture = Capture(module, *made, tracing.phases.cleared)
+    mark_phases(list(module.graph.nodes), tracing.phases)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    _name_placeholders(module, capture.inputs, _groups(step_state))
+    _check_numbers(tracing.name, module.graph, frozenset().union(*tracing.phases.optimizer))
+    _check_constants(module)
+    _check_gradients(module)
+    return capture
+
+
+def _without_recurrent_kernels(step_state: StepState) -> contextlib.AbstractContextManager[Any]:
+    """Recurrent layers of oneDNN keep a workspace that no graph can hold: trace torch's own operators instead."""
+    layers = any(isinstance(m, nn.RNNBase) for _, root in step_state.modules for m in root.modules())
+    return without_onednn() if layers else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    """Autocast remembers casts of weights, and a graph would then miss those of another trace."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _no_other_draws(name: str) -> Iterator[None]:
+    """Raise if the block draws from Python's or NumPy's generator, or seeds torch's; put all of them back.
+
+    Fakes draw nothing, so that torch's generator moves only where it is seeded.
+
+    Raises:
+        PlanError: With every generator that was touched (code ``python-random``).
+    """
+    numpy: Any = sys.modules.get("numpy")
+    before = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
+    touched = {}
+    try:
+        yield
+    finally:
+        now = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
+        touched = {
+            "Python's random numbers": now[0] != before[0],
+            "NumPy's random numbers": pickle.dumps(now[1]) != pickle.dumps(before[1]),  # holds an array
+            "the seed of torch's generator": not torch.equal(now[2], before[2]),
+        }
+        random.setstate(before[0])
+        torch.set_rng_state(before[2])
+        if numpy is not None:
+            numpy.random.set_state(before[1])
+    hint = "draw with torch in the step (rng= says from which stream), or pass the number in a tensor"
+    problems = [
+        Problem("python-random", name, found=f"the step uses {what}, once and for all", hint=hint)
+        for what, used in touched.items()
+        if used
+    ]
+    if problems:
+        raise PlanError(problems, "the step draws random numbers that a graph would burn in")
+
+
+def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> None:
+    """Refuse a number that is read from a tensor and goes nowhere in the graph: a list or a log gets it, once."""
+    hint = "return it from the step, and keep or print it outside"
+    problems = [
+        Problem("value-kept", name, found=f"a number read with {node.target} leaves the step", hint=hint)
+        for node in graph.nodes
+        if node.target is torch.ops.aten._local_scalar_dense.default
+        and not node.users
+        and node.name not in optimizer
+        and "input" not in node.args[0].meta  # a hyperparameter that this step does not use
+    ]
+    if problems:
+        raise PlanError(problems[:3], "the step keeps values of its own, which a graph would not renew")
+
+
+def _trace_problem(name: str, error: Exception, optimizer: str) -> Problem:
+    text = f"{type(error).__name__}: {error}".strip().splitlines()
+    if optimizer:
+        hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
+        found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
+        return Problem("optimizer-not-traceable", name, found=found, hint=hint)
+    hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
+    if not _asks_for_values(error):
+        hint = "this line must run on tensors without values: see the error, or use another implementation there"
+    return Problem("not-traceable", name, found=" ".join(text[:3])[:600] + user_line(error), hint=hint)
+
+
+def _asks_for_values(error: Exception) -> bool:
+    """Return whether an error of a trace comes from a value that is not there."""
+    words = (
+        "data-dependent",
+        "DataDependent",
+        "DynamicOutputShape",
+        "unbacked",
+        "Tensor-likes",
+        "FakeTensor",
+        "symbolic",
+    )
+    return any(word in f"{type(error).__name__}: {error}" for word in words)
+
+
+def user_line(error: BaseException) -> str:
+    """Return the innermost line of an error's traceback that is neither torch's nor this package's, as text."""
+    between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
+    lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
+    lines = [one for one in lines if not one.filename.startswith(between[:2])]
+    return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
+
+
+def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:
+    """The optimizer and parameter group of every parameter that has one."""
+    fqn_of = {id(param): fqn for fqn, param in step_state.params.items()}
+    return {
+        fqn_of[id(param)]: (number, index)
+        for number, optimizer in enumerate(step_state.optimizers)
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+
+
+def _name_placeholders(module: fx.GraphModule, inputs: list[Input], groups: dict[str, tuple[int, int]]) -> None:
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, entry in zip(placeholders, inputs, strict=True):
+        name = "".join(c if c.isalnum() else "_" for c in entry.label)
+        node._rename(name)
+        node.target = node.name
+        node.meta["input"] = entry
+        if entry.kind == "param" and entry.name in groups:
+            node.meta["group"] = groups[entry.name]
+
+
+def _check_gradients(module: fx.GraphModule) -> None:
+    """Gradients that no bucket can hold are refused."""
+    problems = []
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.target is TAG_GRAD and isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            hint = "use dense gradients (sparse=False)"
+            problems.append(Problem("sparse-gradient", str(node.args[1]), found=f"{value.layout}", hint=hint))
+    if problems:
+        raise PlanError(problems)
+
+
+def _check_constants(module: fx.GraphModule) -> None:
+    """A parameter that the trace met as a constant would never be trained, so it is refused."""
+    problems = []
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = getattr(module, str(node.target))
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not isinstance(tensor, FakeTensor):
+            hint = "pass the module that holds it as an argument of the train step"
+            found = f"a tensor of shape {tuple(tensor.shape)} that requires grad is reached through a closure"
+            problems.append(Problem("parameter-in-closure", str(node.target), found=found, hint=hint))
+    if problems:
+        raise PlanError(problems)

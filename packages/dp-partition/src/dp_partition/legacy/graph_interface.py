@@ -1,0 +1,373 @@
+"""Partition a traced step, and place the model and optimizer it was traced from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.fx import GraphModule
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
+from dp_partition.passes.decompose import decompose, remove_tags
+from dp_partition.passes.local_shapes import local_inputs, record_local_values
+from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
+from dp_partition.pipeline import partition_for_rank
+from dp_partition.plan.placements import (
+    DataParallelStrategy,
+    DataParallelStyle,
+    NodeType,
+    Outputs,
+    PlacementSpec,
+    PlacementStrategy,
+    StrategyType,
+    TupleStrategy,
+)
+from dp_partition.plan.settings import CommConfig
+from dp_partition.runtime.state import as_dtensor, local_shard, local_tensor
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate, strategy_of
+
+
+def partition_data_parallel(
+    graph: GraphModule,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    params_buffers: dict[str, torch.Tensor],
+    named_states: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: DeviceMesh,
+    parallel_style: DataParallelStyle,
+    input_batch_dim: int,
+) -> GraphModule:
+    """Partition a train step that was traced at the batch of all ranks together, and place what it works on.
+
+    The model's parameters and the optimizer's state become DTensors, in ``optimizer.param_groups`` too;
+    ``params_buffers`` and ``named_states`` hold the local tensors afterwards, in the order of the graph's placeholders.
+    Ranks are expected to hold equal values.
+
+    Args:
+        graph: The traced step; its first placeholders are the values of ``params_buffers``, then those of
+            ``named_states``, then the batch. Changed in place.
+        model: The module that holds the parameters and buffers.
+        optimizer: Its optimizer, if there is one.
+        params_buffers: Parameters and buffers by full name.
+        named_states: Optimizer state by parameter name.
+        args: The step's arguments; the graph says all that is needed about them.
+        kwargs: The step's keyword arguments; likewise.
+        mesh: One-dimensional mesh.
+        parallel_style: ``DEFAULT``, ``REPLICATE`` or ``FULLY_SHARD``.
+        input_batch_dim: The batch dim of the batch's tensors.
+
+    Returns:
+        The graph of this rank, nodes with ``meta["node_type"]``. The tensors are placed only when this succeeded.
+    """
+    num_params = len(params_buffers)
+    num_states = len(pytree.tree_leaves(named_states))
+    if eliminate_dead(graph.graph):
+        graph.recompile()
+    strategies = build_data_parallel_strategies(graph, num_params, num_states, mesh=mesh, batch_dim=input_batch_dim)
+    mark_data_parallel_shardings(graph, num_params, num_states, strategies, parallel_style)
+    for node, strategy in strategies.items():
+        single = isinstance(strategy, DataParallelStrategy)
+        node.meta["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
+    partitioned = partitioner(graph)
+    choose: Chooser = {
+        DataParallelStyle.REPLICATE: replicate_all,
+        DataParallelStyle.FULLY_SHARD: shard_all,
+        DataParallelStyle.DEFAULT: shard_even(mesh.size()),
+    }[parallel_style]
+    place_tensors(model, optimizer, params_buffers, named_states, mesh, choose)
+    return partitioned
+
+
+def place_tensors(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    params_buffers: dict[str, torch.Tensor],
+    named_states: dict[str, Any],
+    mesh: DeviceMesh,
+    choose: Chooser,
+) -> None:
+    """Put DTensors where the parameters, buffers and state were."""
+    replaced: dict[torch.Tensor, torch.Tensor] = {}
+    names: dict[torch.Tensor, str] = {}
+    for name, tensor in list(params_buffers.items()):
+        if tensor not in replaced:
+            names[tensor] = name
+            placed = place_one(tensor, mesh, choose(tuple(tensor.shape)))
+            is_param = isinstance(tensor, nn.Parameter)
+            replaced[tensor] = nn.Parameter(placed, tensor.requires_grad) if is_param else placed
+        params_buffers[name] = local_tensor(replaced[tensor].detach())
+    for module in model.modules():
+        tables: tuple[dict[str, Any], dict[str, Any]] = (module._parameters, module._buffers)
+        for table in tables:
+            for attribute, tensor in list(table.items()):
+                if tensor is not None and tensor in replaced:
+                    table[attribute] = replaced[tensor]
+    if optimizer is not None:
+        _place_optimizer(optimizer, replaced, names, named_states, mesh, choose)
+
+
+def place_one(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.Tensor:
+    """A DTensor of which this rank holds its part of ``tensor``."""
+    full = tensor.detach()
+    part = local_shard(full, placement, mesh.size(), mesh.get_local_rank())
+    return as_dtensor(part, full, mesh, placement)
+
+
+def _place_optimizer(
+    optimizer: torch.optim.Optimizer,
+    replaced: dict[torch.Tensor, torch.Tensor],
+    names: dict[torch.Tensor, str],
+    named_states: dict[str, Any],
+    mesh: DeviceMesh,
+    choose: Chooser,
+) -> None:
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            if param not in replaced:
+                continue
+            new = replaced[param]
+            group["params"][index] = new
+            if param not in optimizer.state:
+                continue
+            state = optimizer.state.pop(param)
+            name = names[param]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[key] = place_one(value, mesh, choose(tuple(value.shape)))
+                if name in named_states and key in named_states[name]:
+                    named_states[name][key] = (
+                        local_tensor(state[key]) if isinstance(state[key], torch.Tensor) else state[key]
+                    )
+            optimizer.state[new] = state
+
+
+def mark_data_parallel_shardings(
+    train_step_graph: GraphModule,
+    num_parameters: int,
+    num_states: int,
+    dp_strategy_map: dict[fx.Node, StrategyType],
+    parallel_mode: DataParallelStyle = DataParallelStyle.FULLY_SHARD,
+) -> None:
+    """Choose one strategy for every node and write it to ``meta["sharding"]``.
+
+    Args:
+        train_step_graph: The graph that the strategies were built for.
+        num_parameters: Number of leading placeholders that are parameters or buffers.
+        num_states: Number of placeholders after them that are optimizer state.
+        dp_strategy_map: What `build_data_parallel_strategies` returned.
+        parallel_mode: ``REPLICATE`` and ``FULLY_SHARD`` take the replicated and the sharded strategy of each node;
+            ``DEFAULT`` shards parameters and state that divide evenly and replicates the rest.
+
+    Raises:
+        PlanError: For another style (code ``style-needs-front-end``), or when the mixture cannot be distributed.
+    """
+    if parallel_mode is DataParallelStyle.DEFAULT:
+        _mark_mixed(train_step_graph.graph, num_parameters, num_states, dp_strategy_map)
+        return
+    if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
+        hint = "use dp_partition.compile for it"
+        raise PlanError(Problem("style-needs-front-end", "parallel_mode", found=str(parallel_mode), hint=hint))
+    index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1
+    for node in train_step_graph.graph.nodes:
+        strategies = dp_strategy_map[node].strategies
+        node.meta["sharding"] = strategies[index] if strategies else None
+
+
+def _mark_mixed(graph: fx.Graph, num_params: int, num_states: int, strategies: dict[fx.Node, StrategyType]) -> None:
+    mesh = mesh_of(strategies)
+    batch_dim = next((dim for dim in map(_batch_dim, strategies.items()) if dim is not None), 0)
+    plans = plan_graph(graph, num_params, num_params + num_states, mesh.size(), batch_dim, shard_even(mesh.size()))
+    for node, plan in plans.items():
+        chosen = strategy_of(node, plan, mesh) if strategies[node].strategies else None
+        node.meta["sharding"] = chosen
+
+
+def _batch_dim(item: tuple[fx.Node, StrategyType]) -> int | None:
+    node, strategy = item
+    if node.op == "placeholder" and isinstance(strategy, DataParallelStrategy) and strategy.node_type is NodeType.ACT:
+        placement = _placement(strategy.strategies[0])
+        return getattr(placement, "dim", None)
+    return None
+
+
+def _placement(strategy: PlacementStrategy) -> Placement:
+    spec = strategy.output_spec
+    return spec.placement if isinstance(spec, PlacementSpec) else Replicate()
+
+
+def mesh_of(strategies: dict[fx.Node, StrategyType]) -> DeviceMesh:
+    """The mesh that strategies are for."""
+    for strategy in strategies.values():
+        for one in strategy.strategies:
+            if isinstance(one.output_spec, PlacementSpec):
+                return one.output_spec.mesh
+    raise PlanError(Problem("nothing-to-place", "dp_strategy_map", found="no tensor in the graph"))
+
+
+def partitioner(graph: GraphModule) -> GraphModule:
+    """Turn a marked single-device graph into this rank's graph.
+
+    Inserts collectives where a node wants an input in another place than it lies, adapts arguments that name shapes,
+    removes the markings, and leaves local values in ``meta["val"]``.
+
+    Args:
+        graph: A graph marked by `mark_data_parallel_shardings`. Changed in place.
+
+    Returns:
+        The same graph module.
+    """
+    marked = [node.meta.get("sharding") for node in graph.graph.nodes]
+    specs = [s.output_spec for s in marked if isinstance(s, PlacementStrategy)]
+    mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)
+    if mesh is None:
+        hint = "call mark_data_parallel_shardings first"
+        raise PlanError(Problem("not-marked", "graph", found='no node has meta["sharding"]', hint=hint))
+    world, rank = mesh.size(), mesh.get_local_rank()
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    placements = [_placement(node.meta["sharding"]) if node.meta.get("sharding") else Replicate() for node in nodes]
+    mode = _fake_mode(graph.graph)
+    inputs = local_inputs(graph.graph, placements, mode, world, rank)
+    partition_for_rank(graph, world, rank, mesh.get_group().group_name, CommConfig())
+    graph.recompile()
+    record_local_values(graph, inputs, mode)
+    return graph
+
+
+def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """Return the mode of the values that a graph was traced with."""
+    values = [node.meta.get("val") for node in graph.nodes]
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None) or new_fake_mode()
+
+
+Chooser = Callable[[tuple[int, ...]], Placement]
+
+
+def replicate_all(shape: tuple[int, ...]) -> Placement:
+    """Replicate everything."""
+    return Replicate()
+
+
+def shard_all(shape: tuple[int, ...]) -> Placement:
+    """Everything that has a dim 0 is sharded on it."""
+    return Shard(0) if shape else Replicate()
+
+
+def shard_even(world: int) -> Chooser:
+    """Shard what divides evenly, replicate the rest."""
+    return lambda shape: Shard(0) if shape and shape[0] and shape[0] % world == 0 else Replicate()
+
+
+def build_data_parallel_strategies(
+    train_step_graph: GraphModule,
+    num_params: int,
+    num_states: int,
+    mesh: DeviceMesh,
+    batch_dim: int = 0,
+) -> dict[fx.Node, StrategyType]:
+    """Work out how every node of a train step can be distributed.
+
+    The graph is brought into canonical form first: gradient tags become notes on the nodes they tag, dead nodes go
+    (writes to memory are not dead), and operators that cannot be run on shards as they are get taken apart.
+
+    Args:
+        train_step_graph: The step, traced at the batch of all ranks together. Changed in place.
+        num_params: Number of leading placeholders that are parameters or buffers.
+        num_states: Number of placeholders after them that are optimizer state.
+        mesh: One-dimensional mesh.
+        batch_dim: The batch dim of all other tensor placeholders.
+
+    Returns:
+        For every node its type with one strategy, or two: ``[replicated, sharded]``.
+
+    Raises:
+        PlanError: When the step cannot be distributed.
+    """
+    if mesh.ndim != 1:
+        raise PlanError(Problem("mesh-not-1d", "mesh", found=f"{mesh.ndim} axes", hint="pass one axis of it"))
+    prepare(train_step_graph)
+    graph = train_step_graph.graph
+    num_fixed = num_params + num_states
+    ways = [
+        plan_graph(graph, num_params, num_fixed, mesh.size(), batch_dim, choose)
+        for choose in (replicate_all, shard_all)
+    ]
+    return {node: _strategies(node, [way[node] for way in ways], mesh) for node in graph.nodes}
+
+
+def prepare(module: GraphModule) -> None:
+    """Canonical form of a traced step, for global semantics."""
+    erase_profiler(module.graph)
+    remove_tags(module.graph)
+    merge_aliases(module.graph)
+    eliminate_dead(module.graph)
+    decompose(module, _fake_mode(module.graph))
+
+
+def plan_graph(
+    graph: fx.Graph, num_params: int, num_fixed: int, world: int, batch_dim: int, choose: Chooser
+) -> dict[fx.Node, NodePlan]:
+    """Propagate with parameters and state placed by ``choose``."""
+    homes = StoragePlacements({}, {}, lambda name, shape: choose(shape), keep_outputs=True)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for position, node in enumerate(placeholders):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            homes.placements[node] = Replicate()
+        elif position < num_fixed:
+            homes.placements[node] = choose(tuple(value.shape))
+            homes.types[node] = NodeType.PARAM if position < num_params else NodeType.STATE
+        else:
+            homes.placements[node] = _batch_placement(node, value, batch_dim, world)
+            homes.types[node] = NodeType.ACT
+    return propagate(graph, homes, world, local=False)
+
+
+def _batch_placement(node: fx.Node, value: torch.Tensor, batch_dim: int, world: int) -> Placement:
+    if value.ndim <= batch_dim:
+        return Replicate()
+    if value.shape[batch_dim] % world:
+        found = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
+        hint = "every rank must have as many rows as the others"
+        raise PlanError(Problem("uneven-batch", node.name, dim=batch_dim, found=found, hint=hint))
+    return Shard(batch_dim)
+
+
+def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> StrategyType:
+    strategies: list[PlacementStrategy] = []
+    for plan in plans:
+        strategy = strategy_of(node, plan, mesh)
+        if strategy not in strategies:
+            strategies.append(strategy)
+    kind = plans[0].node_type
+    if not isinstance(node.meta.get("val"), torch.Tensor) and not isinstance(plans[0].output, tuple):
+        is_write = node.op == "call_function" and plans[0].inputs
+        return DataParallelStrategy(
+            kind if is_write else NodeType.NON_TENSOR, strategies if node.op != "placeholder" else []
+        )
+    if isinstance(plans[0].output, tuple):
+        childs = [
+            DataParallelStrategy(kind, [PlacementStrategy(_child(s, index)) for s in strategies])
+            for index in range(len(plans[0].output))
+        ]
+        return TupleStrategy(childs, strategies)
+    return DataParallelStrategy(kind, strategies, _reduces_batch(node, plans[0]))
+
+
+def _child(strategy: PlacementStrategy, index: int) -> Outputs:
+    assert isinstance(strategy.output_spec, tuple)
+    return strategy.output_spec[index]
+
+
+def _reduces_batch(node: fx.Node, plan: NodePlan) -> bool:
+    """A partial activation: the batch was summed or averaged away."""
+    return plan.node_type is NodeType.ACT and getattr(plan.output, "is_partial", lambda: False)()
+
+
+__all__ = ["mark_data_parallel_shardings", "mesh_of", "partition_data_parallel", "partitioner", "place_tensors"]

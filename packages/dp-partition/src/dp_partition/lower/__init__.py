@@ -1,1 +1,0 @@
-"""Lowering: what lies between collectives is compiled by inductor, the rest of a rank's graph runs as it is."""

@@ -1,0 +1,297 @@
+"""Bucket and schedule: few large collectives instead of many small ones, issued early and waited for late.
+
+Gradients are gathered into buckets in the order in which backward finishes them; a bucket is reduced as soon as its
+last gradient is there. Parameters are gathered in buckets in the order of first use, ``prefetch`` buckets ahead of
+the compute that needs them. Order and content of buckets depend on the graph alone, so they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from dp_partition._torch_compat import collectives
+from dp_partition.capture.phases import TAG_GRAD
+from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.passes.moves import Move, Mover
+from dp_partition.passes.peephole import mark_packing
+from dp_partition.passes.reduction import CommHook, FlatBuffer, reduce_flat
+from dp_partition.plan.placements import NodeType, chunk_bounds
+from dp_partition.plan.settings import CommConfig
+from dp_partition.sharding.propagate import is_gradient
+
+
+@dataclass
+class _Bucket:
+    """Moves that travel together."""
+
+    moves: list[Move]
+    ready: int  # position after which every start holds its final value
+    needed: int  # position of the first node that uses a result
+
+
+def bucket_and_schedule(graph: fx.Graph, moves: list[Move], mover: Mover, comm: CommConfig) -> None:
+    """Replace the single moves of parameters and gradients by buckets, in place."""
+    if comm.bucket_bytes <= 0 and comm.plain:
+        return
+    positions = {node: index for index, node in enumerate(graph.nodes)}
+    nodes = list(graph.nodes)
+    live = [move for move in moves if move.result.users and move.start in positions]
+    gathers = [m for m in live if _is_gather(m) and comm.bucket_bytes > 0]
+    reductions = [m for m in live if _is_reduction(m)]
+    timing = _Timing(nodes, positions)
+    gather_buckets = _group(gathers, timing, comm.bucket_bytes, timing.first_use)
+    reduce_buckets = _group(reductions, timing, comm.bucket_bytes, timing.ready)
+    issues: list[tuple[_Bucket, tuple[int, int, int]]] = []
+    for index, bucket in enumerate(gather_buckets):
+        ahead = gather_buckets[max(index - comm.prefetch, 0)]
+        earliest = max(bucket.ready + 1, timing.start_of_backward(bucket))
+        sent = min(max(ahead.needed, earliest), bucket.needed)
+        issues.append((bucket, (sent, bucket.needed, bucket.needed)))
+    for index, bucket in enumerate(reduce_buckets):
+        awaited = min(bucket.needed, _place_is_wanted(reduce_buckets[index:], comm))
+        issues.append((bucket, (bucket.ready + 1, awaited, bucket.needed)))
+    gone: set[fx.Node] = set()
+    for bucket, places in issues:
+        stands = [next(node for node in nodes[place:] if node not in gone) for place in places]
+        _emit(graph, mover, bucket, (stands[0], stands[1], stands[2]), comm, gone)
+
+
+def _place_is_wanted(buckets: list[_Bucket], comm: CommConfig) -> int:
+    """Return the position where a bucket must become one of shards: where the ``prefetch``-th after it is sent.
+
+    What is sent lives until it is awaited; waiting only in the optimizer would keep all gradients full until then. A
+    bucket that is all-reduced stays as large as it is.
+    """
+    first, ahead = buckets[0], max(comm.prefetch, 1)
+    scattered = [bucket for bucket in buckets if isinstance(bucket.moves[0].wanted, Shard)]
+    if first not in scattered or len(scattered) <= ahead:
+        return first.needed
+    return scattered[ahead].ready + 1
+
+
+def _is_gather(move: Move) -> bool:
+    kind = move.node_type
+    return move.origin == Shard(0) and move.wanted == Replicate() and kind in (NodeType.PARAM, NodeType.STATE)
+
+
+def _is_reduction(move: Move) -> bool:
+    if not isinstance(move.origin, Partial) or move.origin.reduce_op not in ("sum", "avg"):
+        return False
+    flat = len(move.shape) > 0 or is_gradient(move.start)
+    return flat and move.node_type is NodeType.GRAD and move.wanted in (Replicate(), Shard(0))
+
+
+class _Timing:
+    """When values are there and when they are needed, as positions in the graph before it is rearranged."""
+
+    def __init__(self, nodes: list[fx.Node], positions: dict[fx.Node, int]) -> None:
+        self.nodes, self.positions = nodes, positions
+        self.last_placeholder = next((i - 1 for i, n in enumerate(nodes) if n.op != "placeholder"), len(nodes) - 1)
+        self.writes: dict[fx.Node, list[int]] = {}
+        for position, node in enumerate(nodes):
+            for written in mutated_inputs(node):
+                for known in {written, root_of(written)}:
+                    self.writes.setdefault(known, []).append(position)
+
+    def first_use(self, move: Move) -> int:
+        """Position of the first node that uses the result."""
+        return min(self.positions[user] for user in move.result.users)
+
+    def ready(self, move: Move) -> int:
+        """Position of the last node that makes or writes the value before it is moved."""
+        start, end = self.positions[move.start], self.positions[move.before]
+        roots = {root_of(move.start), move.start}
+        if move.start.target is TAG_GRAD:
+            tagged = move.start.args[0]
+            assert isinstance(tagged, fx.Node)
+            roots |= {tagged, root_of(tagged)}
+        writes = [p for root in roots for p in self.writes.get(root, ()) if start < p < end]
+        return max(start, self.last_placeholder, *writes) if writes else max(start, self.last_placeholder)
+
+    def start_of_backward(self, bucket: _Bucket) -> int:
+        """Return the start of backward, for a bucket that backward needs: earlier it would occupy memory."""
+        if self.nodes[bucket.needed].meta.get("phase") != "backward":
+            return 0
+        return next(i for i, node in enumerate(self.nodes) if node.meta.get("phase") == "backward")
+
+    def segment(self, move: Move) -> str:
+        """The part of the step that needs the result."""
+        return str(self.nodes[self.first_use(move)].meta.get("phase"))
+
+
+def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
+    """Fill buckets in order; a bucket holds one dtype and one kind of move, and is ready before it is needed."""
+    buckets: list[_Bucket] = []
+    open_buckets: dict[Any, _Bucket] = {}
+    for move in sorted(moves, key=lambda m: (order(m), timing.positions[m.start])):
+        ready, needed = timing.ready(move), timing.first_use(move)
+        key = (move.like.dtype, str(move.like.device), str(move.origin), str(move.wanted), timing.segment(move))
+        bucket = open_buckets.get(key)
+        fits = (
+            bucket is not None
+            and sum(map(_num_bytes, bucket.moves)) + _num_bytes(move) <= limit
+            and max(bucket.ready, ready) < min(bucket.needed, needed)
+        )
+        if bucket is None or not fits:
+            bucket = open_buckets[key] = _Bucket([], ready, needed)
+            buckets.append(bucket)
+        bucket.moves.append(move)
+        bucket.ready, bucket.needed = max(bucket.ready, ready), min(bucket.needed, needed)
+    by_need = order == timing.first_use
+    return sorted(buckets, key=lambda b: b.needed if by_need else b.ready)
+
+
+def _num_bytes(move: Move) -> int:
+    return math.prod(move.shape) * move.like.dtype.itemsize
+
+
+def _emit(
+    graph: fx.Graph,
+    mover: Mover,
+    bucket: _Bucket,
+    stands: tuple[fx.Node, fx.Node, fx.Node],
+    comm: CommConfig,
+    gone: set[fx.Node],
+) -> None:
+    """Write a bucket's collective into the graph and let its results replace the single moves'.
+
+    Args:
+        graph: The graph.
+        mover: Writes the nodes.
+        bucket: The moves.
+        stands: Before which node it is sent, awaited, and needed; what has several parts uses all of them.
+        comm: How gradients are reduced.
+        gone: Gets the nodes that are erased: what is written before an erased node is not met on the way back through
+            the graph, by which the last use of every value is found.
+    """
+    old = [move.result for move in bucket.moves]
+    gathers = _is_gather(bucket.moves[0])
+    how = comm.reduce_dtype, comm.hook
+    parts = gathered(mover, bucket.moves) if gathers else reduced(mover, bucket.moves, *how)
+    results: list[fx.Node] | None = None
+    for place in range(len(stands) + 1):
+        with graph.inserting_before(stands[min(place, len(stands) - 1)]):
+            try:
+                next(parts)
+            except StopIteration as end:
+                results = end.value
+                break
+    assert results is not None
+    for move, before, after in zip(bucket.moves, old, results, strict=True):
+        after.meta.update({k: v for k, v in before.meta.items() if k in ("moves", "node_type", "phase")})
+        before.replace_all_uses_with(after)
+        gone |= _erase_chain(graph, before, move.start)
+
+
+def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> set[fx.Node]:
+    erased = set()
+    while node is not start and not node.users:
+        previous = node.all_input_nodes[0]
+        graph.erase_node(node)
+        erased.add(node)
+        node = previous
+    return erased
+
+
+StagedEmission = Generator[None, None, list[fx.Node]]
+
+
+def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None, hook: CommHook | None) -> StagedEmission:
+    """Gradients of one bucket, averaged or summed over the ranks: full, or this rank's shards."""
+    kind = moves[0].origin
+    assert isinstance(kind, Partial)
+    if isinstance(moves[0].wanted, Replicate):
+        return _all_reduced(mover, moves, kind, dtype, hook)
+    return _scattered(mover, moves, kind, dtype, hook)
+
+
+def _all_reduced(
+    mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None, hook: CommHook | None
+) -> StagedEmission:
+    like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
+    node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
+    mark_packing(node, sizes, like)
+    flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
+    full = yield from reduce_flat(mover, flat, dtype, hook)
+    pieces = mover.call(aten.split_with_sizes.default, full, sizes)
+    return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
+
+
+def _scattered(
+    mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None, hook: CommHook | None
+) -> StagedEmission:
+    if len(moves) == 1 and hook is None:  # it is sent as it is; a hook may write what it is given
+        rows = mover.pad(moves[0].start, moves[0].shape[0])
+    else:
+        rows = _chunks(mover, moves)
+    node = mover.call(aten.reshape.default, rows, [-1])
+    chunks, sizes = _chunks_of(mover.world, moves)
+    flat = FlatBuffer(node, mover.world * sum(sizes), moves[0].like, kind.reduce_op, scatter=True)
+    shard = yield from reduce_flat(mover, flat, dtype, hook)
+    pieces = mover.call(aten.split_with_sizes.default, shard, sizes)
+    views = [
+        _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))
+        for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True))
+    ]
+    return [mover.unpad(view, m.shape[0]) for view, m in zip(views, moves, strict=True)]
+
+
+def _chunks_of(world: int, moves: list[Move]) -> tuple[list[int], list[int]]:
+    """Number of rows of each tensor a rank has, padding included, and how many elements those are."""
+    chunks = [-(-m.shape[0] // world) for m in moves]
+    return chunks, [chunk * math.prod(m.shape[1:]) for chunk, m in zip(chunks, moves, strict=True)]
+
+
+def gathered(mover: Mover, moves: list[Move]) -> StagedEmission:
+    """Parameters of one bucket, full, from every rank's shards."""
+    world = mover.world
+    chunks, sizes = _chunks_of(world, moves)
+    flats = []
+    for chunk, m in zip(chunks, moves, strict=True):
+        start, end = chunk_bounds(m.shape[0], world, mover.rank)
+        local = _flat(mover, m.start, m.shape)
+        missing = (chunk - (end - start)) * math.prod(m.shape[1:])
+        flats.append(mover.call(aten.constant_pad_nd.default, local, [0, missing]) if missing else local)
+    alone = len(flats) == 1
+    flat = mover.call(aten.contiguous.default, flats[0]) if alone else mover.call(aten.cat.default, flats)
+    work = mover.issue(collectives.all_gather_into_tensor.default, flat, world, mover.group)
+    yield
+    rows = mover.call(aten.view.default, mover.wait(work), [world, -1])
+    pieces = mover.call(aten.split_with_sizes.default, rows, sizes, 1)
+    results = []
+    for i, (chunk, m) in enumerate(zip(chunks, moves, strict=True)):
+        full = mover.call(aten.reshape.default, _item(mover, pieces, i), [world * chunk, *m.shape[1:]])
+        padded = chunk * world != m.shape[0]
+        results.append(mover.call(aten.slice.Tensor, full, 0, 0, m.shape[0]) if padded else full)
+    return results
+
+
+def _chunks(mover: Mover, moves: list[Move]) -> fx.Node:
+    """The gradients as ``[world, chunk]``, side by side; one call, where none of them is empty."""
+    if all(math.prod(m.shape) for m in moves):
+        return mover.call(aten._chunk_cat.default, [m.start for m in moves], 0, mover.world)
+    rows = [mover.call(aten.reshape.default, mover.pad(m.start, m.shape[0]), [mover.world, -1]) for m in moves]
+    return mover.call(aten.cat.default, rows, 1)
+
+
+def _flat(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    return node if len(shape) == 1 else mover.call(aten.reshape.default, node, [-1])
+
+
+def _view(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    return node if len(shape) == 1 else mover.call(aten.view.default, node, list(shape))
+
+
+def _item(mover: Mover, node: fx.Node, index: int) -> fx.Node:
+    return mover.call(operator.getitem, node, index)
+
+
+__all__ = ["StagedEmission", "gathered", "reduced"]

@@ -1,0 +1,156 @@
+"""Take operators apart that no rule shards: losses with a mean, batch statistics, and what torch has a decomposition
+for.
+
+Only global semantics needs this. An operator without rule and without decomposition stays, and runs on gathered inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import GraphModule
+
+from dp_partition._torch_compat import FakeTensorMode, decomposition_of, make_fx
+from dp_partition.capture.phases import TAG_GRAD
+from dp_partition.ops import aten, base_name, is_op, is_random
+from dp_partition.passes.normalize import eliminate_dead
+from dp_partition.sharding.op_rules.lookup import find_rule
+
+MEAN = 1  # torch's number for reduction="mean"
+
+
+def remove_tags(graph: fx.Graph) -> None:
+    """Replace gradient tags by a note on the node they tag."""
+    for node in list(graph.nodes):
+        if node.target is TAG_GRAD:
+            source = node.args[0]
+            source.meta["gradient"] = node.args[1] if len(node.args) > 1 else ""
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def decompose(module: GraphModule, mode: FakeTensorMode) -> None:
+    """Take apart what has no rule, in place, until nothing more can be taken apart."""
+    pending = [node for node in module.graph.nodes if is_op(node)]
+    while pending:
+        node = pending.pop()
+        recipe = _recipe(node)
+        if recipe is not None:
+            pending += _splice(module, node, recipe, mode)
+    eliminate_dead(module.graph)
+
+
+def _recipe(node: fx.Node) -> Callable[..., Any] | None:
+    target: Any = node.target
+    if target in _OWN:
+        return _OWN[target]
+    if base_name(node).startswith("nll_loss"):
+        return decomposition_of(target) if MEAN in node.args else None
+    if find_rule(node) is not None or is_random(node) or not _has_tensor_input(node):
+        return None
+    if base_name(node) in ("copy", "_local_scalar_dense", "bernoulli", "empty_like"):
+        return None
+    return decomposition_of(target)
+
+
+def _has_tensor_input(node: fx.Node) -> bool:
+    return any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
+
+
+def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode: FakeTensorMode) -> list[fx.Node]:
+    """Replace a node by the graph of its decomposition; the new nodes."""
+    sources = list(node.all_input_nodes)
+
+    def run(*values: Any) -> Any:
+        known = dict(zip(sources, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+        result = recipe(*args, **kwargs)
+        return tuple(result) if isinstance(result, tuple) else result  # a plain tuple: fx would record a named one
+
+    try:
+        with mode:
+            part = make_fx(run)(*[source.meta["val"] for source in sources])
+    except NotImplementedError:
+        return []  # torch's decomposition does not cover these arguments: the operator runs on gathered inputs
+    new: list[fx.Node] = []
+    copies: dict[fx.Node, Any] = {}
+    placeholders = iter(sources)
+    with module.graph.inserting_before(node):
+        for inner in part.graph.nodes:
+            if inner.op == "placeholder":
+                copies[inner] = next(placeholders)
+            elif inner.op == "output":
+                _replace(module.graph, node, fx.map_arg(inner.args[0], lambda n: copies[n]))
+            else:
+                if inner.op == "get_attr":
+                    _carry_constant(module, part, inner)
+                copies[inner] = module.graph.node_copy(inner, lambda n: copies[n])
+                copies[inner].meta.update({k: v for k, v in node.meta.items() if k in ("phase",)})
+                if inner.op == "call_function" and is_op(inner):
+                    new.append(copies[inner])
+    return new
+
+
+def _carry_constant(module: GraphModule, part: GraphModule, inner: fx.Node) -> None:
+    name = f"_constant_{len([n for n in module.graph.nodes if n.op == 'get_attr'])}_{inner.name}"
+    module.register_buffer(name, getattr(part, str(inner.target)), persistent=False)
+    inner.target = name
+
+
+def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
+    if isinstance(result, fx.Node):
+        if "gradient" in node.meta:
+            result.meta["gradient"] = node.meta["gradient"]
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            index = user.args[1]
+            assert isinstance(index, int), f"{user} reads {node} in another way than by index"
+            one = result[index]
+            if one is None:
+                user.replace_all_uses_with(None)  # type: ignore[arg-type]
+            else:
+                if "gradient" in user.meta:
+                    one.meta["gradient"] = user.meta["gradient"]
+                user.replace_all_uses_with(one)
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _var_mean(
+    source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean from sums: sums over a sharded batch are partial sums, the numbers of elements are global."""
+    dims = list(dim) if dim else list(range(source.ndim))
+    count = 1
+    for d in dims:
+        count *= source.shape[d]
+    mean = source.sum(dims, keepdim=True) / count
+    centred = source - mean
+    free = count - (1 if correction is None else correction)
+    var = (centred * centred).sum(dims, keepdim=keepdim) / free
+    return var, mean if keepdim else mean.sum(dims)  # the summed dims have size one here
+
+
+def _var(
+    source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> torch.Tensor:
+    return _var_mean(source, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _std(
+    source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
+) -> torch.Tensor:
+    return _var_mean(source, dim, correction=correction, keepdim=keepdim)[0].sqrt()
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.var_mean.correction: _var_mean,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+}
+
+__all__ = ["decompose", "remove_tags"]

@@ -1,0 +1,285 @@
+"""Insert collectives: turn the single-device graph into the graph of one rank.
+
+Reads ``meta["sharding"]`` of every node (a `PlacementStrategy` or None), brings each input where the strategy wants it,
+adapts the arguments that name shapes, and removes the markings. Every value is moved at most once to each placement. A
+value that is written keeps only the copy that was written: views of another copy are taken anew, and where an input of
+the graph was written in a gathered copy, the rank's part is copied back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.fx import GraphModule
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.phases import TAG_GRAD
+from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
+from dp_partition.passes.moves import Move, Mover
+from dp_partition.passes.reshard_after_forward import MARK
+from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
+from dp_partition.plan.placements import NodeType, PlacementSpec, PlacementStrategy, RankLocal, local_shape
+
+# Which argument of an operator names the output's shape.
+SHAPE_ARGUMENTS: dict[Any, int] = {
+    aten.view.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.expand.default: 1,
+    aten.slice_backward.default: 1,
+    aten.select_backward.default: 1,
+}
+
+# Which argument names the number of rows (dim 0) of the input.
+ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+
+LOWERED = (OWN_ROWS, SHARE_ROWS)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Origin of a view: the node it looks at, where that lay, and the node of the rank's graph."""
+
+    base: fx.Node
+    placement: Placement | None
+    start: fx.Node
+
+
+class Inserter:
+    """One pass over a graph, for one rank."""
+
+    def __init__(self, module: GraphModule, mover: Mover) -> None:
+        self.module, self.world, self.rank = module, mover.world, mover.rank
+        self.mover = mover
+        self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
+        self.homes: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of what outlives the step
+        self.taken: dict[fx.Node, Taken] = {}
+        self.native: dict[fx.Node, Placement] = {}
+        self.roots: dict[fx.Node, fx.Node] = {}  # of views, as in the graph before anything was moved
+        self.family: dict[fx.Node, list[fx.Node]] = {}
+        self.moves: list[Move] = []
+        self.gathered: dict[fx.Node, str] = {}  # in which phase a source was moved last
+
+    def run(self) -> None:
+        """Rewrite the full graph."""
+        for node in list(self.module.graph.nodes):
+            strategy = node.meta.get("sharding")
+            if isinstance(strategy, PlacementStrategy):
+                self.rewrite(node, strategy)
+        for node in self.module.graph.nodes:
+            node.meta.pop("sharding", None)
+
+    def rewrite(self, node: fx.Node, strategy: PlacementStrategy) -> None:
+        """Bring a node's inputs where it wants them and remember where its output lies."""
+        sources = list(node.all_input_nodes)
+        wanted = dict(zip(sources, strategy.input_specs or (None,) * len(sources), strict=True))
+        written, base = mutated_inputs(node), base_of(node)
+        moved: dict[fx.Node, fx.Node] = {}
+        for source, spec in wanted.items():
+            if isinstance(spec, PlacementSpec) and source in self.versions:
+                version = self.version(source, spec.placement, node)
+                if version is not source:
+                    moved[source] = version
+        for source in written:
+            spec = wanted.get(source)
+            if isinstance(spec, PlacementSpec):
+                self.keep_written(node, source, spec.placement)
+        node.args = fx.map_arg(node.args, lambda n: moved.get(n, n))
+        node.kwargs = fx.map_arg(node.kwargs, lambda n: moved.get(n, n))
+        if node.target in LOWERED:
+            self.lower_rows(node)
+            return
+        if is_random(node):
+            self.agree(node, strategy)
+        if base is not None:
+            lies = wanted.get(base)
+            self.roots[node] = self.roots.get(base, base)
+            self.taken[node] = Taken(base, getattr(lies, "placement", None), moved.get(base, base))
+        if isinstance(strategy.output_spec, PlacementSpec):
+            placement = strategy.output_spec.placement
+            self.versions[node] = {placement: node}
+            self.native[node] = placement
+            self.family.setdefault(self.roots.get(node, node), []).append(node)
+            if node.op == "placeholder":
+                self.homes[node] = placement, node
+            self.fit_shape(node, placement)
+        elif node.target in ROW_ARGUMENTS and spec_values(strategy.output_spec)[0].placement == Shard(0):
+            position = ROW_ARGUMENTS[node.target]
+            node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
+
+    def lower_rows(self, node: fx.Node) -> None:
+        """ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
+        param = node.args[0]
+        assert isinstance(param, fx.Node)
+        shape = tuple(param.meta["val"].shape)
+        with self.module.graph.inserting_before(node):
+            if node.target is OWN_ROWS:
+                rows = self.mover.cut(param, 0, shape)
+                rows.meta.update(node.meta)
+                self.versions[node] = {Shard(0): rows}
+                self.homes[node] = Shard(0), rows
+                self.family[node] = [node]
+                return
+            rows = node.args[1]  # type: ignore[assignment]
+            full = self.mover.all_gather(rows, 0, shape)
+            copy = self.mover.call(aten.copy_.default, param, full)
+        self.describe(rows, full, param, node)
+        copy.meta.update(node_type=node.meta.get("node_type"), phase="optimizer")
+        self.moves.append(Move(rows, full, Shard(0), Replicate(), shape, NodeType.PARAM, copy, param.meta["val"]))
+        self.module.graph.erase_node(node)
+
+    def agree(self, node: fx.Node, strategy: PlacementStrategy) -> None:
+        """Random numbers that are to be the same on every rank: rank 0's count.
+
+        Raises:
+            PlanError: For an operator that returns several tensors.
+        """
+        if self.world == 1 or not any(spec.placement == Replicate() for spec in spec_values(strategy.output_spec)):
+            return
+        if not isinstance(strategy.output_spec, PlacementSpec):
+            hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
+            found = "draws numbers that all ranks share, and returns several tensors"
+            raise PlanError(
+                Problem("random-on-every-rank", f"node {node.name} ({node.target})", found=found, hint=hint)
+            )
+        with self.module.graph.inserting_after(node):
+            shared = self.mover.call(aten.copy_.default, node, node)  # its source is put in below
+        with self.module.graph.inserting_before(shared):
+            mine = node if self.rank == 0 else self.mover.call(aten.zeros_like.default, node)
+            shared.update_arg(1, self.mover.all_reduce(mine, Partial("sum")))
+        shared.meta["agrees"] = True
+        shared.meta.update({key: node.meta[key] for key in ("node_type", "phase", "val") if key in node.meta})
+
+    def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
+        """The node that holds ``source`` where it is wanted, moved there if need be."""
+        if not self.versions[source]:
+            self.versions[source] = {self.native[source]: self.take_again(source, before)}
+        known = self.versions[source]
+        phase = before.meta.get("phase")
+        again = MARK in source.meta and wanted == Replicate() and phase == "backward"
+        if wanted in known and not (again and self.gathered.get(source) == "forward"):
+            return known[wanted]
+        if again:
+            known.pop(Replicate(), None)
+        origin = _best_origin(known, wanted)
+        if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
+            return known[origin]
+        if isinstance(origin, Partial) and isinstance(wanted, Shard) and source.meta.get("reduce_whole"):
+            known[Replicate()] = self.version(source, Replicate(), before)
+            origin = Replicate()
+        shape = tuple(source.meta["val"].shape)
+        with self.module.graph.inserting_before(before):
+            start = known[origin]
+            result = self.mover.move(start, origin, wanted, shape)
+        self.describe(start, result, source, before)
+        kind, like = source.meta.get("node_type"), source.meta["val"]
+        self.moves.append(Move(start, result, origin, wanted, shape, kind, before, like))
+        known[wanted] = result
+        self.gathered[source] = str(phase)
+        return result
+
+    def describe(self, start: fx.Node, result: fx.Node, source: fx.Node, before: fx.Node) -> None:
+        """Let inserted nodes carry the type, phase and origin of what they move."""
+        node = result
+        while node is not start and "moves" not in node.meta:
+            node.meta["moves"] = source.name
+            node.meta["node_type"] = source.meta.get("node_type")
+            node.meta["phase"] = before.meta.get("phase")
+            node = node.all_input_nodes[0]
+
+    def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
+        """After a write only what shares the written memory is the tensor; of a shard that is written, no full copy.
+
+        Raises:
+            PlanError: ``alias-after-move`` for a value that is used later, and whose written copy cannot stand for it.
+        """
+        memory = root_of(self.version(source, placement, node))
+        root = self.roots.get(source, source)
+        for relative in self.family.get(root, ()):
+            known = {
+                lies: one
+                for lies, one in self.versions[relative].items()
+                if root_of(one) is memory and (isinstance(lies, Shard) or not isinstance(placement, Shard))
+            }
+            if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
+                known = self.write_back(node, relative, known)
+            elif not known and relative not in self.taken and _is_used_after(relative, node):
+                raise self.lost(node, relative)
+            self.versions[relative] = known
+
+    def write_back(self, node: fx.Node, source: fx.Node, known: dict[Placement, fx.Node]) -> dict[Placement, fx.Node]:
+        """The rank's part of a full copy that was written goes to where the tensor lies."""
+        (placement, home), full = self.homes[source], known.get(Replicate())
+        if not isinstance(placement, Shard) or full is None:
+            raise self.lost(node, source)
+        with self.module.graph.inserting_before(node.next):
+            part = self.mover.cut(full, placement.dim, tuple(source.meta["val"].shape))
+            copy = self.mover.call(aten.copy_.default, home, part)
+        for one in (part, copy):
+            one.meta.update(node_type=source.meta.get("node_type"), phase=node.meta.get("phase"), moves=source.name)
+        return {placement: home, Replicate(): full}
+
+    def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
+        found = f"writes a copy of {source.name}, which is used later where it was"
+        return PlanError(Problem("alias-after-move", f"node {node.name} ({node.target})", found=found))
+
+    def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
+        """A view of what its base is now: the copy that it looked at was not the one that was written."""
+        if view not in self.taken:
+            raise self.lost(before, view)
+        taken = self.taken[view]
+        if taken.base not in self.versions:  # several views at once
+            fresh = self.take_again(taken.base, before)
+        elif isinstance(taken.placement, Partial) and taken.placement not in self.versions[taken.base]:
+            raise self.lost(before, view)
+        else:
+            assert taken.placement is not None
+            fresh = self.version(taken.base, taken.placement, before)
+        with self.module.graph.inserting_before(before):
+            again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
+        again.meta.pop("sharding", None)
+        again.meta["phase"] = before.meta.get("phase")
+        return again
+
+    def fit_shape(self, node: fx.Node, placement: Placement) -> None:
+        """Let an argument that names the output's shape name the local one."""
+        position = SHAPE_ARGUMENTS.get(node.target)
+        if position is not None and isinstance(placement, Shard):
+            shape = local_shape(tuple(node.meta["val"].shape), placement, self.world, self.rank)
+            node.update_arg(position, list(shape))
+
+
+def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placement:
+    """Prefer what is full, then a shard; an unreduced value comes last."""
+
+    def rank(placement: Placement) -> int:
+        if isinstance(placement, Replicate):
+            return 0
+        return 2 if isinstance(placement, Partial) else 1
+
+    return min(known, key=rank)
+
+
+def _is_used_after(node: fx.Node, position: fx.Node) -> bool:
+    return any(position < user for user in node.users if user is not position)
+
+
+def spec_values(spec: Any) -> list[PlacementSpec]:
+    """The tensor specs in a node's output spec."""
+    return [one for one in pytree.tree_leaves(spec) if isinstance(one, PlacementSpec)]
+
+
+def erase_tags(graph: fx.Graph) -> None:
+    """Drop gradient tags: the tagged value takes their place, and remembers whose gradient it is."""
+    for node in list(graph.nodes):
+        if node.target is TAG_GRAD or node.target is OWN_ROWS:
+            if node.target is TAG_GRAD and len(node.args) > 1:
+                node.all_input_nodes[0].meta.setdefault("gradient", node.args[1])
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+__all__ = ["Inserter", "erase_tags", "spec_values"]

@@ -1,0 +1,77 @@
+"""Local shapes: run a rank's graph on fake tensors and record what each node holds on that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import FakeTensorMode, tensor_metadata
+from dp_partition.plan.placements import local_shape
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, tell: Callable[[int, int], None] | None) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.tell, self.done, self.total = tell, 0, len(module.graph.nodes)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.done += 1
+        if self.tell is not None:
+            self.tell(self.done, self.total)
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}".splitlines()[0][:400]
+            hint = "this is a defect of dp-partition's rule for the operator"
+            raise PlanError(
+                Problem("local-shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)
+            ) from error
+        n.meta["val"] = value
+        n.meta.pop("tensor_meta", None)
+        if isinstance(value, torch.Tensor):
+            n.meta["tensor_meta"] = tensor_metadata(value)
+        return value
+
+
+def record_local_values(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    mode: FakeTensorMode,
+    tell: Callable[[int, int], None] | None = None,
+) -> None:
+    """Fill ``meta["val"]`` of every node from fake local inputs.
+
+    Args:
+        module: A rank's graph.
+        inputs: Fake local values of its placeholders.
+        mode: The mode that they belong to.
+        tell: Is told how many of how many nodes are done.
+
+    Raises:
+        PlanError: When an operator does not accept its local inputs (code ``local-shape-mismatch``).
+    """
+    with mode, torch.no_grad():
+        _Recorder(module, tell).run(*inputs)
+
+
+def local_inputs(
+    graph: fx.Graph, placements: list[Placement], mode: FakeTensorMode, world: int, rank: int
+) -> list[Any]:
+    """Return a fake local tensor for every placeholder, in order; what is no tensor stands for itself."""
+    fakes: list[Any] = []
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    with mode:
+        for node, placement in zip(nodes, placements, strict=True):
+            value = node.meta.get("val")
+            if not isinstance(value, torch.Tensor):
+                fakes.append(0.5 if value is None else value)  # a hyperparameter
+                continue
+            shape = local_shape(tuple(value.shape), placement, world, rank)
+            stride = value.stride() if shape == tuple(value.shape) else torch.empty(shape, device="meta").stride()
+            fakes.append(torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device))
+    return fakes

@@ -1,0 +1,129 @@
+"""Gradient accumulation: the forward and backward part of a step repeated for micro-batches, the optimizer run once.
+
+A pass over the captured graph of one micro-batch. Gradients of the micro-batches are averaged before they are
+reduced, so there is one reduction per step; for losses that are means over rows the step equals one on the full batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.phases import TAG_GRAD
+from dp_partition.capture.tracer import Capture
+from dp_partition.ops import aten, base_of
+
+
+def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
+    """Let a graph traced for one micro-batch work through ``count`` of them, in place.
+
+    Args:
+        capture: A canonical capture; its batch placeholders take ``count`` times as many rows afterwards.
+        count: Number of micro-batches.
+        dim: Batch dim of the tensor arguments.
+
+    Raises:
+        PlanError: When something other than gradients and scalar results leaves the backward pass.
+    """
+    graph = capture.module.graph
+    nodes = list(graph.nodes)
+    last = max((position for position, node in enumerate(nodes) if node.target is TAG_GRAD), default=-1)
+    if last < 0:
+        raise PlanError(Problem("nothing-to-accumulate", "accumulate", found="the step has no backward pass"))
+    body = [n for n in nodes[: last + 1] if n.op != "placeholder"]
+    rest = nodes[last + 1 :]
+    crossing = _crossing(body, set(rest))
+    slices = _slice_batch(graph, nodes, body[0], count, dim)
+    copies: list[dict[fx.Node, fx.Node]] = [{node: node for node in body}]
+    for index in range(1, count):
+        with graph.inserting_before(rest[0]):
+            copies.append(_copy(graph, body, {arg: parts[index] for arg, parts in slices.items()}))
+    for arg, parts in slices.items():
+        for user in [user for user in arg.users if user in copies[0]]:
+            user.replace_input_with(arg, parts[0])
+    for node in crossing:
+        with graph.inserting_before(rest[0]):
+            mean = _mean(graph, [copy[node] for copy in copies])
+        for user in [user for user in node.users if user in rest]:
+            user.replace_input_with(node, mean)
+
+
+def _crossing(body: list[fx.Node], rest: set[fx.Node]) -> list[fx.Node]:
+    """Values that the optimizer part or the caller take from the repeated part; only what can be averaged."""
+    found, problems = [], []
+    for node in body:
+        users = [user for user in node.users if user in rest]
+        if not users:
+            continue
+        value = node.meta.get("val")
+        scalar = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 0
+        if node.target is TAG_GRAD or _copies_gradient(node) or (scalar and all(user.op == "output" for user in users)):
+            found.append(node)
+        elif node.op != "get_attr":
+            hint = "return scalar results only, and use nothing but gradients after backward"
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            problems.append(
+                Problem("cannot-accumulate", node.name, found=f"{shape} leaves the backward pass", hint=hint)
+            )
+    if problems:
+        raise PlanError(problems, "the step cannot be run on micro-batches")
+    return found
+
+
+def _copies_gradient(node: fx.Node) -> bool:
+    """Return whether autograd copies a gradient here: one that is a view gets memory with its parameter's strides."""
+    written = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
+    sources = [user.args[1] for user in written]
+    made = node.target in (aten.new_empty_strided.default, aten.new_empty.default, aten.empty_like.default)
+    return made and len(sources) == 1 and _is_view_of_gradient(sources[0])
+
+
+def _is_view_of_gradient(node: Any) -> bool:
+    while isinstance(node, fx.Node):
+        if node.target is TAG_GRAD:
+            return True
+        node = base_of(node)
+    return False
+
+
+def _slice_batch(
+    graph: fx.Graph, nodes: list[fx.Node], before: fx.Node, count: int, dim: int
+) -> dict[fx.Node, list[fx.Node]]:
+    """The micro-batches of every batch placeholder, whose value becomes the full batch."""
+    slices: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        value: Any = node.meta.get("val")
+        if node.op != "placeholder" or node.meta["input"].kind != "arg" or value is None or value.ndim <= dim:
+            continue
+        size = value.shape[dim]
+        with graph.inserting_before(before):
+            slices[node] = [
+                graph.call_function(aten.slice.Tensor, (node, dim, i * size, (i + 1) * size)) for i in range(count)
+            ]
+        for part in slices[node]:
+            part.meta.update(val=value, phase="forward")
+        node.meta["val"] = value.repeat_interleave(count, dim)
+    return slices
+
+
+def _copy(graph: fx.Graph, body: list[fx.Node], known: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    copies: dict[fx.Node, fx.Node] = dict(known)
+    for node in body:
+        copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+    return copies
+
+
+def _mean(graph: fx.Graph, values: list[fx.Node]) -> fx.Node:
+    total = values[0]
+    for value in values[1:]:
+        total = _call(graph, aten.add.Tensor, total, value)
+    return _call(graph, aten.div.Scalar, total, len(values))
+
+
+def _call(graph: fx.Graph, target: Any, first: fx.Node, second: Any) -> fx.Node:
+    node = graph.call_function(target, (first, second))
+    node.meta.update(val=first.meta["val"], phase="backward")
+    return node

@@ -1,0 +1,181 @@
+"""Write the moves from one placement to another into a graph, as functional collectives.
+
+A mover knows the rank it builds for: slices of uneven shards differ between ranks, the sequence of collectives does
+not. Shards follow ``torch.chunk``: equal chunks of ``ceil(n / world)``, the last ones smaller or empty. Uneven
+tensors are padded to ``world`` equal chunks for communication; the padding is the tail of the result and is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from dp_partition._torch_compat import collectives
+from dp_partition.ops import aten
+from dp_partition.plan.placements import NodeType, chunk_bounds
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # over dim 0, the ranks
+    "sum": lambda stacked: stacked.sum(0, dtype=stacked.dtype),
+    "avg": lambda stacked: stacked.mean(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+
+
+@dataclass
+class Move:
+    """One move that was written into a graph.
+
+    Attributes:
+        start: The value before.
+        result: The value after.
+        origin: Where it lay.
+        wanted: Where it lies then.
+        shape: Its global shape.
+        node_type: What it is to the step.
+        before: The node that wants it.
+        like: A tensor of its dtype and device.
+    """
+
+    start: fx.Node
+    result: fx.Node
+    origin: Placement
+    wanted: Placement
+    shape: tuple[int, ...]
+    node_type: NodeType | None
+    before: fx.Node
+    like: torch.Tensor
+
+
+@dataclass
+class Mover:
+    """Inserts moves on one mesh axis; averages of gradients are taken over a second one as well.
+
+    Attributes:
+        graph: The graph; nodes go to its current insertion point.
+        world: Size of the group.
+        rank: Rank in the group that the graph is for.
+        group: Name of the process group.
+        replica_group: Name of the group of this rank's counterparts in other replicas, over which gradients are
+            averaged as well; empty on a mesh of one axis.
+        replicas: Size of that group.
+    """
+
+    graph: fx.Graph
+    world: int
+    rank: int
+    group: str
+    replica_group: str = ""
+    replicas: int = 1
+
+    def move(self, node: fx.Node, source: Placement, target: Placement, shape: tuple[int, ...]) -> fx.Node:
+        """A node with the value of ``node``, brought from one placement to another.
+
+        Args:
+            node: The value, as ``source`` says.
+            source: Where it lies.
+            target: Where it is wanted.
+            shape: Its global shape.
+        """
+        if isinstance(source, Partial):
+            if isinstance(target, Shard):
+                return self.reduce_scatter(node, source, target.dim, shape)
+            return self.all_reduce(node, source)
+        if isinstance(source, Shard):
+            full = self.all_gather(node, source.dim, shape)
+            return full if isinstance(target, Replicate) else self.move(full, Replicate(), target, shape)
+        if isinstance(target, Shard):
+            return self.cut(node, target.dim, shape)
+        assert isinstance(target, Partial), f"no move from {source} to {target}"
+        if target.reduce_op in ("max", "min", "avg") or self.rank == 0:
+            return node
+        return self.call(aten.zeros_like.default, node)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def issue(self, target: Any, *args: Any, ranks: int | None = None) -> fx.Node:
+        """A new collective, which remembers among how many ranks it is."""
+        node = self.call(target, *args)
+        node.meta["ranks"] = ranks or self.world
+        return node
+
+    def over_replicas(self, node: fx.Node, kind: Partial) -> fx.Node:
+        """An average over the replicas as well, of what was averaged over this axis."""
+        if not self.replica_group or kind.reduce_op != "avg":
+            return node
+        return self.wait(
+            self.issue(collectives.all_reduce.default, node, "avg", self.replica_group, ranks=self.replicas)
+        )
+
+    def wait(self, node: fx.Node) -> fx.Node:
+        """The result of a collective."""
+        return self.call(collectives.wait_tensor.default, node)
+
+    def all_reduce(self, node: fx.Node, kind: Partial) -> fx.Node:
+        """Partial -> replicated."""
+        if kind.reduce_op.startswith("norm"):
+            order = float(kind.reduce_op.removeprefix("norm"))
+            powers = self.call(aten.pow.Tensor_Scalar, node, order)
+            total = self.wait(self.issue(collectives.all_reduce.default, powers, "sum", self.group))
+            return self.call(aten.pow.Tensor_Scalar, total, 1.0 / order)
+        total = self.wait(self.issue(collectives.all_reduce.default, node, kind.reduce_op, self.group))
+        return self.over_replicas(total, kind)
+
+    def reduce_scatter(self, node: fx.Node, kind: Partial, dim: int, shape: tuple[int, ...]) -> fx.Node:
+        """Partial -> shard."""
+        front = self.call(aten.transpose.int, node, 0, dim) if dim else node
+        padded = self.pad(front, shape[dim])
+        target = collectives.reduce_scatter_tensor.default
+        result = self.issue(target, padded, kind.reduce_op, self.world, self.group)
+        mine = self.unpad(self.over_replicas(self.wait(result), kind), shape[dim])
+        return self.from_front(mine, dim)
+
+    def pad(self, node: fx.Node, size: int) -> fx.Node:
+        """Rows 0..size -> rows of ``world`` equal chunks, contiguous."""
+        missing = -(-size // self.world) * self.world - size
+        rows = node
+        if missing:
+            ndim = len(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else 1
+            rows = self.call(aten.constant_pad_nd.default, node, [0, 0] * (ndim - 1) + [0, missing])
+        return self.call(aten.contiguous.default, rows)
+
+    def unpad(self, chunk: fx.Node, size: int) -> fx.Node:
+        """The rank's chunk without padding."""
+        start, end = chunk_bounds(size, self.world, self.rank)
+        if end - start == -(-size // self.world):
+            return chunk
+        return self.call(aten.slice.Tensor, chunk, 0, 0, end - start)
+
+    def all_gather(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
+        """Shard -> replicated."""
+        size = shape[dim]
+        step = -(-size // self.world)
+        front = self.call(aten.transpose.int, node, 0, dim) if dim else node
+        start, end = chunk_bounds(size, self.world, self.rank)
+        if end - start != step:
+            front = self.call(
+                aten.constant_pad_nd.default, front, [0, 0] * (len(shape) - 1) + [0, step - (end - start)]
+            )
+        front = self.call(aten.contiguous.default, front)
+        full = self.wait(self.issue(collectives.all_gather_into_tensor.default, front, self.world, self.group))
+        if step * self.world != size:
+            full = self.call(aten.slice.Tensor, full, 0, 0, size)
+        return self.from_front(full, dim)
+
+    def from_front(self, node: fx.Node, dim: int) -> fx.Node:
+        """Dim 0 back to where it belongs; contiguous, since a view that the trace took of the value may want that."""
+        if dim == 0:
+            return node
+        return self.call(aten.contiguous.default, self.call(aten.transpose.int, node, 0, dim))
+
+    def cut(self, node: fx.Node, dim: int, shape: tuple[int, ...]) -> fx.Node:
+        """Replicated -> shard: no communication, a view."""
+        start, end = chunk_bounds(shape[dim], self.world, self.rank)
+        return self.call(aten.slice.Tensor, node, dim, start, end)

@@ -1,0 +1,134 @@
+"""Canonical form of a captured graph: one node per tensor, live inputs connected, nothing dead, nothing lost.
+
+Contract: afterwards every in-place operator is used for its effect alone (later uses name the tensor it wrote), no
+alias without a change of shape is left, hyperparameters are inputs, and dead nodes are gone. An operator that writes
+memory is never dead, whether its output is used or not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dp_partition._torch_compat import pytree
+from dp_partition.capture.fakes import Input
+from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyperparameter
+from dp_partition.capture.tracer import Capture
+from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs
+
+_ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+# Their results are views all the same; the names mean that autograd need not keep track of that.
+_VIEWS = {
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
+
+
+def normalize(capture: Capture) -> None:
+    """Bring a captured graph into canonical form, in place."""
+    graph = capture.module.graph
+    connect_hyperparameters(graph)
+    connect_fused_hyperparameters(graph)
+    erase_profiler(graph)
+    merge_aliases(graph)
+    name_views(graph)
+    eliminate_dead(graph)
+
+
+def connect_hyperparameters(graph: fx.Graph) -> None:
+    """Read a hyperparameter from its placeholder, which holds a Python float at run time."""
+    for node in list(graph.nodes):
+        source = node.args[0] if node.args else None
+        if node.target is aten._local_scalar_dense.default and isinstance(source, fx.Node):
+            entry = source.meta.get("input")
+            if isinstance(entry, Input) and entry.kind == "hyper":
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
+def connect_fused_hyperparameters(graph: fx.Graph) -> None:
+    """Fused optimizer kernels take plain floats: replace the traced values by the live inputs."""
+    hyperparameters = {entry.hyper: node for node, entry in _placeholders(graph) if entry.hyper is not None}
+    owner = {node: node.meta["group"] for node in graph.nodes if "group" in node.meta}
+    for node in graph.nodes:
+        if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
+            continue
+        first = pytree.tree_leaves(node.args[0])
+        group = owner.get(first[0]) if first else None
+        if group is None:
+            continue
+        for argument, value in arguments(node):
+            if argument.name in FUSED_ARGUMENTS and isinstance(value, float | int):
+                source = hyperparameters.get(_hyperparameter_for(argument.name, group))
+                if source is not None:
+                    _set_argument(node, argument.name, source)
+
+
+def _hyperparameter_for(argument: str, group: tuple[int, int]) -> Hyperparameter:
+    if argument.startswith("beta"):
+        return Hyperparameter(*group, "betas", int(argument[-1]) - 1)
+    return Hyperparameter(*group, argument)
+
+
+def _placeholders(graph: fx.Graph) -> list[tuple[fx.Node, Input]]:
+    return [(node, node.meta["input"]) for node in graph.nodes if node.op == "placeholder" and "input" in node.meta]
+
+
+def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if position < len(node.args) and not argument.kwarg_only:
+                node.update_arg(position, value)
+            else:
+                node.update_kwarg(name, value)
+
+
+def name_views(graph: fx.Graph) -> None:
+    """Call operators whose results are views by names that say so."""
+    for node in graph.nodes:
+        node.target = _VIEWS.get(node.target, node.target)
+
+
+def erase_profiler(graph: fx.Graph) -> None:
+    """Drop the profiler ranges that optimizers open around their steps."""
+    for node in reversed(list(graph.nodes)):
+        if is_op(node) and node.target.namespace == "profiler":
+            graph.erase_node(node)
+
+
+def merge_aliases(graph: fx.Graph) -> None:
+    """Let every tensor be known by one node: detached aliases and the outputs of in-place operators are merged."""
+    for node in list(graph.nodes):
+        if not is_op(node):
+            continue
+        source: fx.Node | None = None
+        if node.target in _ALIASES and isinstance(node.args[0], fx.Node):
+            source = node.args[0]
+        elif is_tensor(node):
+            written = mutated_inputs(node)
+            returned = node.target._schema.returns[0].alias_info
+            if len(written) == 1 and returned is not None and returned.is_write:
+                source = written[0] if _same_geometry(node, written[0]) else None
+        if source is not None:
+            node.replace_all_uses_with(source)
+            if node.target in _ALIASES:
+                graph.erase_node(node)
+
+
+def _same_geometry(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta.get("val"), other.meta.get("val")
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    same = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    return same and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
+
+
+def eliminate_dead(graph: fx.Graph) -> bool:
+    """Erase nodes without users and without effects; whether anything was erased."""
+    changed = False
+    for node in reversed(list(graph.nodes)):
+        if not node.users and not has_effect(node):
+            graph.erase_node(node)
+            changed = True
+    return changed

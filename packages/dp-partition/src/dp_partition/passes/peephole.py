@@ -1,0 +1,275 @@
+"""Gradients are computed where they are sent: a matrix product writes its rows of the bucket itself.
+
+Packing a bucket costs a copy of every gradient, and for a moment the memory of all of them twice. A gradient that
+nothing else looks at needs neither: where a matrix product makes it, the product writes into the bucket; a gradient
+that travels alone is sent as it is. What is left over (biases, norms, convolutions) is copied in one call.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition.ops import arguments, aten, base_of, is_op, mutated_inputs
+from dp_partition.plan.placements import NodeType
+
+# Where memory begins that kernels are fastest on, and bit for bit the same on: what torch's CPU allocator gives.
+ALIGNMENT = 64
+
+
+def mark_packing(node: fx.Node, sizes: list[int], like: torch.Tensor) -> None:
+    """Say of a node that it packs flat gradients of these sizes for a reduction in place."""
+    node.meta["packs"] = sizes, like
+
+
+def compute_grads_in_buckets(graph: fx.Graph, in_place: bool) -> None:
+    """Let gradients be computed in their buckets; for a graph without gradient tags, which is changed.
+
+    Args:
+        graph: The graph.
+        in_place: Else packing becomes a part of backward as others are: a compiler that sees products and packing at
+            once lets the products write into the bucket by itself. Where something else looks at a gradient it must
+            not see them at once: that gradient would lie in memory that is reduced.
+    """
+    for packing in [node for node in graph.nodes if "packs" in node.meta]:
+        sizes, like = packing.meta.pop("packs")
+        rows = list(packing.args[0])
+        sources = [_only_source(row) for row in rows]
+        if not in_place:
+            if None not in sources:
+                for node in (packing, *rows):
+                    node.meta.setdefault("phase", "backward")
+            continue
+        if len(rows) == 1:
+            if sources[0] is not None and _is_contiguous(_gradient(rows[0])):
+                packing.replace_all_uses_with(rows[0])
+                graph.erase_node(packing)
+            continue
+        offsets = [sum(sizes[:index]) * like.dtype.itemsize for index in range(len(sizes))]
+        products = {
+            index: source
+            for index, source in enumerate(sources)
+            if source is not None and _can_write(source, rows[index], like) and offsets[index] % ALIGNMENT == 0
+        }
+        if products:
+            _write_into(graph, packing, sizes, products)
+
+
+def _only_source(row: fx.Node) -> fx.Node | None:
+    """The node that makes a flat gradient, if nothing else looks at its memory: views have one user each."""
+    node = row
+    while len(node.users) == 1:
+        base = base_of(node)
+        if base is None:
+            made = (is_op(node) or node.target is operator.getitem) and not mutated_inputs(node)
+            return node if made else None
+        node = base
+    return None
+
+
+def _gradient(row: fx.Node) -> fx.Node:
+    """The gradient that is packed flat."""
+    return row if "val" in row.meta else row.all_input_nodes[0]
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_contiguous()
+
+
+def _can_write(source: fx.Node, row: fx.Node, like: torch.Tensor) -> bool:
+    """Return whether the source is a product whose memory, row by row, is the flat gradient."""
+    made: Any = source.meta.get("val")
+    same = isinstance(made, torch.Tensor) and made.is_contiguous() and made.dtype == like.dtype
+    return source.target is aten.mm.default and same and _is_contiguous(_gradient(row))
+
+
+def _write_into(graph: fx.Graph, packing: fx.Node, sizes: list[int], products: dict[int, fx.Node]) -> None:
+    """Make the bucket before its first product, and let all products write there."""
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    rows: Any = packing.args[0]
+    first = min(products.values(), key=order.__getitem__)
+    with graph.inserting_before(first):
+        bucket = _call(graph, aten.new_empty.default, first.args[0], [sum(sizes)])
+        pieces = _call(graph, aten.split_with_sizes.default, bucket, sizes)
+        slots = [_call(graph, operator.getitem, pieces, index) for index in range(len(sizes))]
+        for index, product in products.items():
+            slots[index] = _call(graph, aten.view.default, slots[index], list(product.meta["val"].shape))
+    rest = [index for index in range(len(sizes)) if index not in products]
+    with graph.inserting_before(packing):
+        if rest:
+            _call(graph, aten._foreach_copy_.default, [slots[i] for i in rest], [rows[i] for i in rest])
+    bucket.meta["carries"] = [name for row in rows for name in [_gradient(row).meta.get("gradient")] if name]
+    packing.replace_all_uses_with(bucket)
+    graph.erase_node(packing)
+    for index, product in products.items():
+        name = _gradient(rows[index]).meta.get("gradient")
+        _erase_views(graph, rows[index], product)
+        product.target = aten.mm.out
+        product.kwargs = {"out": slots[index]}
+        if name:
+            product.meta["gradient"] = name
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["node_type"] = NodeType.GRAD
+    return node
+
+
+def _erase_views(graph: fx.Graph, node: fx.Node, until: fx.Node) -> None:
+    while node is not until:
+        previous = node.all_input_nodes[0]
+        graph.erase_node(node)
+        node = previous
+
+
+def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
+    """Let users of a view use what it is equal to, in place; what the step returns stays as it is.
+
+    Args:
+        graph: A rank's graph.
+        traced: Its nodes that the single device's graph has too. Equal are shape, strides and place of their values
+            there, which views of a shard follow; what was inserted for a rank holds other values than it was made for.
+    """
+    for node in list(graph.nodes):
+        equal = _equal_before(node, traced)
+        if equal is not None:
+            if "gradient" in node.meta:
+                equal.meta.setdefault("gradient", node.meta["gradient"])
+            node.replace_all_uses_with(equal, lambda user: user.op != "output")
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function" and base_of(node) is not None and not mutated_inputs(node):
+            graph.erase_node(node)
+
+
+def _equal_before(node: fx.Node, traced: set[fx.Node]) -> fx.Node | None:
+    """The first of the nodes that it is a view of, and that is the same tensor."""
+    found, base = None, base_of(node) if node.op == "call_function" and node in traced else None
+    while base is not None and base in traced and _value(base) is not None:
+        if _place(base) == _place(node):
+            found = base
+        base = base_of(base)
+    return found
+
+
+def _value(node: fx.Node) -> torch.Tensor | None:
+    value: Any = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _place(node: fx.Node) -> Any:
+    value = _value(node)
+    if value is None:
+        return None
+    bits = value.is_conj(), value.is_neg()  # views that differ in nothing else: what is read of them is another number
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, bits
+
+
+def make_contiguous_for_fused(graph: fx.Graph) -> None:
+    """Give every fused optimizer kernel of a rank's graph tensors that lie alike, in place."""
+    for node in list(graph.nodes):
+        if is_op(node) and node.target._schema.name.startswith("aten::_fused_"):
+            strided = [index for index, param in enumerate(node.args[0]) if _is_strided(param)]
+            if strided:
+                _use_copies(graph, node, strided)
+
+
+def _is_strided(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and not value.is_contiguous()
+
+
+def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
+    written: list[tuple[fx.Node, fx.Node]] = []
+    for argument, value in list(arguments(node)):
+        if not isinstance(value, list | tuple) or not value or argument.name == "state_steps":
+            continue
+        members = list(value)
+        for index in indices:
+            with graph.inserting_before(node):
+                copied = graph.call_function(
+                    aten.clone.default, (members[index],), {"memory_format": torch.contiguous_format}
+                )
+            copied.meta.update({k: v for k, v in members[index].meta.items() if k in ("node_type", "phase")})
+            copied.meta["phase"] = node.meta.get("phase")
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
+                written.append((members[index], copied))
+            members[index] = copied
+        _replace(node, argument.name, members)
+    with graph.inserting_after(node):
+        for original, copied in reversed(written):
+            back = graph.call_function(aten.copy_.default, (original, copied))
+            back.meta["phase"] = node.meta.get("phase")
+
+
+def _replace(node: fx.Node, name: str, members: list[fx.Node]) -> None:
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if position < len(node.args):
+                node.update_arg(position, members)
+            else:
+                node.update_kwarg(name, members)
+
+
+METHODS: dict[Any, str] = {
+    aten.contiguous.default: "contiguous",
+    aten.expand.default: "expand",
+    aten.permute.default: "permute",
+    aten.reshape.default: "reshape",
+    aten.split_with_sizes.default: "split_with_sizes",
+    aten.sum.dim_IntList: "sum",
+    aten.t.default: "t",
+    aten.transpose.int: "transpose",
+    aten.unbind.int: "unbind",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.view.default: "view",
+}
+
+FUNCTIONS: dict[Any, Any] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.mm.default: torch.mm,
+    aten.mm.out: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.stack.default: torch.stack,
+    aten.sub.Tensor: torch.sub,
+}
+
+
+def use_bindings(graph: fx.Graph) -> None:
+    """Let a graph call operators through their bindings, in place."""
+    for node in graph.nodes:
+        if node.op != "call_function" or not _is_bound(node):
+            continue
+        if node.target in METHODS:
+            node.op, node.target = "call_method", METHODS[node.target]
+        elif node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
+
+
+def _is_bound(node: fx.Node) -> bool:
+    """Return whether the binding takes these arguments for the same overload."""
+    if node.target is aten.sum.dim_IntList:
+        return isinstance(node.args[1], list | tuple) and len(node.args[1]) > 0
+    if node.target in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor):
+        other = node.args[1] if len(node.args) > 1 else None
+        return isinstance(other, fx.Node) and isinstance(other.meta.get("val"), torch.Tensor)
+    return bool(node.args)
+
+
+__all__ = [
+    "ALIGNMENT",
+    "FUNCTIONS",
+    "METHODS",
+    "compute_grads_in_buckets",
+    "remove_redundant_views",
+    "make_contiguous_for_fused",
+    "mark_packing",
+    "use_bindings",
+]

@@ -1,0 +1,84 @@
+"""Parameters full, optimizer state sharded (ZeRO-1 and ZeRO-2): the optimizer updates this rank's rows of each
+parameter.
+
+The pass works on the single-device graph, where both markers are the identity: `OWN_ROWS` names the rows of a parameter
+that a rank updates, `SHARE_ROWS` puts the rows of all ranks back into the full parameter after the update. `insert`
+turns the first into a view of the parameter's own memory and the second into an all-gather and a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_partition.capture.phases import library
+from dp_partition.ops import base_of
+from dp_partition.sharding.propagate import is_gradient
+
+library.define("own_rows(Tensor(a) self) -> Tensor(a)")
+library.define("share_rows(Tensor(a!) self, Tensor rows) -> ()")
+
+
+def _own_rows(param: torch.Tensor) -> torch.Tensor:
+    return param
+
+
+def _share_rows(param: torch.Tensor, rows: torch.Tensor) -> None:
+    return None
+
+
+library.impl("own_rows", _own_rows, "CompositeExplicitAutograd")
+library.impl("share_rows", _share_rows, "CompositeExplicitAutograd")
+
+OWN_ROWS: Any = torch.ops.dp_partition.own_rows.default
+SHARE_ROWS: Any = torch.ops.dp_partition.share_rows.default
+
+
+def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
+    """Let everything after the last gradient work on the rank's rows of the named parameters."""
+    nodes = list(graph.nodes)
+    last = max((position for position, node in enumerate(nodes) if is_gradient(node)), default=-1)
+    if last < 0:
+        return
+    late = dict.fromkeys(node for node in nodes[last + 1 :] if node.op != "output")
+    output = nodes[-1]
+    for node in nodes:
+        entry = node.meta.get("input")
+        if node.op != "placeholder" or getattr(entry, "kind", "") != "param" or entry.name not in names:
+            continue
+        early = [node, *_early_views(node, late)]
+        users = {user for alias in early for user in alias.users if user in late}
+        if not users:
+            continue
+        with graph.inserting_before(next(user for user in late if user in users)):
+            rows = graph.call_function(OWN_ROWS, (node,))
+            rows.meta.update(val=node.meta["val"], phase="optimizer")
+            again = {node: rows}
+            for view in early[1:]:  # of the rows, as the update leaves them
+                again[view] = graph.node_copy(view, partial(_replaced, again))
+                again[view].meta["phase"] = "optimizer"
+        for alias in early:
+            for user in [user for user in alias.users if user in users]:
+                user.replace_input_with(alias, again[alias])
+        with graph.inserting_before(output):
+            share = graph.call_function(SHARE_ROWS, (node, rows))
+        share.meta.update(val=None, phase="optimizer")
+
+
+def _replaced(again: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return again.get(node, node)
+
+
+def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:
+    """Views of a parameter from before the update that are used after it, each after what it looks at."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        if user not in late and base_of(user) is node:
+            behind = _early_views(user, late)
+            if behind or any(one in late for one in user.users):
+                found += [user, *behind]
+    return found

@@ -1,0 +1,235 @@
+"""The pipeline, from a train step to the graph of one rank: every pass of the package, in the order in which it runs.
+
+Each pass changes the graph in place, keeps to the contract beside its call, and can be run alone on a graph that meets
+it. Nothing here communicates, and no object of the caller is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.fx import GraphModule
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.fakes import Input
+from dp_partition.capture.state import StepState
+from dp_partition.capture.tracer import Capture, trace_step
+from dp_partition.mesh import fake_mesh, num_replicas, replica_group_name, shard_group, shard_rank
+from dp_partition.passes.bucketing import bucket_and_schedule
+from dp_partition.passes.decompose import decompose, remove_tags
+from dp_partition.passes.insert_collectives import Inserter, erase_tags
+from dp_partition.passes.local_shapes import local_inputs
+from dp_partition.passes.microbatch import repeat_for_microbatches
+from dp_partition.passes.moves import Mover
+from dp_partition.passes.normalize import normalize
+from dp_partition.passes.peephole import compute_grads_in_buckets, make_contiguous_for_fused, remove_redundant_views
+from dp_partition.passes.reshard_after_forward import reshard_after_forward
+from dp_partition.passes.zero import update_own_rows
+from dp_partition.plan.placements import NodeType, RankLocal
+from dp_partition.plan.plan import PartitionPlan
+from dp_partition.plan.settings import CommConfig
+from dp_partition.runtime.program import Program
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, mark_graph, propagate
+
+_TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
+
+
+def build_program(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step_state: StepState,
+    plan: PartitionPlan,
+    mesh: DeviceMesh,
+    batch_dim: int = 0,
+    comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
+    accumulate: int = 1,
+    reshard: str | bool | frozenset[str] = False,
+    device: str | None = None,
+) -> Program:
+    """Trace a step and partition it for this rank."""
+    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device)
+    homes, plans = plan_nodes(capture, plan, batch_dim, comm, reshard)
+    output = next(node for node in plans if node.op == "output")
+    returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
+    rank = shard_rank(mesh)
+    mark_graph(plans, mesh if mesh.ndim == 1 else fake_mesh(plan.world, rank, mesh.device_type))
+    placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
+    fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
+    groups = shard_group(mesh).group_name, replica_group_name(mesh)
+    partition_for_rank(capture.module, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
+    return Program(capture, capture.inputs, returned, mesh, fakes)
+
+
+# ---- one device -----------------------------------------------------------------------------------------------------
+
+
+def capture_single_device(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step_state: StepState,
+    plan: PartitionPlan,
+    batch_dim: int,
+    accumulate: int,
+    device: str | None = None,
+) -> Capture:
+    """Return the step as a graph of one device, ready to be planned.
+
+    Under local semantics its batch is one rank's, under global semantics that of all ranks together.
+    """
+    local = plan.semantics == "local"
+    scale = None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
+    # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
+    capture = trace_step(function, args, kwargs, step_state, scale, device)
+    # Gives one node per tensor, hyperparameters as inputs, no dead node.
+    normalize(capture)
+    if accumulate > 1:
+        # Needs tags. Repeats forward and backward, and averages gradients before the optimizer.
+        repeat_for_microbatches(capture, accumulate, batch_dim)
+    if not local:
+        # Gradients are marked by `meta["gradient"]`: a tag would hide what makes them from the rules.
+        remove_tags(capture.module.graph)
+        # Every operator that is left has a rule, or runs on replicated inputs.
+        decompose(capture.module, capture.mode)
+    # ZeRO-1 and 2: what follows the last gradient works on this rank's rows of each replicated parameter.
+    update_own_rows(capture.module.graph, {p.info.name for p in plan.params if p.state != p.param})
+    return capture
+
+
+# ---- placements -----------------------------------------------------------------------------------------------------
+
+
+def plan_nodes(
+    capture: Capture,
+    plan: PartitionPlan,
+    batch_dim: int,
+    comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
+    reshard: str | bool | frozenset[str] = False,
+) -> tuple[StoragePlacements, dict[fx.Node, NodePlan]]:
+    """Place every value of a single-device graph on ``plan.world`` ranks."""
+    local = plan.semantics == "local"
+    homes = home_placements(capture, plan, RankLocal() if local else Shard(batch_dim))
+    # Needs phases. Marks parameters that are gathered again for backward, and gives backward its own views of them.
+    reshard_after_forward(capture.module.graph, homes.placements, reshard, comm, plan.world, local=local)
+    # Gives a placement of each output, and of each input where its node wants it.
+    plans = propagate(capture.module.graph, homes, plan.world, local=local)
+    # State that the step makes itself is returned where the plan wants it.
+    place_new_states(capture, plan, plans)
+    return homes, plans
+
+
+# ---- one rank -------------------------------------------------------------------------------------------------------
+
+
+def partition_for_rank(
+    module: GraphModule,
+    world: int,
+    rank: int,
+    group: str,
+    comm: CommConfig,
+    replica_group: str = "",
+    replicas: int = 1,
+) -> GraphModule:
+    """Turn a marked graph into the graph of ``rank``, in place.
+
+    The module's code is left as it was: recompile it before it runs or is handed out.
+
+    Args:
+        module: The marked graph.
+        world: Number of ranks of the axis that its placements are on.
+        rank: Rank there.
+        group: Name of the group of that axis.
+        comm: How communication is arranged.
+        replica_group: Name of the group over whose ranks gradients are averaged as well; empty: none.
+        replicas: Number of ranks of that.
+    """
+    graph = module.graph
+    mover = Mover(graph, world, rank, group, replica_group, replicas)
+    traced = set(graph.nodes)
+    # Brings each input where its node wants it, one collective a tensor; removes the marks.
+    inserter = Inserter(module, mover)
+    inserter.run()
+    # Fused optimizer kernels get contiguous tensors.
+    make_contiguous_for_fused(graph)
+    # Replaces single collectives of parameters and gradients by buckets, sent early and awaited late.
+    bucket_and_schedule(graph, inserter.moves, mover, comm)
+    # Tags give way to `meta["gradient"]`: buckets had to know when a gradient has its final value.
+    erase_tags(graph)
+    # Needs a graph without tags. Matrix products write their gradients into the bucket.
+    compute_grads_in_buckets(graph, comm.in_place)
+    # Erases views that equal an earlier node.
+    remove_redundant_views(graph, traced)
+    graph.lint()
+    return module
+
+
+# ---- where inputs and outputs lie -----------------------------------------------------------------------------------
+
+
+def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
+    """Shape at which a batch tensor is traced: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
+
+    def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+        if tensor.ndim <= dim:
+            return tuple(tensor.shape)
+        size = tensor.shape[dim]
+        if size % parts:
+            hint = "pass as many rows as accumulate divides"
+            raise PlanError(Problem("uneven-batch", "batch", dim=dim, found=f"{size} rows in {parts} parts", hint=hint))
+        return (*tensor.shape[:dim], size * times // parts, *tensor.shape[dim + 1 :])
+
+    return shape_of
+
+
+def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> StoragePlacements:
+    """Return the placement of every placeholder between steps."""
+    homes = StoragePlacements({}, {})
+    for node in capture.module.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        entry: Input = node.meta["input"]
+        homes.placements[node] = _home(node, entry, plan, batch)
+        if entry.kind in _TYPES:
+            homes.types[node] = _TYPES[entry.kind]
+        if entry.kind == "hyper":
+            node.meta["val"] = None
+    grads = {param.info.name: param.grad for param in plan.params}
+    homes.grad_home = lambda name, shape: grads[name]
+    return homes
+
+
+def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) -> Placement:
+    if entry.kind == "param":
+        return plan[entry.name].param
+    if entry.kind == "state":
+        like = plan[entry.name]
+        return like.state if tuple(node.meta["val"].shape) == like.info.shape else Replicate()
+    if entry.kind == "arg" and (isinstance(batch, RankLocal) or node.meta["val"].ndim > 0):
+        return batch
+    return Replicate()
+
+
+def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node, NodePlan]) -> None:
+    """State that the step makes itself is returned where the plan wants it."""
+    output = next(node for node in capture.module.graph.nodes if node.op == "output")
+    values = output.args[0]
+    assert isinstance(values, list | tuple)
+    for value, entry in zip(values, capture.outputs, strict=True):
+        if entry.kind == "state" and isinstance(value, fx.Node):
+            like = plan[entry.name]
+            same = tuple(value.meta["val"].shape) == like.info.shape
+            plans[output].inputs[value] = like.state if same else Replicate()
+
+
+def returned_placements(order: list[Any], plan: NodePlan) -> list[Placement | None]:
+    """Return the placement of each returned value."""
+    return [plan.inputs.get(value) if isinstance(value, fx.Node) else None for value in order]
+
+
+__all__ = ["build_program", "capture_single_device", "partition_for_rank", "plan_nodes"]

@@ -1,0 +1,192 @@
+"""Values that say how the tensor of a graph node lies on the ranks of one mesh axis.
+
+Vocabulary: a *placement* is torch's ``Shard``, ``Replicate`` or ``Partial``. Two words are added: `RankLocal`, a tensor
+that every rank computed for itself and that has no meaning as a whole (activations under local semantics), and
+``Partial("norm<p>")``, whose reduction is the p-norm of the ranks' values (the partial p-norms of shards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from dp_partition._shared.problems import PlanError, Problem
+
+
+class RankLocal(Placement):
+    """The ranks' values are unrelated: each rank's is the result of its own computation."""
+
+    def __repr__(self) -> str:
+        return "RankLocal()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RankLocal)
+
+    def __hash__(self) -> int:
+        return hash(RankLocal)
+
+
+@dataclass(frozen=True)
+class PlacementSpec:
+    """Placement of one tensor: the mesh and one placement per mesh axis (data parallelism uses one axis)."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != self.mesh.ndim:
+            raise ValueError(f"{len(self.placements)} placements for a mesh with {self.mesh.ndim} axes")
+
+    @property
+    def placement(self) -> Placement:
+        """The placement on the only axis."""
+        return self.placements[0]
+
+
+Outputs = PlacementSpec | tuple["Outputs", ...] | None
+"""Spec of a node's value: one tensor, a list of tensors, or no tensor."""
+
+
+@dataclass(frozen=True)
+class PlacementStrategy:
+    """One way to distribute a node: where its value lies and where its inputs must lie.
+
+    Attributes:
+        output_spec: Spec of the value; a tuple for nodes with several outputs.
+        input_specs: One entry per ``node.all_input_nodes``, ``None`` for inputs that are no tensors (a tuple for an
+            input that is itself a list); ``None`` as a whole for placeholders.
+    """
+
+    output_spec: Outputs
+    input_specs: tuple[Outputs, ...] | None = None
+
+
+class DataParallelStrategy:
+    """The ways to distribute one node in a data-parallel graph.
+
+    Args:
+        node_type: What the node is to the train step.
+        strategies: The candidates: one, or two as ``[replicated, sharded]``.
+        reduction_over_batch: Whether the node's value is a reduction over the batch (a loss, for instance).
+    """
+
+    def __init__(
+        self, node_type: NodeType, strategies: Sequence[PlacementStrategy], reduction_over_batch: bool = False
+    ) -> None:
+        self.node_type = node_type
+        self.strategies = list(strategies)
+        self.reduction_over_batch = reduction_over_batch
+
+    def __str__(self) -> str:
+        ways = " | ".join(describe(strategy.output_spec) for strategy in self.strategies)
+        return f"type: {self.node_type}, [{ways}]"
+
+    __repr__ = __str__
+
+
+class TupleStrategy:
+    """The strategies of a node with several outputs, one child per output."""
+
+    def __init__(self, childs: Sequence[DataParallelStrategy], strategies: Sequence[PlacementStrategy] = ()) -> None:
+        self.childs = tuple(childs)
+        self.strategies = list(strategies)
+
+    def __str__(self) -> str:
+        return f"TupleStrategy({', '.join(map(str, self.childs))})"
+
+    __repr__ = __str__
+
+
+StrategyType = DataParallelStrategy | TupleStrategy
+
+
+def describe(spec: Outputs | Placement) -> str:
+    """Short name of a spec or placement: ``R``, ``S(0)``, ``P(avg)``, ``local``."""
+    if spec is None:
+        return "-"
+    if isinstance(spec, tuple):
+        return "(" + ", ".join(describe(one) for one in spec) + ")"
+    placements = spec.placements if isinstance(spec, PlacementSpec) else (spec,)
+    return "x".join(_describe_one(placement) for placement in placements)
+
+
+def _describe_one(placement: Placement) -> str:
+    if isinstance(placement, RankLocal):
+        return "local"
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return f"P({placement.reduce_op})"
+    return "R" if isinstance(placement, Replicate) else repr(placement)
+
+
+class DataParallelStyle(Enum):
+    """Placement of parameters, gradients and optimizer state on the data-parallel ranks.
+
+    Attributes:
+        DEFAULT: Shard every parameter whose dim 0 the world size divides, replicate the others: no padding, and a
+            mixture of reduce-scatter and all-reduce.
+        REPLICATE: Every rank holds everything, as under DistributedDataParallel.
+        FULLY_SHARD: Everything is sharded on dim 0, uneven parameters too, as under FSDP (ZeRO-3).
+        ZERO1: Parameters replicated, optimizer state sharded; gradients are all-reduced.
+        ZERO2: Parameters replicated, optimizer state sharded; gradients are reduce-scattered.
+        HYBRID: As FULLY_SHARD over the last axis of a mesh of two, and replicated along the first (HSDP).
+    """
+
+    DEFAULT = 0
+    REPLICATE = 1
+    FULLY_SHARD = 2
+    ZERO1 = 3
+    ZERO2 = 4
+    HYBRID = 5
+
+
+class NodeType(Enum):
+    """Role of a graph node's tensor in the train step.
+
+    Attributes:
+        PARAM: A parameter (or buffer), or something computed from parameters alone.
+        ACT: An activation: anything that depends on the batch.
+        GRAD: A parameter's gradient, before or after its reduction.
+        STATE: Optimizer state.
+        NON_TENSOR: No tensor: the graph's output, scalars, tuples of different things.
+    """
+
+    PARAM = 0
+    ACT = 1
+    GRAD = 2
+    STATE = 3
+    NON_TENSOR = 4
+
+
+def parse_style(style: str | DataParallelStyle) -> DataParallelStyle:
+    """Read a style given by name or as an enum member.
+
+    Raises:
+        PlanError: For a name that is no style (code ``unknown-style``).
+    """
+    if isinstance(style, DataParallelStyle):
+        return style
+    names = [member.name.lower() for member in DataParallelStyle]
+    if style.lower() not in names:
+        hint = f"use one of {', '.join(map(repr, names))} or a DataParallelStyle"
+        raise PlanError(Problem("unknown-style", "style", found=repr(style), hint=hint))
+    return DataParallelStyle[style.upper()]
+
+
+def chunk_bounds(size: int, world: int, rank: int) -> tuple[int, int]:
+    """Start and end of a rank's chunk of a dim, as ``torch.chunk`` cuts it."""
+    step = -(-size // world)
+    return min(rank * step, size), min((rank + 1) * step, size)
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, world: int, rank: int) -> tuple[int, ...]:
+    """Shape of a rank's part of a tensor of global ``shape``."""
+    if not isinstance(placement, Shard):
+        return shape
+    start, end = chunk_bounds(shape[placement.dim], world, rank)
+    return (*shape[: placement.dim], end - start, *shape[placement.dim + 1 :])

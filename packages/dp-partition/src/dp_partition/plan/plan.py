@@ -1,0 +1,257 @@
+"""The plan: where every parameter, its gradient and its optimizer state lie, decided from shapes alone."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.plan.placements import DataParallelStyle, chunk_bounds, describe
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A parameter, as far as planning needs to know it."""
+
+    name: str
+    shape: tuple[int, ...]  # global
+    dtype: torch.dtype
+    requires_grad: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """Placement of one parameter, with the reason.
+
+    Attributes:
+        info: The parameter.
+        param: Placement of the parameter between steps.
+        grad: Placement its gradient is reduced to.
+        state: Placement of optimizer state of the same shape.
+        reason: Which rule decided.
+        aliases: Other names it is registered under (tied parameters).
+    """
+
+    info: TensorInfo
+    param: Placement
+    grad: Placement
+    state: Placement
+    reason: str
+    aliases: tuple[str, ...] = ()
+
+    def local_numel(self, placement: Placement, world: int, rank: int) -> int:
+        """Elements of a rank's part under one of the placements."""
+        count = 1
+        for dim, size in enumerate(self.info.shape):
+            if isinstance(placement, Shard) and placement.dim == dim:
+                start, end = chunk_bounds(size, world, rank)
+                size = end - start
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """Placement of everything that persists between steps.
+
+    Attributes:
+        style: The style asked for.
+        semantics: ``"local"`` or ``"global"``.
+        world: Number of data-parallel ranks.
+        params: One entry per unique parameter.
+        replicas: Number of replicas of all that (``"hybrid"``); a gradient is averaged over them too.
+        reduction: How gradients are reduced, where it is not plainly: their dtype on the way, or the hook's name.
+        checks: Which calls were compared with the eager step, and why others were not; no part of the plan itself.
+        problems: What is wrong with the plan; a plan with problems is not carried out.
+    """
+
+    style: DataParallelStyle
+    semantics: str
+    world: int
+    params: tuple[ParamPlan, ...]
+    problems: tuple[Problem, ...] = field(default=())
+    replicas: int = 1
+    reduction: str = ""
+    checks: str = field(default="", compare=False)
+
+    def __getitem__(self, name: str) -> ParamPlan:
+        for param in self.params:
+            if name == param.info.name or name in param.aliases:
+                return param
+        raise KeyError(name)
+
+    def param_bytes(self, rank: int = 0) -> int:
+        """Bytes of parameters that a rank holds between steps."""
+        return sum(p.local_numel(p.param, self.world, rank) * p.info.dtype.itemsize for p in self.params)
+
+    def explain(self, name: str | None = None) -> str:
+        """Text about one parameter, or a table of all."""
+        if name is not None:
+            return _explain_one(self[name], self.world, self._notes())
+        lines = [
+            f"{self.style.name.lower()} over {self.world} ranks, {self.semantics} semantics, "
+            f"{self.param_bytes()} parameter bytes on rank 0",
+            *self._notes(),
+        ]
+        width = max((len(p.info.name) for p in self.params), default=0)
+        for p in self.params:
+            where = f"param {describe(p.param):5} grad {describe(p.grad):5} state {describe(p.state):5}"
+            lines.append(f"  {p.info.name:{width}}  {where} {list(p.info.shape)}  {p.reason}")
+        lines += [f"  problem: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+    def _notes(self) -> list[str]:
+        """Lines about how gradients travel, where there is something to say."""
+        lines = []
+        if self.replicas > 1:
+            lines.append(f"  {self.replicas} replicas of these ranks; gradients are averaged over the replicas as well")
+        if self.reduction:
+            lines.append(f"  gradients are reduced {self.reduction}")
+        if self.checks:
+            lines.append(f"  {self.checks}")
+        return lines
+
+    def to_json(self) -> str:
+        """The plan as JSON; the same on every rank."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "style": self.style.name,
+                "semantics": self.semantics,
+                "world": self.world,
+                "replicas": self.replicas,
+                "reduction": self.reduction,
+                "params": [
+                    {
+                        "name": p.info.name,
+                        "aliases": list(p.aliases),
+                        "shape": list(p.info.shape),
+                        "dtype": str(p.info.dtype).removeprefix("torch."),
+                        "requires_grad": p.info.requires_grad,
+                        "param": describe(p.param),
+                        "grad": describe(p.grad),
+                        "state": describe(p.state),
+                        "reason": p.reason,
+                    }
+                    for p in self.params
+                ],
+                "problems": [str(problem) for problem in self.problems],
+            },
+            sort_keys=True,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Stands for the plan when ranks compare plans."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def plan_placements(
+    params: list[TensorInfo],
+    style: DataParallelStyle,
+    world: int,
+    *,
+    semantics: str = "local",
+    overrides: Mapping[str, Placement] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    replicas: int = 1,
+    reduction: str = "",
+) -> PartitionPlan:
+    """Decide where every parameter lies. Pure: shapes and integers in, a value out.
+
+    Args:
+        params: The unique parameters, in registration order.
+        style: Style of those parameters that ``overrides`` does not name.
+        world: Number of data-parallel ranks.
+        semantics: Recorded in the plan.
+        overrides: Name patterns (``fnmatch``) -> ``Replicate()`` or ``Shard(0)``; the first that matches counts.
+        aliases: Further names of tied parameters -> the name they are planned under.
+        replicas: Number of replicas of these ranks, recorded in the plan.
+        reduction: How gradients are reduced, likewise.
+    """
+    patterns = dict(overrides or {})
+    used: set[str] = set()
+    problems: list[Problem] = []
+    planned = []
+    others: dict[str, list[str]] = {}
+    for alias, name in (aliases or {}).items():
+        others.setdefault(name, []).append(alias)
+    for info in params:
+        names = [info.name, *others.get(info.name, [])]
+        pattern = next((p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names)), None)
+        if pattern is not None:
+            used.update(p for p in patterns if any(fnmatch.fnmatchcase(n, p) for n in names))
+            problems += _check_override(info, patterns[pattern])
+            placement = patterns[pattern]
+            homes = (placement, placement, placement, f"placements[{pattern!r}]")
+        else:
+            homes = _home_by_style(info, style, world)
+        planned.append(ParamPlan(info, *homes, aliases=tuple(others.get(info.name, ()))))
+    for pattern in patterns:
+        if pattern not in used:
+            hint = "patterns are matched against full names with fnmatch"
+            problems.append(Problem("unused-pattern", pattern, found="matches no parameter", hint=hint))
+    return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
+
+
+def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
+    if isinstance(placement, Replicate):
+        return []
+    if isinstance(placement, Shard) and placement.dim == 0 and info.shape:
+        return []
+    hint = "use Replicate() or Shard(0)"
+    return [Problem("bad-placement", info.name, found=f"{placement!r} for shape {list(info.shape)}", hint=hint)]
+
+
+def _home_by_style(
+    info: TensorInfo, style: DataParallelStyle, world: int
+) -> tuple[Placement, Placement, Placement, str]:
+    full, shard = Replicate(), Shard(0)
+    if not info.shape:
+        return full, full, full, "a scalar cannot be sharded"
+    if style is DataParallelStyle.REPLICATE:
+        return full, full, full, "style"
+    if style is DataParallelStyle.ZERO1:
+        return full, full, shard, "style"
+    if style is DataParallelStyle.ZERO2:
+        return full, shard, shard, "style"
+    if style is DataParallelStyle.DEFAULT and info.shape[0] % world:
+        return full, full, full, f"dim 0 of size {info.shape[0]} does not divide by {world}"
+    uneven = "" if info.shape[0] % world == 0 else f", padded: dim 0 of size {info.shape[0]}"
+    return shard, shard, shard, f"style{uneven}"
+
+
+def check_plan(plan: PartitionPlan) -> None:
+    """Raise all problems of a plan at once."""
+    if plan.problems:
+        raise PlanError(plan.problems, "the placements cannot be planned")
+
+
+def _explain_one(param: ParamPlan, world: int, notes: list[str]) -> str:
+    info = param.info
+    lines = [
+        f"{info.name}: {list(info.shape)} {info.dtype}, {'trained' if info.requires_grad else 'frozen'}",
+        f"  parameter {describe(param.param)}, gradient {describe(param.grad)}, optimizer state {describe(param.state)}"
+        f" ({param.reason})",
+        f"  elements per rank: {[param.local_numel(param.param, world, r) for r in range(min(world, 8))]}",
+    ]
+    lines += notes
+    if param.aliases:
+        lines.append(f"  also registered as {', '.join(param.aliases)}")
+    return "\n".join(lines)

@@ -1,0 +1,141 @@
+"""Choices of the caller of `compile`, as one value that the stages read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import Placement
+
+from dp_partition._shared.problems import Problem
+from dp_partition.plan.placements import DataParallelStyle
+
+Style = Literal["default", "replicate", "zero1", "zero2", "fully_shard", "hybrid"]
+Semantics = Literal["local", "global"]
+Backend = Literal["eager", "inductor"]
+
+_REDUCED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """Arrangement of communication.
+
+    Attributes:
+        bucket_bytes: Greatest size of a bucket; a larger tensor travels alone. 0: no buckets.
+        prefetch: How many buckets of parameters are on their way ahead of the one that compute needs, and how many
+            buckets of gradients on their way to becoming shards.
+        reduce_dtype: In which dtype gradients are reduced; None: in their own.
+        hook: What averages a bucket of gradients instead of the plain collective.
+        in_place: Whether gradients are computed in their buckets where they can be (`in_bucket`); else a compiler may.
+    """
+
+    bucket_bytes: int = 25 << 20
+    prefetch: int = 1
+    reduce_dtype: torch.dtype | None = None
+    hook: Callable[..., torch.Tensor] | None = None
+    in_place: bool = True
+
+    @property
+    def plain(self) -> bool:
+        """Return whether gradients are averaged by the plain collective, in their own dtype."""
+        return self.reduce_dtype is None and self.hook is None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Position of the batch in the tensor arguments of a step.
+
+    Attributes:
+        dim: The batch dim of every tensor argument that has dims.
+    """
+
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices that hold for all programs of a step; what they mean is said at `compile`.
+
+    Attributes:
+        style: How parameters lie that ``placements`` does not name.
+        semantics: ``"local"`` or ``"global"``.
+        placements: Name patterns -> placement.
+        equal: ``"broadcast"`` or ``"check"``.
+        batch_dim: Batch dim of tensor arguments.
+        comm: How communication is arranged.
+        accumulate: Number of micro-batches.
+        rng: ``None``, ``"same"`` or ``"per_rank"``.
+        reshard: ``"auto"``, ``True`` or ``False``.
+        backend: ``"eager"`` or ``"inductor"``.
+        check: ``"sampled"``, ``"first"`` or ``"never"``.
+    """
+
+    style: DataParallelStyle
+    semantics: str = "local"
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    equal: str = "broadcast"
+    batch_dim: int = 0
+    comm: CommConfig = field(default_factory=CommConfig)
+    accumulate: int = 1
+    rng: str | None = None
+    reshard: str | bool = "auto"
+    backend: str = "eager"
+    check: str = "sampled"
+
+    def text(self) -> str:
+        """Return the choices that have to be equal on every rank and show neither in the plan nor in collectives."""
+        chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend, self.check)
+        return ", ".join(map(str, chosen))
+
+    def reduction(self) -> str:
+        """Return the reduction of gradients as text for the plan; empty where it is plain."""
+        if self.comm.hook is not None:
+            return f"by {getattr(self.comm.hook, '__qualname__', type(self.comm.hook).__qualname__)}"
+        dtype = self.comm.reduce_dtype
+        return "" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
+
+    def problems(self) -> list[Problem]:
+        """Return the problems of the choices, by themselves and together."""
+        found = [
+            *_choice("semantics", self.semantics, ("local", "global")),
+            *_choice("equal", self.equal, ("broadcast", "check")),
+            *_choice("reshard_after_forward", self.reshard, ("auto", True, False)),
+            *_choice("backend", self.backend, ("eager", "inductor")),
+            *_choice("check", self.check, ("sampled", "first", "never")),
+            *_choice("rng", self.rng, (None, "same", "per_rank")),
+        ]
+        if self.semantics == "global" and (self.accumulate > 1 or self.rng == "same"):
+            name = "accumulate" if self.accumulate > 1 else "rng"
+            found.append(Problem("needs-local", name, found="global", hint="use semantics='local'"))
+        if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
+            found.append(Problem("needs-local", "style", found="hybrid, global", hint="use semantics='local'"))
+        if self.semantics == "global" and self.comm.hook is not None:
+            hint = "use semantics='local': under global semantics gradients are sums that are not averaged"
+            found.append(Problem("needs-local", "comm_hook", found="global", hint=hint))
+        hook: object = self.comm.hook
+        if hook is not None and not callable(hook):
+            hint = "pass a function of a flat bucket and a GradientGroup"
+            found.append(Problem("bad-hook", "comm_hook", found=repr(hook), hint=hint))
+        if self.comm.hook is not None and self.comm.reduce_dtype is not None:
+            hint = "the hook says what is sent; leave reduce_dtype out and cast in the hook"
+            found.append(Problem("conflicting-arguments", "reduce_dtype", found="beside comm_hook", hint=hint))
+        dtype: object = self.comm.reduce_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
+            hint = f"use one of {', '.join(map(str, _REDUCED))}"
+            found.append(Problem("bad-dtype", "reduce_dtype", found=repr(dtype), hint=hint))
+        if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
+            found.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
+        return found
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Problem]:
+    if value in allowed:
+        return []
+    hint = f"use one of {', '.join(map(repr, allowed))}"
+    return [Problem(f"unknown-{name}", name, found=repr(value), hint=hint)]
+
+
+__all__ = ["Batch", "Settings", "CommConfig"]

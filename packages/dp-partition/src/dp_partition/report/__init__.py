@@ -1,1 +1,0 @@
-"""Reports: a step as one page with pictures."""

@@ -1,0 +1,126 @@
+"""Ranks take up a program together, or all refuse it: what one cannot trace, or traced otherwise, the others hear of.
+
+A rank that raised alone would leave the others in their first collective until the group's timeout; ranks whose
+programs issue different collectives could fill each other's tensors with what was meant for others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from dp_partition._shared.consensus import all_gather_objects, assert_consistent, capture_errors
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.analysis.comms import carried_names
+from dp_partition.mesh import all_groups
+from dp_partition.ops import is_collective
+
+T = TypeVar("T")
+
+HINT = (
+    "run the same step on every rank, with the same model and the same arguments of compile; under global semantics "
+    "every rank passes as many rows; where batches differ in size, say reshard_after_forward=True or False"
+)
+
+
+def collectives_digest(graph: fx.Graph) -> str:
+    """Return a digest of a graph's collectives, their order and the values they carry, without batch sizes."""
+    lines = [
+        f"{node.target} {' '.join(name for source in node.all_input_nodes for name in carried_names(source))}"
+        for node in graph.nodes
+        if is_collective(node)
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def batch_text(leaves: list[Any]) -> str:
+    """Shapes and dtypes of tensors among arguments."""
+    return ", ".join(f"{list(one.shape)} {one.dtype}" for one in leaves if isinstance(one, torch.Tensor))
+
+
+def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping[str, str]]]) -> T:
+    """Return the value of ``attempt`` once every rank has made it alike; a collective.
+
+    Args:
+        mesh: The ranks.
+        name: What is attempted, for errors.
+        attempt: Returns a value, and facts about it that must be equal on every rank. Must not communicate.
+
+    Raises:
+        PlanError: On every rank, where a rank's attempt failed or facts differ.
+        RuntimeError: A peer died.
+    """
+    if mesh.size() == 1:
+        return attempt()[0]
+    made, error = capture_errors(attempt)
+    lines = [] if made is None else [f"{key}: {value}" for key, value in made[1].items()]
+    assert_consistent(mesh, name, lines, error, hint=HINT)
+    assert made is not None
+    return made[0]
+
+
+def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Rank 0's values of all tensors, a few large messages per dtype; the tensors passed are left alone."""
+    result: dict[str, torch.Tensor] = {}
+    buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(name)
+    groups = all_groups(mesh)
+    backend_device = _group_device(groups[0])
+    for names in buckets.values():
+        for part in _by_bytes(names, tensors):
+            flat = torch.cat([tensors[name].reshape(-1) for name in part])
+            travelling = flat.to(backend_device) if backend_device.type != flat.device.type else flat
+            for group in groups:
+                dist.broadcast(travelling, group=group, group_src=0)
+            flat = travelling.to(flat.device)
+            pieces = torch.split(flat, [tensors[name].numel() for name in part])
+            for name, piece in zip(part, pieces, strict=True):
+                result[name] = torch.empty_like(tensors[name]).copy_(piece.view(tensors[name].shape))
+    return result
+
+
+def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 64 << 20) -> Iterable[list[str]]:
+    part: list[str] = []
+    size = 0
+    for name in names:
+        part.append(name)
+        size += tensors[name].numel() * tensors[name].element_size()
+        if size >= limit:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _group_device(group: dist.ProcessGroup) -> torch.device:
+    kinds = [device.type for device in group._device_types]
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])
+
+
+def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
+    """Raise on every rank if any tensor differs from rank 0's."""
+    reference = broadcast_from_first(tensors, mesh)
+    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, reference[name])]
+    gathered = all_gather_objects(mesh, differing, "equal='check'")
+    problems = [
+        Problem(
+            "ranks-differ",
+            name.replace("\0", " "),
+            found=f"rank {rank} does not hold rank 0's values",
+            hint="seed every rank alike, or use equal='broadcast'",
+        )
+        for rank, names in enumerate(gathered)
+        for name in names
+    ]
+    if problems:
+        raise PlanError(problems, "the ranks start with different values")
+
+
+__all__ = ["batch_text", "broadcast_from_first", "check_equal", "collectives_digest", "agree_on"]

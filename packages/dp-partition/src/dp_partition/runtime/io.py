@@ -1,0 +1,194 @@
+"""Inputs and outputs of a graph, and changes that a caller made since the last call.
+
+A change is taken over where its meaning is clear, and refused by name where not.
+
+State that `load_state_dict` put in place is full and plain; a parameter that was thawed, or came into the optimizer
+with `add_param_group`, has no state yet; a buffer may be another tensor. A graph that is fed any of these as it stands
+would compute on wrong memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers, states_by_id
+from dp_partition.capture.state import StepState
+from dp_partition.mesh import on_mesh
+from dp_partition.runtime.program import Program
+from dp_partition.runtime.state import Binding, as_dtensor
+
+
+def reconcile(binding: Binding) -> OptimizerReads:
+    """Bring state and buffers where the graphs expect them; return what the optimizers hold then.
+
+    Raises:
+        PlanError: ``model-changed`` for parameters and buffers that came or went, ``parameter-not-in-module`` for a
+            parameter of an optimizer that is not placed, ``state-placed-elsewhere`` for state on another mesh or with
+            other placements, ``state-shape`` for state of another shape than before, ``buffer-untied`` for one of two
+            names of a buffer that names another one now.
+    """
+    _check_structure(binding)
+    _reconcile_buffers(binding)
+    problems: list[Problem] = []
+    index = states_by_id(binding.step_state.optimizers)
+    for number, optimizer in enumerate(binding.step_state.optimizers):
+        states = index[number]
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                fqn = binding.names.get(id(param))
+                if fqn is None:
+                    hint = "call release() on the step first, and pass the module that holds it"
+                    found = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
+                    problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=found, hint=hint))
+                elif param.requires_grad:
+                    state, seen = states.get(id(param)), binding.seen.get((number, fqn))
+                    # The same objects as at the last call lie as they lay then: what most calls find.
+                    same = state is not None and seen is not None and len(state) == len(seen)
+                    if not same or not all(map(operator.is_, state.values(), seen)):  # type: ignore[union-attr,arg-type]
+                        problems += _reconcile_state(binding, number, group, fqn, states)
+    if problems:
+        raise PlanError(problems)
+    return read_optimizers(binding.step_state.optimizers, index)
+
+
+def _reconcile_state(
+    binding: Binding, number: int, group: dict[str, Any], fqn: str, states: dict[int, Any]
+) -> list[Problem]:
+    optimizer, param = binding.step_state.optimizers[number], binding.params[fqn]
+    state = states.get(id(param))
+    if not state:
+        fresh = binding.fresh_state(optimizer, group, fqn, param)
+        if fresh:
+            optimizer.state[param] = states[id(param)] = fresh
+        return []
+    shapes = binding.state_shapes.get((number, fqn), {})
+    wanted = on_mesh(binding.plan[fqn].state, binding.mesh)
+    problems = []
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            continue
+        if isinstance(value, DTensor):
+            if value.device_mesh != binding.mesh or tuple(value.placements) != tuple(wanted):
+                found = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
+                hint = "load it into the state that is there, or load full tensors"
+                problems.append(Problem("state-placed-elsewhere", f"{fqn} {key}", found=found, hint=hint))
+        elif value.shape == param.shape:
+            state[key] = binding.place_state(fqn, value, full=True)
+        if key in shapes and state[key].shape != shapes[key]:
+            found = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
+            hint = "load state that was saved for this model"
+            problems.append(Problem("state-shape", f"{fqn} {key}", found=found, hint=hint))
+    if not problems:
+        binding.seen[number, fqn] = tuple(state.values())
+        binding.state_shapes[number, fqn] = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return problems
+
+
+def _check_structure(binding: Binding) -> None:
+    """Tensors of the model are those that were placed, under their names; hooks and other modules trace anew."""
+    if not binding.step_state.reads.look() and binding.built is binding.step_state.reads.structure:
+        return
+    before, now = ({fqn for fqn, *_ in slots} for slots in (binding.slots, binding.step_state.slots()))
+    if now != before:
+        hint = "call release() on the step first"
+        changes = [(name, "was not there when the step was placed") for name in sorted(now - before)]
+        changes += [(name, "is not there any more") for name in sorted(before - now)]
+        raise PlanError([Problem("model-changed", name, found=found, hint=hint) for name, found in changes])
+    binding.index_slots()
+    binding.built = binding.step_state.reads.structure
+
+
+def _reconcile_buffers(binding: Binding) -> None:
+    step_state = binding.step_state
+    for fqn, module, attribute, name in binding.buffer_slots:
+        now = module._buffers.get(attribute)
+        if now is None:
+            hint = "call release() on the step first"
+            found = "is None, and was a tensor when the step was placed"
+            raise PlanError(Problem("model-changed", fqn, found=found, hint=hint))
+        if now is step_state.buffers[name]:
+            continue
+        if fqn != name:
+            found, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
+            raise PlanError(Problem("buffer-untied", fqn, found=found, hint=hint))
+        step_state.buffers[name] = now
+
+
+def check_no_gradients(step_state: StepState, cleared: bool) -> None:
+    """Raise where gradients lie on parameters that the step would add to.
+
+    Args:
+        step_state: The model and its optimizers.
+        cleared: Whether the step clears gradients before its first backward.
+
+    Raises:
+        PlanError: ``grads-carried-over`` for each such parameter.
+    """
+    if cleared or not step_state.optimizers:
+        return
+    found = "holds a gradient from outside the step, to which backward would add"
+    hint = "call zero_grad() before the step"
+    problems = [
+        Problem("grads-carried-over", fqn, found=found, hint=hint)
+        for fqn, param in step_state.params.items()
+        if param.grad is not None
+    ]
+    if problems:
+        raise PlanError(problems)
+
+
+def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizers: OptimizerReads) -> list[Any]:
+    """Return local tensors and numbers for the placeholders, in order.
+
+    Args:
+        binding: The placed model and optimizers.
+        program: The graph that is run.
+        leaves: The step's arguments, flattened.
+        optimizers: What was read from the optimizers at this call.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    params, buffers = binding.params, binding.step_state.buffers
+    values: list[Any] = []
+    for entry in program.inputs:  # without calls for each entry: this runs at every step
+        kind = entry.kind
+        if kind == "param":
+            values.append(params[entry.name]._local_tensor)  # type: ignore[attr-defined]  # a DTensor
+        elif kind == "buffer":
+            values.append(buffers[entry.name])
+        elif kind == "state":
+            state = optimizers.states[entry.optimizer][id(params[entry.name])][entry.key]
+            values.append(state._local_tensor if isinstance(state, DTensor) else state)
+        elif kind == "hyper":
+            values.append(optimizers.values[entry.hyper])  # type: ignore[index]
+        else:
+            values.append(tensors[int(entry.name)])
+    return values
+
+
+def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...]) -> None:
+    """Put buffers and state that the step replaced in place."""
+    for value, entry, placement in zip(values, program.capture.outputs, program.output_placements, strict=True):
+        if entry.kind == "buffer":
+            replace_buffer(binding, entry.name, value)
+        elif entry.kind == "state":
+            param = binding.params[entry.name]
+            new = value
+            if placement is not None and tuple(value.shape) == binding.local_state_shape(entry.name) and value.ndim:
+                new = as_dtensor(value, param, binding.mesh, placement)
+            binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
+
+
+def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
+    """Put a new tensor where a buffer was."""
+    for fqn, module, attribute, is_param in binding.slots:
+        if not is_param and binding.step_state.aliases.get(fqn, fqn) == name:
+            module._buffers[attribute] = value
+    binding.step_state.buffers[name] = value
+
+
+__all__ = ["bind_inputs", "check_no_gradients", "reconcile", "replace_buffer", "store_outputs"]

@@ -1,0 +1,109 @@
+"""One traced and partitioned step, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from dp_partition._torch_compat import is_gloo
+from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
+from dp_partition.backends.inductor import Lowered
+from dp_partition.capture.fakes import Input
+from dp_partition.capture.tracer import Capture
+from dp_partition.mesh import shard_group
+from dp_partition.passes.local_shapes import record_local_values
+from dp_partition.passes.peephole import use_bindings
+from dp_partition.passes.reshard_after_forward import MARK
+
+
+@dataclass
+class Program:
+    """A step partitioned for one rank.
+
+    Attributes:
+        capture: What was traced; its module is the partitioned graph.
+        inputs: What each placeholder wants.
+        output_placements: Where each returned value lies.
+        mesh: The ranks.
+        lowered: The partitioned graph with its compute compiled; None where it runs as it is.
+        bound: The partitioned graph as it runs otherwise; made when it first does.
+        guard_values: Hyperparameters for which its guards were found to hold last.
+        is_checked: A check by execution has run it.
+        labelled: Inputs by their kinds, as `labels` found them.
+    """
+
+    capture: Capture
+    inputs: list[Input]
+    output_placements: list[Placement | None]
+    mesh: DeviceMesh
+    local_fakes: list[Any] | None = None
+    guard_values: tuple[float, ...] = ()
+    is_checked: bool = False
+    lowered: Lowered | None = None
+    bound: fx.GraphModule | None = None
+    labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The partitioned graph."""
+        return self.capture.module
+
+    def run(self, inputs: list[Any]) -> Any:
+        """The graph's values for this rank's inputs."""
+        if self.lowered is not None:
+            return self.lowered(*inputs)
+        if self.bound is None:
+            graph = self.for_backend()
+            use_bindings(graph)
+            self.bound = fx.GraphModule(self.module, graph)
+        return self.bound(*inputs)
+
+    def for_backend(self) -> fx.Graph:
+        """A copy of the partitioned graph with its collectives as the backend carries them best."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        if is_gloo(shard_group(self.mesh), self.mesh.device_type):
+            reduce_scatter_as_all_to_all(graph)
+        return graph
+
+    def labels(self, kinds: tuple[str, ...]) -> list[tuple[str, int]]:
+        """Name and position of the inputs of these kinds; worked out once."""
+        if kinds not in self.labelled:
+            self.labelled[kinds] = [(e.label, index) for index, e in enumerate(self.inputs) if e.kind in kinds]
+        return self.labelled[kinds]
+
+    def with_local_values(self, tell: Callable[[int, int], None] | None = None) -> fx.GraphModule:
+        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for.
+
+        Args:
+            tell: Is told how many of how many nodes are done.
+        """
+        if self.local_fakes is not None:
+            record_local_values(self.module, self.local_fakes, self.capture.mode, tell)
+            self.local_fakes = None
+        return self.module
+
+    def reshard_names(self) -> frozenset[str]:
+        """The parameters that are let go of after forward and gathered once more for backward."""
+        return frozenset(n.meta["input"].name for n in self.module.graph.nodes if MARK in n.meta)
+
+    def holds_for(self, values: dict[tuple[Any, ...], float]) -> bool:
+        """Return whether the decisions taken while tracing hold for these hyperparameters."""
+        now = tuple(values.values())
+        if now == self.guard_values:
+            return True
+        symbols = self.capture.symbols
+        substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}
+        for guard in self.capture.guards:
+            if not bool(guard.xreplace(substitution)):
+                return False
+        self.guard_values = now
+        return True
+
+
+__all__ = ["Program"]

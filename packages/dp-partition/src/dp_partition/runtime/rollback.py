@@ -1,0 +1,114 @@
+"""Values of a placed model as they are now, to go back to: shards, optimizer state, buffers, arguments, generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dp_partition._torch_compat import pytree
+from dp_partition.runtime.state import Binding, local_tensor
+
+
+class Snapshot:
+    """Copies of all tensors that a step writes, and the objects that hold them.
+
+    Args:
+        binding: The placed model and optimizers.
+        arguments: The step's arguments and keyword arguments; tensors among them may be written.
+    """
+
+    def __init__(self, binding: Binding, arguments: Any) -> None:
+        self.entries: list[tuple[Any, Any, torch.Tensor, torch.Tensor]] = []
+        self.states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        for name, container, key, tensor in live_tensors(binding, arguments):
+            del name
+            self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
+        for optimizer in binding.step_state.optimizers:
+            self.states += [(state, dict(state)) for state in optimizer.state.values()]
+        self.buffers = (binding.step_state.buffers, dict(binding.step_state.buffers))
+        self.found = {id(tensor): copy for _, _, tensor, copy in self.entries}
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value that a tensor had on this rank; None for one that was not there."""
+        return self.found.get(id(tensor))
+
+    def restore(self) -> None:
+        """Put tensors and values back."""
+        for table, before in (*self.states, self.buffers):
+            table.clear()
+            table.update(before)
+        with torch.no_grad():
+            for container, key, tensor, value in self.entries:
+                if container is not None:
+                    container[key] = tensor
+                local_tensor(tensor.detach()).copy_(value)
+
+
+def live_tensors(binding: Binding, arguments: Any) -> Iterator[tuple[str, Any, Any, torch.Tensor]]:
+    """Name, holding dict, key and tensor of all that a step may write. The dict of a parameter is never written."""
+    step_state = binding.step_state
+    for fqn, param in binding.params.items():
+        yield fqn, None, None, param
+    for fqn, module, attribute, is_param in binding.slots:
+        tensor = None if is_param else module._buffers.get(attribute)
+        if tensor is not None:
+            yield step_state.aliases.get(fqn, fqn), module._buffers, attribute, tensor
+    for number, fqn, state in binding.states():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                yield state_name(number, fqn, key), None, None, value
+    for index, leaf in enumerate(pytree.tree_leaves(arguments)):
+        if isinstance(leaf, torch.Tensor):
+            yield f"argument {index}", None, None, leaf
+
+
+def state_name(optimizer: int, fqn: str, key: Any) -> str:
+    """Name of an optimizer's state entry in errors."""
+    return f"{fqn} {key}" if optimizer == 0 else f"{fqn} {key} of optimizer {optimizer}"
+
+
+class StepInterrupted(RuntimeError):
+    """A step failed after it had begun to write parameters or optimizer state.
+
+    Attributes:
+        written: Names of the tensors that were written.
+    """
+
+    def __init__(self, written: list[str]) -> None:
+        self.written = written
+        shown = ", ".join(written[:4]) + (", ..." if len(written) > 4 else "")
+        super().__init__(
+            f"the step failed after it had begun the update: {len(written)} tensors are written ({shown}); "
+            "parameters and optimizer state are of no step any more, load a checkpoint"
+        )
+
+    def __reduce__(self) -> tuple[type[StepInterrupted], tuple[list[str]]]:
+        return type(self), (self.written,)
+
+
+@contextmanager
+def guarded(kept: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Run a step; if it fails, put buffers back and say whether anything else was written.
+
+    Args:
+        kept: Parameters and optimizer state by name; they are written at the end of a step, and not copied.
+        restored: Buffers by name; they are small, and copied before the step.
+    """
+    versions = {name: tensor._version for name, tensor in kept.items()}
+    copies = {name: tensor.clone() for name, tensor in restored.items()}
+    try:
+        yield
+    except Exception as error:
+        for name, tensor in restored.items():
+            tensor.copy_(copies[name])
+        written = [name for name, tensor in kept.items() if tensor._version != versions[name]]
+        if written:
+            raise StepInterrupted(written) from error
+        error.add_note("parameters, buffers and optimizer state are as they were before the step")
+        raise
+
+
+__all__ = ["Snapshot", "live_tensors", "state_name"]

@@ -1,0 +1,327 @@
+"""Bind: put a model's parameters and its optimizers' state where the plan says, and bring them back.
+
+Parameters become DTensors, in the module and in the optimizers' ``param_groups``; state of a parameter's shape
+becomes a DTensor as well. The graph works on the local tensors behind them, in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.optim import Optimizer
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.stale_parameters import mark_stale
+from dp_partition._torch_compat import storage_keys
+from dp_partition.capture.state import StepState, initial_state
+from dp_partition.mesh import on_mesh, shard_rank, shard_world
+from dp_partition.plan.placements import chunk_bounds
+from dp_partition.plan.plan import PartitionPlan
+from dp_partition.runtime.consensus import broadcast_from_first, check_equal
+
+
+def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
+    """A rank's part of a full tensor, with memory of its own when it is a shard."""
+    if not isinstance(placement, Shard):
+        return tensor
+    start, end = chunk_bounds(tensor.shape[placement.dim], world, rank)
+    return tensor.narrow(placement.dim, start, end - start).clone()
+
+
+def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """A DTensor around a local part; ``like`` has the global shape and strides."""
+    return DTensor.from_local(
+        local, mesh, on_mesh(placement, mesh), run_check=False, shape=torch.Size(like.shape), stride=_stride(like)
+    )
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.stride())
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's local tensor behind a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class Binding:
+    """A model and its optimizers while they are placed on a mesh.
+
+    Attributes:
+        step_state: The module and optimizers; its parameters are the placed ones.
+        plan: Where everything lies.
+        params: The placed parameters by name.
+        names: Their names by ``id``.
+        owner_ids: The modules and optimizers by ``id``.
+        built: How the modules were built when their tensors were last looked for.
+        seen: The state of each parameter that was last found to lie as planned, by optimizer and name.
+        state_shapes: Its global shapes.
+        is_unsharded: Whether the modules hold full plain parameters for a while (`plain.unsharded`).
+    """
+
+    def __init__(self, step_state: StepState, plan: PartitionPlan, mesh: DeviceMesh) -> None:
+        self.step_state, self.plan, self.mesh = step_state, plan, mesh
+        self.world, self.rank = shard_world(mesh), shard_rank(mesh)
+        self.params: dict[str, nn.Parameter] = dict(step_state.params)
+        self.names = {id(param): fqn for fqn, param in self.params.items()}
+        self.storage_keys: list[int] = []
+        self.slots: list[tuple[str, nn.Module, str, bool]] = []
+        self.index_slots()
+        self.owner_ids = {id(one) for one in (*(module for _, module in step_state.modules), *step_state.optimizers)}
+        self.built = step_state.reads.structure
+        self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
+        self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}
+        self.is_unsharded = False
+
+    def hold_storages(self) -> None:
+        """Keep the storages of the placed parameters, by which an assignment to ``.data`` is seen."""
+        self.held = [param.untyped_storage() for param in self.params.values()]  # held: no key comes again
+        self.storage_keys = storage_keys(self.params.values())
+
+    def index_slots(self) -> None:
+        """Find the places that tensors are registered in."""
+        self.slots = list(self.step_state.slots())
+        aliases = self.step_state.aliases
+        self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if p]
+        self.buffer_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if not p]
+
+    def place(self, equal: str) -> None:
+        """Make the ranks' tensors equal, place them, and rebind the optimizers.
+
+        Args:
+            equal: ``"broadcast"`` takes rank 0's values; ``"check"`` raises if ranks differ.
+        """
+        values = self.equal_values(equal)
+        placed: dict[str, nn.Parameter] = {}
+        for fqn, param in self.step_state.params.items():
+            placement = self.plan[fqn].param
+            local = local_shard(values.pop(fqn), placement, self.world, self.rank)
+            placed[fqn] = nn.Parameter(as_dtensor(local, param, self.mesh, placement), param.requires_grad)
+        states = self.placed_states(placed, values)
+        for fqn, value in values.items():
+            if fqn in self.step_state.buffers:
+                self.step_state.buffers[fqn].copy_(value)
+        self.install(placed, states)
+
+    def equal_values(self, equal: str) -> dict[str, torch.Tensor]:
+        """Values of parameters, buffers and existing state, the same on every rank."""
+        tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
+        tensors |= {name: b.detach() for name, b in self.step_state.buffers.items()}
+        tensors |= {name: s.detach() for name, s in self.state_tensors().items()}
+        if self.mesh.size() == 1:
+            return tensors
+        if equal == "check":
+            check_equal(tensors, self.mesh)
+            return tensors
+        return broadcast_from_first(tensors, self.mesh)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Existing optimizer state, under names that cannot collide with parameters."""
+        found = {}
+        for number, fqn, state in self.states():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{fqn}\0{number}\0{key}"] = value
+        return found
+
+    def states(self) -> Iterator[tuple[int, str, dict[Any, Any]]]:
+        """State of every parameter that has some."""
+        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
+        for number, optimizer in enumerate(self.step_state.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param in optimizer.state:
+                        yield number, fqn_of[id(param)], optimizer.state[param]
+
+    def placed_states(
+        self, placed: dict[str, nn.Parameter], values: dict[str, torch.Tensor]
+    ) -> list[dict[str, dict[Any, Any]]]:
+        """State of every optimizer by parameter name: what there was, or what the first step would begin with."""
+        result: list[dict[str, dict[Any, Any]]] = []
+        existing = {(number, fqn): state for number, fqn, state in self.states()}
+        for number, optimizer in enumerate(self.step_state.optimizers):
+            states: dict[str, dict[Any, Any]] = {}
+            fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    fqn = fqn_of[id(param)]
+                    known = existing.get((number, fqn))
+                    if known:
+                        full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in known.items()}
+                        states[fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
+                    elif param.requires_grad:
+                        states[fqn] = self.fresh_state(optimizer, group, fqn, placed[fqn])
+            result.append(states)
+        return result
+
+    def fresh_state(self, optimizer: Optimizer, group: dict[str, Any], fqn: str, param: nn.Parameter) -> dict[Any, Any]:
+        """Return the state that the optimizer's first step would begin with for a placed parameter."""
+        fresh = initial_state(optimizer, group, nn.Parameter(self.state_like(fqn, param), True))
+        return {key: self.place_state(fqn, value, full=False) for key, value in fresh.items()}
+
+    def state_like(self, fqn: str, param: nn.Parameter) -> torch.Tensor:
+        """An empty local tensor of the shape that state of this parameter has here."""
+        plan = self.plan[fqn]
+        if plan.state == plan.param:
+            return local_tensor(param.data)
+        return local_shard(local_tensor(param.data), plan.state, self.world, self.rank)
+
+    def place_state(self, fqn: str, value: Any, *, full: bool) -> Any:
+        """One state entry: like its parameter's state placement if it has the parameter's shape."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        plan, like = self.plan[fqn], self.step_state.params[fqn]
+        expected = tuple(like.shape) if full else self.local_state_shape(fqn)
+        if value.ndim == 0 or tuple(value.shape) != expected:
+            return value
+        local = local_shard(value, plan.state, self.world, self.rank) if full else value
+        return as_dtensor(local, like, self.mesh, plan.state)
+
+    def local_state_shape(self, fqn: str) -> tuple[int, ...]:
+        """Local shape of state that has the parameter's shape."""
+        plan = self.plan[fqn]
+        shape = plan.info.shape
+        if not isinstance(plan.state, Shard):
+            return shape
+        start, end = chunk_bounds(shape[0], self.world, self.rank)
+        return (end - start, *shape[1:])
+
+    def install(self, params: dict[str, nn.Parameter], states: list[dict[str, dict[Any, Any]]]) -> None:
+        """Let module and optimizers hold the given parameters and state."""
+        fqn_of = {id(param): fqn for fqn, param in self.step_state.params.items()}
+        for number, optimizer in enumerate(self.step_state.optimizers):
+            state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+            for fqn, entries in states[number].items():
+                if entries:
+                    state[params[fqn]] = entries
+            for group in optimizer.param_groups:
+                group["params"] = [params[fqn_of[id(param)]] for param in group["params"]]
+            optimizer.state = state
+        self.install_modules(params)
+        found = "another parameter stands in the model: no gradient reaches this one any more"
+        hint = "make lists of parameters, and other optimizers, from model.parameters() anew; or pass them to the step"
+        for fqn, old in self.step_state.params.items():
+            mark_stale(old, Problem("parameter-replaced", fqn, found=found, hint=hint))
+        self.step_state.params = dict(params)
+        self.params = dict(params)
+        self.names = {id(param): fqn for fqn, param in params.items()}
+        self.hold_storages()
+
+    def install_modules(self, params: dict[str, nn.Parameter]) -> None:
+        """Let the modules hold the given parameters, under every name."""
+        for fqn, module, attribute, is_param in self.slots:
+            name = self.step_state.aliases.get(fqn, fqn)
+            if is_param and name in params:
+                module._parameters[attribute] = params[name]
+
+    def check_in_place(self) -> None:
+        """Raise if someone put other parameters into the module, or other memory into a parameter."""
+        problems = []
+        params = self.params
+        for fqn, module, attribute, name in self.param_slots:
+            if module._parameters.get(attribute) is not params[name]:
+                hint = "leave unsharded(); load values in place (load_state_dict without assign), or release() first"
+                problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
+        keys = storage_keys(params.values())
+        if keys != self.storage_keys:
+            # A DTensor goes on with the shard that it has, in torch too: the assignment had no effect.
+            hint = (
+                "write in place under torch.no_grad(), for example p.mul_(0.5), or within unsharded(); then call again"
+            )
+            found = "p.data = ..., or a method such as model.to(), assigned other values, which a DTensor ignores"
+            problems += [
+                Problem("parameter-replaced", fqn, found=found, hint=hint)
+                for fqn, key, known in zip(params, keys, self.storage_keys, strict=True)
+                if key != known
+            ]
+            self.hold_storages()
+        if problems:
+            raise PlanError(problems)
+
+
+@contextmanager
+def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
+    """Within the block the modules hold full plain parameters; values written to them are kept.
+
+    A block within the block sees the parameters of the outer one, which keeps what is written. Afterwards whoever asks
+    for a gradient of these parameters (an optimizer that was made in the block) is told that they are gone.
+    """
+    if binding.is_unsharded:
+        yield
+        return
+    binding.check_in_place()
+    full = {fqn: nn.Parameter(full_tensor(p), p.requires_grad) for fqn, p in binding.params.items()}
+    made = list(full.items())
+    binding.install_modules(full)
+    binding.is_unsharded = True
+    try:
+        yield
+    finally:
+        binding.is_unsharded = False
+        full |= _module_params(binding)  # load_state_dict(assign=True) puts others in place
+        binding.install_modules(binding.params)
+        found = "stood in the model within unsharded(), which is over"
+        hint = "make lists of parameters, and other optimizers, from model.parameters() anew"
+        for fqn, parameter in made:
+            mark_stale(parameter, Problem("parameter-replaced", fqn, found=found, hint=hint))
+    if writeback:
+        _write(binding, full)
+
+
+def release(binding: Binding) -> None:
+    """Full plain parameters and state in module and optimizers, for good.
+
+    Raises:
+        PlanError: ``unsharded-now`` within a block of `unsharded`, whose end would place parameters again.
+    """
+    if binding.is_unsharded:
+        raise PlanError(Problem("unsharded-now", found="release() within unsharded()", hint="leave the block first"))
+    plain = {fqn: nn.Parameter(full_tensor(p), p.requires_grad) for fqn, p in binding.params.items()}
+    states: list[dict[str, dict[Any, Any]]] = [{} for _ in binding.step_state.optimizers]
+    for number, fqn, state in binding.states():
+        states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    binding.install(plain, states)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor on every rank; a copy when it was sharded."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _module_params(binding: Binding) -> dict[str, nn.Parameter]:
+    """The parameters that the modules hold now, by the name that each is placed under."""
+    found: dict[str, nn.Parameter] = {}
+    for fqn, module, attribute, is_param in binding.slots:
+        param = module._parameters.get(attribute) if is_param else None
+        if param is not None:
+            found.setdefault(binding.step_state.aliases.get(fqn, fqn), param)
+    return found
+
+
+def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:
+    """Put full values where the placed parameters lie.
+
+    Raises:
+        PlanError: ``shape-changed`` for a value of another shape.
+    """
+    problems = [
+        Problem("shape-changed", fqn, found=f"{tuple(full[fqn].shape)} in place of {tuple(param.shape)}")
+        for fqn, param in binding.params.items()
+        if full[fqn].shape != param.shape
+    ]
+    if problems:
+        raise PlanError(problems)
+    with torch.no_grad():
+        for fqn, param in binding.params.items():
+            part = local_shard(full[fqn].data, binding.plan[fqn].param, binding.world, binding.rank)
+            local_tensor(param.data).copy_(part)
+
+
+__all__ = ["Binding", "as_dtensor", "local_tensor", "local_shard", "release", "unsharded", "full_tensor"]

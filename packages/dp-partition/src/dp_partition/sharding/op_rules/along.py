@@ -1,0 +1,75 @@
+"""Operators that work along one dim and treat every other dim as a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from dp_partition.sharding.op_rules.table import Call, Candidate, rule
+
+_NAMES = [
+    "_softmax",
+    "_log_softmax",
+    "_softmax_backward_data",
+    "_log_softmax_backward_data",
+    "sort",
+    "topk",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "flip",
+    "roll",
+    "glu",
+    "glu_backward",
+    "index_select",
+]
+_OF_FIRST_ONLY = frozenset(["index_select"])  # the index has one dim of its own
+
+
+@rule(*_NAMES)
+def along(call: Call) -> Iterator[Candidate]:
+    ndim = len(call.shape(call.arg(0)))
+    given = call.named("dim", call.named("dims", -1))
+    if call.name == "roll" and not call.named("dims"):
+        return  # rolls the flat tensor: rows do not stay rows
+    touched = {d % ndim for d in ([given] if isinstance(given, int) else given)} if ndim else set()
+    nodes = call.tensors(call.arg(0)) if call.name in _OF_FIRST_ONLY else call.tensors()
+    if any(len(call.shape(node)) != ndim for node in nodes):
+        return
+    for dim in dict.fromkeys(d for _, d in call.shards(nodes)):
+        if dim not in touched and _equal_along(call, nodes, dim):
+            yield from _all_on(call, nodes, dim)
+
+
+def _equal_along(call: Call, nodes: list[fx.Node], dim: int) -> bool:
+    """Gather and scatter may use fewer rows of one operand than of another; then rows do not correspond."""
+    return len({call.shape(node)[dim] for node in nodes}) == 1
+
+
+def _all_on(call: Call, nodes: list[fx.Node], dim: int) -> Iterator[Candidate]:
+    value = call.node.meta.get("val")
+    out = tuple(Shard(dim) for _ in value) if isinstance(value, tuple | list) else Shard(dim)
+    yield Candidate(dict.fromkeys(nodes, Shard(dim)), out)
+
+
+@rule("argmax", "argmin", "logsumexp", "prod", "any", "all", "max", "min", "median", "mode")
+def reduce_along(call: Call) -> Iterator[Candidate]:
+    """Reductions without a partial form: other dims only."""
+    source = call.arg(0)
+    given = call.named("dim")
+    ndim = len(call.shape(source))
+    if given is None or ndim == 0:
+        return
+    reduced = {d % ndim for d in ([given] if isinstance(given, int) else given)}
+    value = call.node.meta.get("val")
+    first = value[0] if isinstance(value, tuple | list) else value
+    keep = first is not None and first.ndim == ndim
+    for _, dim in call.shards([source]):
+        if dim not in reduced:
+            out = Shard(dim if keep else dim - sum(1 for d in reduced if d < dim))
+            yield Candidate({source: Shard(dim)}, tuple(out for _ in value) if isinstance(value, tuple | list) else out)

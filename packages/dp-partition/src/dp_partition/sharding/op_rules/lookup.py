@@ -1,0 +1,25 @@
+"""Find the rule of an operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from dp_partition.ops import base_name
+from dp_partition.sharding.op_rules import along, matmul, neural, reductions, views
+from dp_partition.sharding.op_rules.pointwise import foreach, is_pointwise, pointwise
+from dp_partition.sharding.op_rules.table import RULES, Rule
+
+_FAMILIES = (along, matmul, neural, reductions, views)
+
+
+def find_rule(node: fx.Node) -> Rule | None:
+    """The rule for a call: by name, else by family (lists of tensors, elementwise operators)."""
+    name = base_name(node)
+    if torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+        return pointwise
+    if name in RULES:
+        return RULES[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return foreach
+    return pointwise if is_pointwise(node, name) else None

@@ -1,0 +1,72 @@
+"""Matrix products: rows follow the left operand, columns the right, and a sharded contraction leaves a partial sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, rule
+
+
+def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[tuple[Placement, Placement, Placement]]:
+    """``(left, right, output)`` placements of a product of matrices with ``batched`` leading batch dims."""
+    rows, inner, columns = batched, batched + 1, batched + 1
+    for dim in range(batched):
+        yield Shard(dim), Shard(dim), Shard(dim)
+    yield Shard(rows), R, Shard(rows)
+    yield R, Shard(columns), Shard(columns)
+    if call.splits(left, inner):
+        yield Shard(inner), Shard(batched), SUM
+    for kind in (call.placement_of(left), call.placement_of(right)):
+        if isinstance(kind, Partial) and kind.reduce_op in ("sum", "avg"):
+            yield kind, R, kind
+            yield R, kind, kind
+
+
+def _worth(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:
+    """Only ways that use a shard or partial value that is there already; cutting everything up saves no bytes."""
+    return any(
+        call.placement_of(node) == placement and placement != R for node, placement in zip(nodes, wanted, strict=True)
+    )
+
+
+@rule("mm", "bmm")
+def product(call: Call) -> Iterator[Candidate]:
+    left, right = call.arg(0), call.arg(1)
+    for a, b, out in _ways(call, left, right, 1 if call.name == "bmm" else 0):
+        if left is right:
+            continue  # one node cannot lie in two ways
+        if _worth(call, [left, right], [a, b]):
+            yield Candidate({left: a, right: b}, out)
+
+
+@rule("addmm", "baddbmm")
+def product_plus(call: Call) -> Iterator[Candidate]:
+    """``beta * bias + alpha * left @ right``; the bias broadcasts."""
+    bias, left, right = call.arg(0), call.arg(1), call.arg(2)
+    if len({bias, left, right}) < 3:
+        return
+    ndim = len(call.shape(call.node))
+    for a, b, out in _ways(call, left, right, 1 if call.name == "baddbmm" else 0):
+        if not _worth(call, [left, right], [a, b]):
+            continue
+        if isinstance(out, Shard):
+            own = out.dim - (ndim - len(call.shape(bias)))
+            broadcast = own < 0 or call.shape(bias)[own] == 1
+            yield Candidate({bias: R if broadcast else Shard(own), left: a, right: b}, out)
+        elif out == SUM and call.placement_of(bias) == R and call.shape(bias) == call.shape(call.node):
+            yield Candidate({bias: SUM, left: a, right: b}, out)
+
+
+@rule("dot", "mv")
+def vector_product(call: Call) -> Iterator[Candidate]:
+    left, right = call.arg(0), call.arg(1)
+    if left is right:
+        return
+    inner = len(call.shape(left)) - 1
+    if call.splits(left, inner) and _worth(call, [left, right], [Shard(inner), Shard(0)]):
+        yield Candidate({left: Shard(inner), right: Shard(0)}, SUM)
+    if call.name == "mv" and _worth(call, [left], [Shard(0)]):
+        yield Candidate({left: Shard(0), right: R}, Shard(0))

@@ -1,0 +1,141 @@
+"""Layers: which arguments carry the batch in dim 0, which are replicated, and what comes out.
+
+A row reads: operator -> positions of the arguments that carry the batch, and for each output ``"b"`` (carries the
+batch), ``"p"`` (partial sum over the batch: a parameter's gradient) or ``"r"`` (replicated). All other tensor
+arguments are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Placement, Shard
+
+from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, OutputPlacement, R, rule
+
+_ROWS: dict[str, tuple[tuple[int, ...], str]] = {
+    "convolution": ((0,), "b"),
+    "convolution_backward": ((0, 1), "bpp"),
+    "max_pool2d_with_indices": ((0,), "bb"),
+    "max_pool2d_with_indices_backward": ((0, 1, 7), "b"),
+    "avg_pool2d": ((0,), "b"),
+    "avg_pool2d_backward": ((0, 1), "b"),
+    "_adaptive_avg_pool2d": ((0,), "b"),
+    "_adaptive_avg_pool2d_backward": ((0, 1), "b"),
+    "upsample_nearest2d": ((0,), "b"),
+    "upsample_bilinear2d": ((0,), "b"),
+    "_scaled_dot_product_flash_attention_for_cpu": ((0, 1, 2), "bb"),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ((0, 1, 2, 3, 4, 5), "bbb"),
+    "_scaled_dot_product_efficient_attention": ((0, 1, 2), "bbrr"),
+}
+
+
+@rule(*_ROWS)
+def layer(call: Call) -> Iterator[Candidate]:
+    positions, outputs = _ROWS[call.name]
+    batched = [call.arg(position) for position in positions]
+    batched = [node for node in batched if isinstance(node, fx.Node)]
+    if len(call.shape(batched[0])) < 3 or not any(dim == 0 for _, dim in call.shards(batched)):
+        return
+    inputs: dict[fx.Node, Placement] = {}
+    for node in call.tensors():
+        carries = node in batched or _mask_carries_batch(call, node, batched[0])
+        inputs[node] = Shard(0) if carries else R
+    states = tuple({"b": Shard(0), "p": SUM, "r": R}[kind] for kind in outputs)
+    value = call.node.meta.get("val")
+    yield Candidate(inputs, states if isinstance(value, tuple | list) else states[0])
+
+
+def _mask_carries_batch(call: Call, node: fx.Node, first: fx.Node) -> bool:
+    """An attention mask with as many dims as the query carries the batch unless it broadcasts over it."""
+    if not call.name.startswith("_scaled_dot_product"):
+        return False
+    shape = call.shape(node)
+    return len(shape) == len(call.shape(first)) and shape[0] == call.shape(first)[0]
+
+
+@rule("native_layer_norm")
+def layer_norm(call: Call) -> Iterator[Candidate]:
+    source = call.arg(0)
+    kept = len(call.shape(source)) - len(call.arg(1))
+    for _, dim in call.shards([source]):
+        if dim < kept:
+            yield Candidate({source: Shard(dim)}, (Shard(dim), Shard(dim), Shard(dim)))
+
+
+@rule("native_layer_norm_backward")
+def layer_norm_backward(call: Call) -> Iterator[Candidate]:
+    grad, source, _, mean, rstd = (call.arg(i) for i in range(5))
+    kept = len(call.shape(source)) - len(call.arg(2))
+    for dim in dict.fromkeys(d for _, d in call.shards([grad, source])):
+        if dim < kept:
+            inputs: dict[fx.Node, Placement] = dict.fromkeys((grad, source, mean, rstd), Shard(dim))
+            yield Candidate(inputs, (Shard(dim), SUM, SUM))
+
+
+@rule("embedding")
+def embedding(call: Call) -> Iterator[Candidate]:
+    weight, indices = call.arg(0), call.arg(1)
+    for _, dim in call.shards([indices]):
+        yield Candidate({weight: R, indices: Shard(dim)}, Shard(dim))
+
+
+@rule("embedding_dense_backward")
+def embedding_backward(call: Call) -> Iterator[Candidate]:
+    grad, indices = call.arg(0), call.arg(1)
+    scales = bool(call.arg(4, False))
+    for dim in dict.fromkeys(d for _, d in call.shards([grad, indices])):
+        if dim < len(call.shape(indices)) and not scales:
+            yield Candidate({grad: Shard(dim), indices: Shard(dim)}, SUM)
+
+
+@rule("nll_loss_forward")
+def nll_loss(call: Call) -> Iterator[Candidate]:
+    """Row losses and their sums; a mean is taken apart by the decompositions before it gets here."""
+    scores, target, weight, reduction = (call.arg(i) for i in range(4))
+    if len(call.shape(scores)) != 2 or reduction == 1:
+        return
+    inputs: dict[fx.Node, Placement] = {scores: Shard(0), target: Shard(0)}
+    if isinstance(weight, fx.Node):
+        inputs[weight] = R
+    out: OutputPlacement = (Shard(0), R) if reduction == 0 else (SUM, SUM)
+    if any(dim == 0 for _, dim in call.shards([scores, target])):
+        yield Candidate(inputs, out)
+
+
+@rule("native_group_norm", "native_group_norm_backward")
+def group_norm(call: Call) -> Iterator[Candidate]:
+    """Names the batch size in an argument; `insert` adapts it."""
+    backward = call.name.endswith("backward")
+    batched = [call.arg(i) for i in ((0, 1, 2, 3) if backward else (0,))]
+    if not any(dim == 0 for _, dim in call.shards(batched)):
+        return
+    inputs: dict[fx.Node, Placement] = {node: (Shard(0) if node in batched else R) for node in call.tensors()}
+    yield Candidate(inputs, (Shard(0), SUM, SUM) if backward else (Shard(0), Shard(0), Shard(0)))
+
+
+@rule("index")
+def index(call: Call) -> Iterator[Candidate]:
+    """``x[i, j, ...]``: shards of a dim that is not indexed pass when the indices stand together."""
+    source, indices = call.arg(0), call.arg(1)
+    used = [i for i, node in enumerate(indices) if node is not None]
+    if not used or used != list(range(used[0], used[-1] + 1)):
+        return
+    first = indices[used[0]]
+    if any(indices[i].meta["val"].dtype in (torch.bool, torch.uint8) for i in used):
+        return
+    ndim = max(len(call.shape(indices[i])) for i in used)
+    for _, dim in call.shards([source]):
+        if dim < used[0]:
+            yield Candidate({source: Shard(dim)}, Shard(dim))
+        elif dim > used[-1]:
+            yield Candidate({source: Shard(dim)}, Shard(dim - len(used) + ndim))
+    same = all(call.shape(indices[i]) == call.shape(first) for i in used)
+    for dim in dict.fromkeys(d for _, d in call.shards([indices[i] for i in used])):
+        if same:
+            inputs: dict[fx.Node, Placement] = {source: R}
+            inputs.update({indices[i]: Shard(dim) for i in used})
+            if source not in [indices[i] for i in used]:
+                yield Candidate(inputs, Shard(used[0] + dim))

@@ -1,0 +1,107 @@
+"""Reductions: over a sharded dim they leave a partial value, over other dims a smaller shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from dp_partition.sharding.op_rules.pointwise import is_linear_dtype
+from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, rule
+
+_KINDS = {
+    "sum": "sum",
+    "mean": "avg",
+    "amax": "max",
+    "amin": "min",
+    "max": "max",
+    "min": "min",
+    "any": "max",
+    "all": "min",
+}
+
+
+@rule("sum", "mean", "amax", "amin")
+def reduce_dims(call: Call) -> Iterator[Candidate]:
+    """``sum``/``mean``/``amax``/``amin`` over some or all dims."""
+    source = call.arg(0)
+    assert isinstance(source, fx.Node)
+    kind = _KINDS[call.name]
+    placement = call.placement_of(source)
+    linear = isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg") and call.name in ("sum", "mean")
+    linear = linear and is_linear_dtype(call)
+    if linear and (call.may_stay_partial or source not in call.desired):
+        yield Candidate({source: placement}, placement)
+    for _, dim in call.shards([source]):
+        yield from _reduced_shard(call, source, dim, kind)
+
+
+def _reduced_shard(call: Call, source: fx.Node, dim: int, kind: str) -> Iterator[Candidate]:
+    dims = call.arg(1) if len(call.node.args) > 1 or "dim" in call.node.kwargs else None
+    ndim = len(call.shape(source))
+    dims = [dims] if isinstance(dims, int) else dims
+    reduced = {d % ndim for d in dims} if dims else set(range(ndim))
+    if dim in reduced:
+        if kind in ("max", "min") and call.leaves_a_rank_empty(source, dim):
+            return
+        if kind != "avg" or call.splits(source, dim):
+            yield Candidate({source: Shard(dim)}, Partial(kind))
+        return
+    keep = bool(call.arg(2, False))
+    out = dim if keep else dim - sum(1 for d in reduced if d < dim)
+    yield Candidate({source: Shard(dim)}, Shard(out))
+
+
+@rule("linalg_vector_norm")
+def vector_norm(call: Call) -> Iterator[Candidate]:
+    """The norm of a shard is a partial norm; the norm of partial norms of the same order is one as well."""
+    source = call.arg(0)
+    order = float(call.arg(1, 2.0))
+    dims = call.arg(2)
+    if dims not in (None, []) or order == 0:
+        return
+    yield from norm_ways(call, source, order)
+
+
+def norm_ways(call: Call, source: fx.Node, order: float) -> Iterator[Candidate]:
+    """Candidates for the full norm of one tensor."""
+    partial: Placement = Partial(norm_op(order))
+    if call.placement_of(source) == partial:
+        yield Candidate({source: partial}, partial)
+    for _, dim in call.shards([source]):
+        # The norm of nothing is 0, but greatest and least have no value for it: the kernel would raise on one rank.
+        if not math.isinf(order) or not call.leaves_a_rank_empty(source, dim):
+            yield Candidate({source: Shard(dim)}, partial)
+
+
+def norm_op(order: float) -> str:
+    """The reduction that combines the p-norms of shards."""
+    return "max" if math.isinf(order) and order > 0 else "min" if math.isinf(order) else f"norm{order}"
+
+
+@rule("_foreach_norm")
+def foreach_norm(call: Call) -> Iterator[Candidate]:
+    """A norm per tensor of a list."""
+    order = float(call.arg(1, 2.0))
+    inputs: dict[fx.Node, Placement] = {}
+    outputs: list[OutputPlacement] = []
+    for node in call.arg(0):
+        best = next(norm_ways(call, node, order), None)
+        inputs[node] = best.inputs[node] if best else R
+        outputs.append(best.output if best else R)
+    yield Candidate(inputs, tuple(outputs))
+
+
+@rule("stack")
+def stack_scalars(call: Call) -> Iterator[Candidate]:
+    """Stacking keeps what all members share: a shard (its dim moves up) or the kind of partial value."""
+    nodes = call.tensors()
+    position = int(call.arg(1, 0))
+    position += (len(call.shape(nodes[0])) + 1) if position < 0 else 0
+    for kind in dict.fromkeys(call.placement_of(node) for node in nodes):
+        if isinstance(kind, Partial):
+            yield Candidate(dict.fromkeys(nodes, kind), kind)
+        if isinstance(kind, Shard):
+            yield Candidate(dict.fromkeys(nodes, kind), Shard(kind.dim + (1 if position <= kind.dim else 0)))

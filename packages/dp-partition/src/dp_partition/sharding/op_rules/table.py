@@ -1,0 +1,163 @@
+"""The rule table: for each operator, the ways to run it on shards.
+
+A *rule* looks at one call and yields candidates: where the inputs must lie, and where the output lies then. The
+engine adds the candidate that is right for every operator (everything replicated) and takes the cheapest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from dp_partition.ops import arguments, base_name, nodes_in
+from dp_partition.plan.placements import RankLocal
+
+OutputPlacement = Placement | tuple[Any, ...] | None
+"""Where a node's value lies: one tensor, several outputs, or no tensor."""
+
+R = Replicate()
+SUM = Partial("sum")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a call: required placements of its input nodes (those not named: replicated) and the output's."""
+
+    inputs: dict[fx.Node, Placement]
+    output: OutputPlacement
+
+
+@dataclass
+class Call:
+    """One operator call, as a rule sees it.
+
+    Attributes:
+        node: The call.
+        states: Where every earlier node's value lies.
+        world: Number of ranks.
+        desired: For unreduced gradients: where their parameter lies.
+        may_stay_partial: Whether unreduced gradients may pass through linear operators (they may until the last
+            backward).
+    """
+
+    node: fx.Node
+    states: dict[fx.Node, OutputPlacement]
+    world: int
+    desired: dict[fx.Node, Placement]
+    may_stay_partial: bool = True
+
+    @property
+    def name(self) -> str:
+        """The operator's name without overload and in-place underscore."""
+        return base_name(self.node)
+
+    def arg(self, position: int, default: Any = None) -> Any:
+        """Positional argument, or what was passed by the name it has in the schema."""
+        if position < len(self.node.args):
+            return self.node.args[position]
+        named = self.node.target._schema.arguments  # type: ignore[union-attr]
+        return self.node.kwargs.get(named[position].name, default) if position < len(named) else default
+
+    def named(self, name: str, default: Any = None) -> Any:
+        """Return the value passed for the schema argument of this name."""
+        for argument, value in arguments(self.node):
+            if argument.name == name:
+                return value
+        return default
+
+    def placement_of(self, node: Any) -> Placement:
+        """Return the placement of an input tensor."""
+        state = self.states.get(node)
+        return state if isinstance(state, Placement) else R
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """Global shape of a node's tensor."""
+        value = node.meta.get("val")
+        return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
+
+    def tensors(self, *values: Any) -> list[fx.Node]:
+        """The tensor nodes in the given arguments, or in the full call; each once."""
+        found = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))
+        return [n for n in dict.fromkeys(found) if isinstance(n.meta.get("val"), torch.Tensor)]
+
+    def shards(self, nodes: Iterable[fx.Node]) -> list[tuple[fx.Node, int]]:
+        """The sharded ones among the nodes, with their dims."""
+        found = []
+        for node in nodes:
+            placement = self.placement_of(node)
+            if isinstance(placement, Shard):
+                found.append((node, placement.dim))
+            elif isinstance(self.desired.get(node), Shard):
+                found.append((node, self.desired[node].dim))  # type: ignore[attr-defined]
+        return found
+
+    def splits(self, node: fx.Node, dim: int) -> bool:
+        """Return whether the world size divides the dim of a tensor."""
+        shape = self.shape(node)
+        return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.world == 0
+
+    def leaves_a_rank_empty(self, node: fx.Node, dim: int) -> bool:
+        """Return whether the last rank's shard of a dim has no elements."""
+        size = self.shape(node)[dim]
+        return -(-size // self.world) * (self.world - 1) >= size
+
+
+Rule = Callable[[Call], Iterator[Candidate]]
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Enter a rule under the names of its operators (without overload and in-place underscore)."""
+
+    def enter(function: Rule) -> Rule:
+        for name in names:
+            assert name not in RULES, f"two rules for {name}"
+            RULES[name] = function
+        return function
+
+    return enter
+
+
+def move_cost(source: Placement, target: Placement, num_bytes: int) -> float:
+    """Bytes a rank sends to bring a tensor from one placement to another; infinite where no move is defined."""
+    if source == target:
+        return 0.0
+    if isinstance(source, RankLocal) or isinstance(target, RankLocal):
+        return float("inf")
+    if isinstance(source, Replicate):
+        return 0.0
+    if isinstance(source, Shard):
+        return (
+            float(num_bytes)
+            if isinstance(target, Replicate)
+            else (2.0 * num_bytes if isinstance(target, Shard) else float("inf"))
+        )
+    if isinstance(target, Replicate):
+        return 2.0 * num_bytes
+    return 1.0 * num_bytes if isinstance(target, Shard) else float("inf")
+
+
+def cost_of(call: Call, candidate: Candidate, nodes: Iterable[fx.Node] | None = None) -> float:
+    """Bytes moved to meet a candidate's input placements, those of the given nodes or all."""
+    total = 0.0
+    for node in call.tensors() if nodes is None else nodes:
+        value = node.meta["val"]
+        num_bytes = value.numel() * value.element_size() + 1
+        total += move_cost(call.placement_of(node), candidate.inputs.get(node, R), num_bytes)
+    return total
+
+
+def cheapest(call: Call, candidates: Iterable[Candidate], nodes: Sequence[fx.Node] | None = None) -> Candidate | None:
+    """The candidate that moves the fewest bytes, of the given nodes or of all; the first of equals."""
+    best, best_cost = None, float("inf")
+    for candidate in candidates:
+        cost = cost_of(call, candidate, nodes)
+        if cost < best_cost:
+            best, best_cost = candidate, cost
+    return best

@@ -1,0 +1,365 @@
+"""Propagate: decide for every node where its value lies and where its inputs must lie.
+
+One walk through the graph. For each call the rule table names the ways to run it on shards, and the cheapest is
+taken; a call without a rule runs on replicated inputs, which is right for every operator that is the same function on
+every rank.
+
+Two semantics meet here. Under *local* semantics everything that depends on the batch is `RankLocal`: each rank runs the
+step as written on its own batch, nothing is moved, and a tagged gradient becomes the average over the ranks that is
+still to be taken. Under *global* semantics the batch is a shard of one big batch, and the rules keep every value
+equal to the one a single device would compute.
+
+An unreduced gradient is reduced once: as soon as it is needed, and from then on it is known by its reduced value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Shard
+
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.phases import TAG_GRAD
+from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
+from dp_partition.plan.placements import NodeType, Outputs, PlacementSpec, PlacementStrategy, RankLocal, describe
+from dp_partition.sharding.op_rules.lookup import find_rule
+from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
+
+AVG = Partial("avg")
+
+
+@dataclass
+class NodePlan:
+    """Decision for one node.
+
+    Attributes:
+        output: Where its value lies.
+        inputs: Where each tensor input must lie when it runs.
+        node_type: What it is to the step.
+        fallback: It has no rule that shards, and runs on replicated inputs that had to be gathered.
+    """
+
+    output: OutputPlacement
+    inputs: dict[fx.Node, Placement] = field(default_factory=dict)
+    node_type: NodeType = NodeType.NON_TENSOR
+    fallback: bool = False
+
+
+@dataclass
+class StoragePlacements:
+    """Placements and types of the graph's inputs.
+
+    Attributes:
+        placements: Placement of every placeholder.
+        types: Node type of every placeholder.
+        grad_home: Where a gradient is wanted, from its parameter's name and its shape.
+        keep_outputs: Shards among the returned values are returned as they lie, instead of gathered.
+    """
+
+    placements: dict[fx.Node, Placement]
+    types: dict[fx.Node, NodeType]
+    grad_home: Callable[[str, tuple[int, ...]], Placement] = lambda name, shape: R
+    keep_outputs: bool = False
+
+
+def propagate(graph: fx.Graph, homes: StoragePlacements, world: int, *, local: bool) -> dict[fx.Node, NodePlan]:
+    """Plan every node of a canonical graph.
+
+    Args:
+        graph: The captured graph, at full shapes.
+        homes: Where its inputs lie.
+        world: Number of data-parallel ranks.
+        local: Local semantics (`RankLocal` activations) instead of global ones.
+
+    Raises:
+        PlanError: When the step would make ranks diverge, or has an operator that cannot be run on shards.
+    """
+    walk = _Walk(graph, homes, world, local)
+    for position, node in enumerate(graph.nodes):
+        walk.visit(position, node)
+    if walk.problems:
+        raise PlanError(walk.problems, "the step cannot be partitioned")
+    return walk.plans
+
+
+class _Walk:
+    """OutputPlacement of one propagation."""
+
+    def __init__(self, graph: fx.Graph, homes: StoragePlacements, world: int, local: bool) -> None:
+        self.homes, self.world, self.local = homes, world, local
+        self.states: dict[fx.Node, OutputPlacement] = {}
+        self.types: dict[fx.Node, NodeType | None] = {}
+        self.desired: dict[fx.Node, Placement] = {}
+        self.plans: dict[fx.Node, NodePlan] = {}
+        self.problems: list[Problem] = []
+        tags = [position for position, node in enumerate(graph.nodes) if is_gradient(node)]
+        self.last_tag = max(tags, default=-1)
+        self.from_gradient: dict[fx.Node, str] = {}  # what depends on a gradient -> whose
+
+    def visit(self, position: int, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.record(node, self.homes.placements.get(node, R), {}, self.homes.types.get(node))
+        elif node.op == "get_attr":
+            self.record(node, R, {}, None)
+        elif node.op == "output":
+            self.visit_output(node)
+        elif not is_op(node):
+            self.visit_python(node)
+        elif is_own_rows(node):
+            self.record(node, Shard(0), dict.fromkeys(self.tensor_inputs(node), R), NodeType.PARAM)
+        elif str(node.target).startswith("dp_partition.share_rows"):
+            param, rows = node.all_input_nodes
+            self.record(node, None, {param: R, rows: Shard(0)}, NodeType.PARAM)
+        elif self.local and (
+            is_random(node) or any(isinstance(self.placement_of(n), RankLocal) for n in self.tensor_inputs(node))
+        ):
+            self.visit_per_rank(node)
+        else:
+            self.visit_call(position, node)
+        if is_gradient(node):
+            self.tag(node)
+        elif self.local and node.op == "call_function":
+            for source in node.all_input_nodes:
+                if source in self.from_gradient:
+                    self.from_gradient[node] = self.from_gradient[source]
+
+    def placement_of(self, node: fx.Node) -> OutputPlacement:
+        return self.states.get(node)
+
+    def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if self.states.get(n) is not None]
+
+    def record(
+        self,
+        node: fx.Node,
+        output: OutputPlacement,
+        inputs: dict[fx.Node, Placement],
+        kind: NodeType | None,
+        fallback: bool = False,
+    ) -> None:
+        self.states[node], self.types[node] = output, kind
+        self.plans[node] = NodePlan(output, inputs, kind if kind is not None else NodeType.NON_TENSOR, fallback)
+
+    def spread(self, node: fx.Node, placement: Placement) -> OutputPlacement:
+        """The same placement for each of the node's outputs."""
+        value = node.meta.get("val")
+        if isinstance(value, tuple | list):
+            return tuple(placement for _ in value)
+        return None if value is None and mutated_inputs(node) else placement
+
+    def join_types(self, nodes: list[fx.Node]) -> NodeType | None:
+        present = [self.types.get(node) for node in nodes]
+        for kind in (NodeType.ACT, NodeType.STATE, NodeType.PARAM, NodeType.GRAD):
+            if kind in present:
+                return kind
+        return None
+
+    def tag(self, node: fx.Node) -> None:
+        """A gradient: under local semantics the average of the ranks' is meant."""
+        self.desired[node] = self.homes.grad_home(gradient_name(node), _shape(node))
+        if self.desired[node] == R:
+            node.meta["reduce_whole"] = True
+        self.types[node] = self.plans[node].node_type = NodeType.GRAD
+        if isinstance(self.states[node], RankLocal):
+            self.states[node] = self.plans[node].output = AVG
+        if self.local:
+            self.refuse_second_derivative(node)
+
+    def refuse_second_derivative(self, node: fx.Node) -> None:
+        """A gradient of a loss that depends on a gradient: the ranks' own was meant, and the average was taken."""
+        earlier = {self.from_gradient[source] for source in node.all_input_nodes if source in self.from_gradient}
+        if earlier:
+            hint = 'use semantics="global", which takes every derivative of the loss over all rows'
+            found = f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}"
+            self.complain("second-derivative", node, found, hint)
+        self.from_gradient[node] = gradient_name(node)
+
+    def visit_python(self, node: fx.Node) -> None:
+        """``getitem`` of a list, or arithmetic on scalars."""
+        source = node.args[0] if node.args else None
+        state = self.states.get(source) if isinstance(source, fx.Node) else None
+        if isinstance(state, tuple):
+            assert isinstance(source, fx.Node)
+            index = node.args[1]
+            self.record(node, state[index], {}, self.types.get(source))  # type: ignore[index]
+            if source in self.desired:
+                self.desired[node] = self.desired[source]
+            return
+        states = [self.states.get(n) for n in node.all_input_nodes]
+        joined: Placement = RankLocal() if any(isinstance(s, RankLocal) for s in states) else R
+        self.record(node, joined, {}, self.join_types(node.all_input_nodes))
+
+    def visit_per_rank(self, node: fx.Node) -> None:
+        """An activation under local semantics: every rank runs the call on its own values and on full parameters."""
+        inputs: dict[fx.Node, Placement] = {}
+        written = mutated_inputs(node)
+        for source in self.tensor_inputs(node):
+            state = self.placement_of(source)
+            if isinstance(state, Partial):
+                hint = "under local semantics gradients are averaged over the ranks before anything else uses them"
+                self.complain(
+                    "gradient-meets-activation", node, f"uses the gradient {source.name} with a rank's own values", hint
+                )
+            inputs[source] = RankLocal() if isinstance(state, RankLocal) else R
+            if source in written and not isinstance(state, RankLocal):
+                self.write_per_rank(node, source, inputs)
+        self.record(node, self.spread(node, RankLocal()), inputs, NodeType.ACT)
+
+    def write_per_rank(self, node: fx.Node, target: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
+        """A rank's own value is written into a tensor that was equal on all ranks."""
+        root = root_of(target)
+        if is_own_rows(root):  # a view of the parameter: memory that outlives the step
+            root = root.all_input_nodes[0]
+        kind = self.homes.types.get(root)
+        entry = root.meta.get("input")
+        if root.op == "placeholder" and getattr(entry, "kind", "") == "buffer":
+            self.states[target] = inputs[target] = RankLocal()
+            self.states[root] = RankLocal()
+        elif root.op == "placeholder" and kind in (NodeType.PARAM, NodeType.STATE):
+            hint = "update parameters and optimizer state from gradients only"
+            self.complain(
+                "ranks-diverge", node, f"writes a rank's own value into {root.name}, which all ranks share", hint
+            )
+        else:
+            self.states[target] = self.states[root] = RankLocal()
+            inputs[target] = R
+
+    def complain(self, code: str, node: fx.Node, found: str, hint: str = "") -> None:
+        self.problems.append(Problem(code, f"node {node.name} ({node.target})", found=found, hint=hint))
+
+    def visit_call(self, position: int, node: fx.Node) -> None:
+        sources = self.tensor_inputs(node)
+        self.forget_param_shards(node, sources)
+        phase = node.meta.get("phase")
+        early = position <= self.last_tag if phase is None else phase != "optimizer"
+        call = Call(node, self.states, self.world, self.desired, early)
+        rule = find_rule(node)
+        candidates = list(rule(call)) if rule is not None else []
+        candidates.append(Candidate(dict.fromkeys(sources, R), self.spread(node, R)))
+        if is_random(node) and not any(isinstance(self.placement_of(n), Shard) for n in sources):
+            candidates = candidates[-1:]
+        best = cheapest(call, [c for c in candidates if self.may_write(node, c)])
+        if best is None:  # in a gathered copy, whose part goes back
+            best = cheapest(call, [c for c in candidates if self.may_write(node, c, back=True)])
+        if best is None:
+            placements = ", ".join(f"{n.name}: {describe(self.states[n])}" for n in sources)
+            hint = "no rule runs this operator on shards and writes its result back; replicate the tensors it writes"
+            self.complain("no-sharding-strategy", node, f"inputs lie as {placements}", hint)
+            best = Candidate({n: self.placement_of(n) for n in sources}, self.spread(node, R))  # type: ignore[misc]
+        inputs = {n: best.inputs.get(n, R) for n in sources}
+        gathered = any(isinstance(self.placement_of(n), Shard) and inputs[n] == R for n in sources)
+        fallback = gathered and rule is None
+        self.commit(node, inputs)
+        self.record(node, best.output, inputs, self.join_types(sources), fallback)
+        self.inherit_desired(node, sources)
+
+    def forget_param_shards(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        """Parameters are gathered full for activations, and before views of them."""
+        kinds = {self.types.get(n) for n in sources}
+        meets_activation = NodeType.ACT in kinds
+        viewed = viewed_input(node)
+        self.param_gathers = {
+            n for n in sources if self.types.get(n) == NodeType.PARAM and (meets_activation or n is viewed)
+        }
+
+    def may_write(self, node: fx.Node, candidate: Candidate, back: bool = False) -> bool:
+        """Memory is written only where it lies: inputs of the graph at home, views where their base is.
+
+        Args:
+            node: What writes.
+            candidate: How.
+            back: Whether an input of the graph that is sharded may be written full, and its part copied back.
+        """
+        for source in mutated_inputs(node):
+            wanted = candidate.inputs.get(source, R)
+            root = root_of(source)
+            full = back and source is root and wanted == R and isinstance(self.states[source], Shard)
+            if root.op == "placeholder" and wanted != self.states[source] and not full:
+                return False
+            reduced = isinstance(self.states[source], Partial)  # into memory of its own; `insert` checks later uses
+            if root is not source and wanted != self.states[source] and not reduced:
+                return False
+        return all(candidate.inputs.get(n, R) == R for n in self.param_gathers if n not in mutated_inputs(node))
+
+    def commit(self, node: fx.Node, inputs: dict[fx.Node, Placement]) -> None:
+        """Keep reduced what was reduced, and written values where they were written."""
+        written = mutated_inputs(node)
+        for source, wanted in inputs.items():
+            state = self.states[source]
+            stays = source.op == "placeholder" and isinstance(state, Shard)  # what was written full goes back
+            if (isinstance(state, Partial) and state != wanted) or (source in written and not stays):
+                self.states[source] = wanted
+
+    def inherit_desired(self, node: fx.Node, sources: list[fx.Node]) -> None:
+        if isinstance(self.states[node], Partial):
+            for source in sources:
+                if source in self.desired and _shape(source) == _shape(node):
+                    self.desired[node] = self.desired[source]
+                    if "reduce_whole" in source.meta:
+                        node.meta["reduce_whole"] = True
+
+    def visit_output(self, node: fx.Node) -> None:
+        """Values for the user are replicated; new optimizer state lies where its parameter does."""
+        inputs: dict[fx.Node, Placement] = {}
+        for source in self.tensor_inputs(node):
+            state = self.states[source]
+            if isinstance(state, Partial):
+                inputs[source] = self.desired.get(source, R)
+            elif isinstance(state, Placement):
+                keeps = self.homes.keep_outputs or self.types.get(source) in (NodeType.ACT, None)
+                inputs[source] = state if keeps or isinstance(state, RankLocal) else R
+        self.record(node, None, inputs, NodeType.NON_TENSOR)
+
+
+def is_own_rows(node: fx.Node) -> bool:
+    """Return whether the node is the rows of a parameter that this rank updates (ZeRO-1 and ZeRO-2)."""
+    return str(node.target).startswith("dp_partition.own_rows")
+
+
+def is_gradient(node: fx.Node) -> bool:
+    """Return whether the node is a parameter's gradient: a tag, or the node that a tag was removed from."""
+    return node.target is TAG_GRAD or "gradient" in node.meta
+
+
+def gradient_name(node: fx.Node) -> str:
+    """Name of the parameter whose gradient the node is."""
+    if node.target is TAG_GRAD:
+        return str(node.args[1]) if len(node.args) > 1 else ""
+    return str(node.meta["gradient"])
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value: Any = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
+    """The spec of a state on a mesh."""
+    if isinstance(state, tuple):
+        return tuple(spec_of(one, mesh) for one in state)
+    return PlacementSpec(mesh, (state,)) if isinstance(state, Placement) else None
+
+
+def strategy_of(node: fx.Node, plan: NodePlan, mesh: DeviceMesh) -> PlacementStrategy:
+    """A node's plan as a strategy, inputs in the order of ``all_input_nodes``."""
+    if node.op == "placeholder":
+        return PlacementStrategy(spec_of(plan.output, mesh))
+    inputs = tuple(spec_of(plan.inputs.get(source), mesh) for source in node.all_input_nodes)
+    return PlacementStrategy(spec_of(plan.output, mesh), inputs)
+
+
+def mark_graph(plans: dict[fx.Node, NodePlan], mesh: DeviceMesh) -> None:
+    """Mark every planned node."""
+    for node, plan in plans.items():
+        node.meta["sharding"] = strategy_of(node, plan, mesh)
+        node.meta["node_type"] = plan.node_type
+        if plan.fallback:
+            node.meta["fallback"] = True
+
+
+__all__ = ["AVG", "StoragePlacements", "NodePlan", "gradient_name", "is_gradient", "propagate"]

@@ -1,0 +1,125 @@
+"""Python values beside tensors: what a graph would burn in is refused, and what the errors advise is right."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from dp_partition.capture.fingerprint import FunctionReads, leaf_key
+from python_effects import REFUSED, collecting, counting, finish, mse, plain, python_draw, scheduled, seeded
+from ranktest import Ranks
+from torch import nn
+
+
+def fresh() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_graph_would_leave_out_is_refused(ranks: Ranks) -> None:
+    """Most while the step is traced; by the check of the first call what no fingerprint shows."""
+    mesh = ranks.mesh((2,), ("dp",))
+    for name, (make, code, words) in REFUSED.items():
+        with models.case(name):
+            model, optim = fresh()
+            step = dp.compile(make(), mesh=mesh, style="fully_shard")
+            with pytest.raises(dp.PlanError) as error:
+                step(model, optim, torch.ones(4, 4), torch.zeros(4, 4))
+            assert {problem.code for problem in error.value.problems} == {code}
+            assert re.search(words, str(error.value))
+
+
+@pytest.mark.ranks(2)
+def test_a_refusal_leaves_everything_as_it_was(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    model, optim = fresh()
+    before = [p.detach().clone() for p in model.parameters()]
+    numbers = random.getstate(), torch.get_rng_state()
+    for make in (counting, lambda: python_draw, lambda: seeded, scheduled, collecting):
+        with pytest.raises(dp.PlanError):
+            dp.compile(make(), mesh=mesh, style="fully_shard")(model, optim, x, y)
+    assert all(map(torch.equal, before, model.parameters())) and len(before) == 4
+    assert optim.param_groups[0]["lr"] == 0.1 and not optim.state
+    assert random.getstate() == numbers[0] and torch.equal(torch.get_rng_state(), numbers[1])
+    step = dp.compile(plain, mesh=mesh, style="fully_shard")
+    losses = [float(step(model, optim, x, y)) for _ in range(5)]
+    assert losses[-1] < losses[0] and step.num_traces == 1
+
+
+@pytest.mark.ranks(2)
+def test_the_same_by_arguments_and_results(ranks: Ranks) -> None:
+    """What the errors advise: random factors in a tensor, schedulers between steps, losses returned."""
+    mesh = ranks.mesh((2,), ("dp",))
+
+    def mixed(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> Any:
+        loss = finish(mse(model(x * factor), y), optim)
+        return loss, loss.item()  # a number may be returned
+
+    drawn = [torch.tensor(random.Random(step).random()) for step in range(5)]
+    generator = torch.Generator().manual_seed(ranks.rank)
+    batches = [(torch.randn(4, 4, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(5)]
+    results = []
+    for wrapped in (False, True):
+        model, optim = fresh()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
+        step: Any = dp.compile(mixed, mesh=mesh) if wrapped else mixed
+        used: Any = model if wrapped else nn.parallel.DistributedDataParallel(model)
+        losses = []
+        for (x, y), factor in zip(batches, drawn, strict=True):
+            loss, number = step(used, optim, x, y, factor)
+            assert float(loss.detach()) == number
+            losses.append(number)
+            schedule.step()
+        if wrapped:
+            assert step.num_traces == 1
+            step.release()
+        results.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert results[0][0] == results[1][0] and len(set(results[0][0])) == 5
+    assert sum(map(torch.equal, results[0][1], results[1][1])) == 4
+
+
+def test_arguments_without_attributes_count_by_identity() -> None:
+    one, other = torch.Generator(), torch.Generator()
+    assert leaf_key(one) == leaf_key(one) != leaf_key(other)
+    assert leaf_key([1, 2.0]) == leaf_key([1, 2.0]) != leaf_key([1, 2])
+    assert leaf_key(True) != leaf_key(1) != leaf_key(1.0)
+
+
+class Scaler:
+    """A step that reads through a method, a property and its class."""
+
+    weight = 1.0
+
+    def __init__(self) -> None:
+        self.scale, self.shift, self.seen = 1.0, 0.0, [0.0]
+
+    def factor(self) -> float:
+        return self.scale
+
+    @property
+    def offset(self) -> float:
+        return self.shift
+
+    def step(self, x: float) -> float:
+        return x * self.factor() * self.weight + self.offset
+
+
+def test_methods_and_class_attributes_that_a_step_reads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaler = Scaler()
+    reads = FunctionReads(scaler.step)
+    first = reads.read()
+    scaler.seen.append(1.0)
+    assert reads.read() == first, "no code of the step names it"
+    for owner, name in ((scaler, "scale"), (scaler, "shift"), (Scaler, "weight")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, 3.0)
+            assert reads.read() != first, name
+        assert reads.read() == first

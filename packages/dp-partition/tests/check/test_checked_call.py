@@ -1,0 +1,222 @@
+"""The check by execution finds what is planted, and raises nothing for steps that are right."""
+
+from __future__ import annotations
+
+import threading
+import types
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import dp_models as models
+import dp_partition as dp
+import planted_mistakes as planted
+import pytest
+import torch
+from dp_partition.api import runner_of
+from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
+from dp_partition.check.copying import CannotCopyError, Copier
+from ranktest import Ranks
+from torch import fx, nn
+
+
+def started(ranks: Ranks, optimizer: str = "AdamW") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = models.seeded(planted.Net).to(ranks.device)
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "lr": 1e-2}, {"params": params[1::2], "lr": 3e-2}]
+    made: type[torch.optim.Optimizer] = getattr(torch.optim, optimizer)
+    return model, made(groups, weight_decay=0.1)  # type: ignore[call-arg]
+
+
+def batch(ranks: Ranks, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * call + ranks.rank)
+    return tuple(torch.randn(4, 8, generator=generator).to(ranks.device) for _ in range(2))  # type: ignore[return-value]
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = [*model.parameters(), *model.buffers(), *(v for s in optim.state.values() for v in s.values())]
+    return [t.detach().clone() for t in tensors]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", planted.MENDED)
+def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, name: str) -> None:
+    cause = planted.MENDED[name]
+    for reverted in (False, True):
+        model, optim = started(ranks)
+        planted.CONFIG.scale = 1.0  # type: ignore[attr-defined]
+        found: Exception | None = None
+        with cause.taken_back() if reverted else nullcontext():
+            step = dp.compile(cause.step(), mesh=ranks.mesh((2,), ("dp",)), **cause.settings)
+            for call in range(3):
+                if call == 1:
+                    cause.between(model, optim)
+                try:
+                    with cause.around():
+                        step(model, optim, *cause.batch(*batch(ranks, call)))
+                except (dp.PlanError, dp.StepInterrupted) as error:
+                    found = error
+                    break
+        if reverted:
+            # A cast in the update is met by a kernel before the check could find it.
+            assert isinstance(found, CheckMismatch | dp.StepInterrupted), found
+        else:
+            assert found is None or (
+                isinstance(found, dp.PlanError) and {p.code for p in found.problems} == {"python-state"}
+            ), found
+            assert not isinstance(found, CheckMismatch)
+
+
+def attempt(ranks: Ranks, style: Any, optimizer: str, change: planted.Change, function: Any = planted.unclipped) -> str:
+    """Found, passed, or left alone, for one mistake in the graph; a find leaves everything as before the call."""
+    changed = []
+
+    def passes(module: fx.GraphModule) -> fx.GraphModule:
+        changed.append(change(module.graph))
+        module.recompile()
+        return module
+
+    model, optim = started(ranks, optimizer)
+    step = dp.compile(function, mesh=ranks.mesh((2,), ("dp",)), style=style)
+    runner_of(step).passes = passes
+    for call in range(2):
+        if runner_of(step).binding is not None:
+            before = state_of(model, optim)
+        draws = torch.get_rng_state()
+        try:
+            step(model, optim, *batch(ranks, call))
+        except CheckMismatch as error:
+            count = len(set(ranks.gather(len(error.problems))))
+            assert count == 1, "all ranks raise the same"
+            assert torch.equal(draws, torch.get_rng_state())
+            if call:
+                assert all(map(torch.equal, before, state_of(model, optim)))
+            return "found"
+        optim.param_groups[0]["lr"] = 5e-2
+    return "passed" if any(changed) else "not planted"
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_mistakes_in_a_graph_are_found(ranks: Ranks) -> None:
+    outcomes = {}
+    for name, (style, change) in planted.GRAPH_MISTAKES.items():
+        with models.case(name):
+            function = planted.plain if "clipping" in name else planted.unclipped
+            outcomes[name] = attempt(ranks, style, "AdamW", change, function)
+    missed = {name: outcome for name, outcome in outcomes.items() if outcome != "found"}
+    assert not missed
+    assert len(outcomes) >= 20
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_mutations_of_single_nodes_are_found(ranks: Ranks) -> None:
+    outcomes = []
+    for index in range(0, 120, 4):
+        optimizer, style = ("AdamW", "fully_shard") if index % 8 else ("SGD", "replicate")
+        outcomes.append(attempt(ranks, style, optimizer, planted.mutation(index)))
+    assert len(outcomes) == 30
+    # Batch norm takes the bias before it out of the loss: its gradient is rounding, and 1 % of its update is noise.
+    assert outcomes.count("found") >= 28, outcomes
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "replicate": {"style": "replicate"},
+    "fully_shard": {"style": "fully_shard"},
+    "zero1": {"style": "zero1", "rng": "same"},
+    "zero2": {"style": "zero2", "rng": "per_rank"},
+    "default": {"reduce_dtype": torch.bfloat16},
+    "accumulate": {"style": "fully_shard", "accumulate": 2},
+    "hook": {"style": "fully_shard", "comm_hook": dp.fp16_compress},
+    "bfloat16": {"style": "fully_shard"},
+    "autocast": {"style": "replicate"},
+    "global": {"style": "fully_shard", "semantics": "global"},
+}
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_right_steps_raise_nothing(ranks: Ranks) -> None:
+    """Three hundred right steps, each of them checked."""
+    checked = 0
+    with patch.object(CheckSchedule, "advance", lambda self, again=False: setattr(self, "next", self.calls + 1)):
+        for name, settings in RIGHT.items():
+            with models.case(name):
+                checked += right_steps(ranks, name, settings)
+    assert checked == 300
+
+
+def right_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> int:
+    model, optim = started(ranks, "SGD" if name in ("default", "hook") else "AdamW")
+    if name == "bfloat16":
+        model = model.to(torch.bfloat16)
+    if name == "global":
+        model.forward = lambda x: model.down(torch.tanh(model.up(x)))  # type: ignore[operator]  # no dropout
+    step = dp.compile(planted.plain, mesh=ranks.mesh((2,), ("dp",)), **settings)
+    for call in range(30):
+        x, y = batch(ranks, call)
+        if name == "bfloat16":
+            x, y = x.bfloat16(), y.bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "autocast"):
+            step(model, optim, x, y)
+        optim.param_groups[0]["lr"] = 1e-2 / (call + 2)
+    assert "unchecked" not in step.plan.checks, step.plan.checks
+    return runner_of(step).num_checked
+
+
+def test_calls_are_drawn_from_intervals() -> None:
+    def calls(mode: str, seed: int) -> list[int]:
+        schedule, found = CheckSchedule(mode), []
+        for call in range(1, 3000):
+            if schedule.is_due():
+                found.append(call)
+                schedule.seed = seed
+                schedule.advance()
+        return found
+
+    assert calls("never", 0) == []
+    assert calls("first", 0) == [1, 2]
+    drawn = [calls("sampled", seed) for seed in range(40)]
+    for one in drawn:
+        assert one[:2] == [1, 2] and len(one) == 10
+        assert [call.bit_length() for call in one[2:]] == list(range(3, 11))
+    assert any(call % 10 == 0 for one in drawn for call in one)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_copied_is_named_and_the_step_goes_on(ranks: Ranks) -> None:
+    lock = threading.Lock()
+
+    def step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> Any:
+        with lock:
+            return planted.plain(model, optim, x, y)
+
+    model, optim = started(ranks)
+    compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)))
+    with pytest.warns(UserWarning, match="lock"):
+        compiled(model, optim, *batch(ranks, 0))
+    assert "unchecked" in compiled.plan.explain() and "lock" in compiled.plan.explain()
+
+
+def test_a_copy_shares_nothing_that_is_written() -> None:
+    model = nn.Linear(2, 2)
+    optim = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
+    seen: list[float] = []
+    optim.register_step_post_hook(lambda own, args, kwargs: seen.append(own.param_groups[0]["lr"]))
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        schedule.step()
+
+    before = [p.detach().clone() for p in model.parameters()]
+    copied = Copier({}).copy(step)
+    for _ in range(3):
+        copied(torch.ones(1, 2))
+    assert all(map(torch.equal, before, model.parameters())) and seen == []
+    assert optim.param_groups[0]["lr"] == 0.1
+    inside = dict(zip(copied.__code__.co_freevars, copied.__closure__, strict=True))
+    assert inside["optim"].cell_contents.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+    assert inside["optim"].cell_contents.param_groups[0]["params"][0] is inside["model"].cell_contents.weight
+    with pytest.raises(CannotCopyError, match="generator"):
+        Copier({}).copy(types.SimpleNamespace(held=(i for i in range(3))))

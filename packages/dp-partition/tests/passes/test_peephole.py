@@ -1,0 +1,184 @@
+"""What a rank's graph leaves out: packing, views of views, slow calls; and that the results are the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from dp_partition._torch_compat import TorchDispatchMode, pytree
+from dp_partition.analysis.memory import live_memory
+from dp_partition.capture.state import find_step_state
+from dp_partition.mesh import fake_mesh
+from dp_partition.ops import aten, base_of
+from dp_partition.passes.peephole import FUNCTIONS, METHODS
+from dp_partition.pipeline import build_program
+from dp_partition.plan.plan import TensorInfo, plan_placements
+from dp_partition.plan.settings import CommConfig
+from ranktest import Ranks
+from torch import fx, nn
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+
+
+class Tied(nn.Module):
+    """A product of which nothing else is made, one of which the update is, a weight used twice, rows out of line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.twice, self.odd, self.down = (
+            nn.Linear(16, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 5, bias=False),
+            nn.Linear(5, 16, bias=False),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.twice(self.twice(self.up(x)).tanh())
+        return self.down(self.odd(y))  # type: ignore[no-any-return]
+
+
+def graph_of(style: str, model: nn.Module, step: Any = models.mean_step, rows: int = 4, **comm: Any) -> fx.Graph:
+    """A step's graph for rank 1 of 2, with local values."""
+    args = (model, SGD(model.parameters()), torch.ones(rows, 16))
+    step_state = find_step_state(step, args, {})
+    infos = [TensorInfo(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in step_state.params.items()]
+    plan = plan_placements(infos, dp.DataParallelStyle[style.upper()], 2)
+    program = build_program(step, args, {}, step_state, plan, fake_mesh(2, 1, "cpu"), comm=CommConfig(**comm))
+    return program.with_local_values().graph
+
+
+def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is target]
+
+
+def test_products_write_into_the_bucket() -> None:
+    """torch.cat of all gradients costs a copy of each, and for a moment the memory of all of them twice."""
+    graph = graph_of("replicate", Tied())
+    (bucket,) = calls(graph, aten.new_empty.default)
+    assert bucket.meta["carries"][:2] == ["down.weight", "odd.weight"], "as backward finishes them"
+    assert sorted(bucket.meta["carries"][2:]) == ["twice.bias", "twice.weight", "up.bias", "up.weight"]
+    written = [node.meta["gradient"] for node in calls(graph, aten.mm.out)]
+    assert written == ["down.weight", "odd.weight", "up.weight"], "a sum over two uses is copied"
+    (copied,) = calls(graph, aten._foreach_copy_.default)
+    sizes = [node.meta["val"].numel() for node in copied.args[0]]  # type: ignore[union-attr]
+    assert sorted(sizes) == [32, 32, 32 * 32]
+    assert not calls(graph, aten.cat.default)
+    assert [node.args[0] for node in graph.nodes if "all_reduce" in str(node.target)] == [bucket]
+
+
+def test_what_is_out_of_line_is_copied() -> None:
+    """Kernels may take another way, with another rounding, for memory that begins anywhere."""
+    model = nn.Sequential(nn.Linear(16, 5, bias=False), nn.Linear(5, 5, bias=False), nn.Linear(5, 8, bias=False))
+    graph = graph_of("replicate", model)
+    # 40 elements, then 25, then 80: they begin at bytes 0, 160 and 260.
+    assert [node.meta["gradient"] for node in calls(graph, aten.mm.out)] == ["2.weight"]
+    assert len(calls(graph, aten._foreach_copy_.default)[0].args[0]) == 2  # type: ignore[arg-type]
+
+
+def test_the_peak_is_that_of_the_gradients_once() -> None:
+    model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+    model[0] = nn.Linear(16, 128, bias=False)
+    peaks = [live_memory(graph_of("replicate", model, in_place=flag)).peak_bytes for flag in (True, False)]
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    assert peaks[1] - peaks[0] > 0.9 * gradients
+
+
+@pytest.mark.parametrize("style", ["replicate", "zero2", "fully_shard"])
+def test_what_travels_alone_is_not_packed(style: str) -> None:
+    graph = graph_of(style, nn.Linear(16, 8, bias=False), bucket_bytes=1)
+    assert not calls(graph, aten.cat.default) + calls(graph, aten._chunk_cat.default)
+    assert not calls(graph, aten.new_empty.default)
+
+
+def looked_at_step(model: Any, optim: Any, x: Any) -> Any:
+    """Another tensor lies in the memory of a gradient."""
+    loss = model(x).square().mean()
+    loss.backward()
+    raw = model.weight.grad
+    kept = raw.view(-1)[3:7]
+    optim.step()
+    optim.zero_grad()
+    return loss.detach(), kept.clone()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bucket_mb", [25, 1e-6])
+def test_a_gradient_that_something_else_looks_at(ranks: Ranks, bucket_mb: float) -> None:
+    model = models.seeded(lambda: nn.Linear(16, 8)).double().to(ranks.device)
+    alone = models.seeded(lambda: nn.Linear(16, 8)).double().to(ranks.device)
+    step = dp.compile(looked_at_step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", bucket_mb=bucket_mb)
+    optim, other = SGD(model.parameters()), SGD(alone.parameters())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        batch = torch.randn(8, 16, generator=generator, dtype=torch.float64).to(ranks.device)
+        _, kept = step(model, optim, models.rows_of(ranks, batch))
+        _, expected = looked_at_step(alone, other, batch)
+        torch.testing.assert_close(kept, expected, rtol=1e-12, atol=1e-14)
+    with step.unsharded():
+        torch.testing.assert_close(model.weight, alone.weight, rtol=1e-12, atol=1e-14)
+
+
+def test_views_of_views_are_left_out() -> None:
+    graph = graph_of("replicate", nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    turned = [node for node in calls(graph, aten.t.default) if base_of(node.all_input_nodes[0]) is not None]
+    assert len(calls(graph, aten.t.default)) >= 4
+    assert turned == [], "a weight that is turned back is the weight"
+
+
+class Recorded(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, len(args)))
+        return func(*args, **(kwargs or {}))
+
+
+X, Y, B = torch.randn(4, 4), torch.randn(4, 4), torch.randn(2, 4, 4)
+ARGUMENTS: dict[Any, tuple[Any, ...]] = {
+    aten.contiguous.default: (X.t(),),
+    aten.expand.default: (torch.ones(1, 4), [3, 4]),
+    aten.permute.default: (B, [2, 0, 1]),
+    aten.reshape.default: (X.t(), [-1]),
+    aten.split_with_sizes.default: (X, [1, 3], 1),
+    aten.sum.dim_IntList: (X, [0], True),
+    aten.t.default: (X,),
+    aten.transpose.int: (B, 0, 2),
+    aten.unbind.int: (B, 1),
+    aten.unsqueeze.default: (X, 1),
+    aten.view.default: (X, [2, 8]),
+    aten.add.Tensor: (X, Y),
+    aten.addmm.default: (X, X, Y),
+    aten.bmm.default: (B, B),
+    aten.cat.default: ([X, Y], 1),
+    aten.mm.default: (X, Y),
+    aten.mm.out: (X, Y),
+    aten.mul.Tensor: (X, Y),
+    aten.stack.default: ([X, Y], 1),
+    aten.sub.Tensor: (X, Y),
+}
+
+
+def test_a_binding_is_the_same_operator() -> None:
+    checked = 0
+    for operator in (*METHODS, *FUNCTIONS):
+        settings = {"out": torch.empty(4, 4)} if operator is aten.mm.out else {}
+        binding = getattr(torch.Tensor, METHODS[operator]) if operator in METHODS else FUNCTIONS[operator]
+        seen, values = [], []
+        for call in (operator, binding):
+            with torch.no_grad(), Recorded() as recorded:
+                values.append(pytree.tree_leaves(call(*ARGUMENTS[operator], **settings)))
+            seen.append(recorded.seen)
+        assert seen[0] == seen[1] != [], operator
+        for one, other in zip(*values, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+            checked += 1
+    assert checked == len(METHODS) + len(FUNCTIONS) + 4, "unbind returns four tensors, the split two"

@@ -1,0 +1,109 @@
+"""What one rank cannot do, or does otherwise, every rank hears of before anything is communicated or changed."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def started(ranks: Ranks) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = models.seeded(models.mlp).to(ranks.device)
+    return model, SGD(model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_cannot_trace_stops_all(ranks: Ranks) -> None:
+    """Without an agreement the other rank waits in its first collective until the group's timeout."""
+    model, optim = started(ranks)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def train_step(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, broken: bool) -> Any:
+        if broken:
+            raise FileNotFoundError("the vocabulary of this host")
+        return models.mean_step(model, optim, x)
+
+    step = dp.compile(train_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    x = torch.ones(4, 8, device=ranks.device)
+    with pytest.raises(dp.PlanError, match="the vocabulary of this host") as caught:
+        step(model, optim, x, ranks.rank == 1)
+    (problem,) = caught.value.problems
+    assert problem.code == "not-traceable" and problem.found.startswith("on rank 1: ")
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    step(model, optim, x, False)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_batches_of_different_sizes(ranks: Ranks) -> None:
+    """Under global semantics a mean would be over another number of rows on each rank: wrong, and nothing says so."""
+    model, optim = started(ranks)
+    mesh = ranks.mesh((2,), ("dp",))
+    step = dp.compile(models.mean_step, mesh=mesh, semantics="global", batch=dp.Batch(dim=0))
+    for num_rows in (4, 6):  # at the first call, and when the size changes later
+        with pytest.raises(dp.PlanError, match=r"ranks-disagree.*rows") as caught:
+            step(model, optim, torch.ones(num_rows + ranks.rank, 8, device=ranks.device))
+        assert f"[{num_rows}, 8]" in str(caught.value)
+        assert f"[{num_rows + 1}, 8]" in str(caught.value)
+        step(model, optim, torch.ones(num_rows - 1, 8, device=ranks.device))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_may_retrace_alone_where_batches_are_its_own(ranks: Ranks) -> None:
+    """The last batch of an epoch is shorter on one rank: each gradient is still the mean of the ranks'."""
+    model, optim = started(ranks)
+    reference = models.seeded(models.mlp)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
+    generator = torch.Generator().manual_seed(7)
+    logs = []
+    for shorter in (0, 0, 1, 0, 1):
+        batches = [torch.randn(4 - shorter * rank, 8, generator=generator) for rank in range(2)]
+        with ranks.record() as log:
+            step(model, optim, batches[ranks.rank].to(ranks.device))
+        logs.append(log)
+        steps_alone = [copy.deepcopy(reference) for _ in batches]
+        for alone, batch in zip(steps_alone, batches, strict=True):
+            models.mean_step(alone, SGD(alone.parameters()), batch)
+        with torch.no_grad():  # a step of SGD is linear in the gradient: the mean of steps is the step of the mean
+            for parameter, *moved in zip(*(m.parameters() for m in (reference, *steps_alone)), strict=True):
+                parameter.copy_(torch.stack(moved).mean(0))
+    assert step.num_traces == 1 + ranks.rank
+    assert logs[1].ops == logs[2].ops == logs[4].ops
+    assert logs[1].bytes_sent() == logs[2].bytes_sent() == logs[4].bytes_sent()
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    assert len(pairs) == 4
+    for found, expected in pairs:
+        torch.testing.assert_close(found.full_tensor().cpu(), expected)  # type: ignore[attr-defined]  # a DTensor
+
+
+@pytest.mark.ranks(2)
+def test_steps_that_are_not_the_same(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("dp",))
+    x = torch.ones(4, 8, device=ranks.device)
+    model, optim = started(ranks)
+    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard" if ranks.rank else "replicate")
+    with pytest.raises(dp.PlanError, match=r"rank 0: plan: .*; rank 1: plan: "):
+        step(model, optim, x)
+
+    def by_rank(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, part: int) -> Any:
+        loss = model(x).mean() if part == 0 else model[0](x).mean()  # type: ignore[index]
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss
+
+    step = dp.compile(by_rank, mesh=mesh, style="replicate")
+    with pytest.raises(dp.PlanError, match=r"rank 0: collectives: .*; rank 1: collectives: "):
+        step(model, optim, x, ranks.rank)
+    step(model, optim, x, 0)
