@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import inspect
 import pickle
 from types import ModuleType
 
+import dp_partition
 import pytest
+import shard_reshard
+import shard_spec
+import tp_ddp_bridge
+import tp_styles
 
 PACKAGES = ("shard_spec", "shard_reshard", "tp_styles", "dp_partition", "tp_ddp_bridge")
 FIELDS = [("code", True), ("name", False), ("dim", False), ("axis", False), ("found", False), ("hint", False)]
@@ -43,3 +50,58 @@ def test_every_public_name_exists(package: ModuleType) -> None:
 def test_packages_are_installed_wheels_and_not_a_source_tree(package: ModuleType) -> None:
     assert package.__file__ is not None
     assert "site-packages" in package.__file__
+
+
+def test_functions_take_model_mesh_and_plan_in_this_order() -> None:
+    functions = [tp_styles.apply_plan, tp_styles.apply_sharding_plan, shard_spec.apply_plan]
+    for function in functions:
+        first, *others = list(inspect.signature(function).parameters)[:3]
+        assert first in ("model", "module")
+        assert others == ["mesh", "plan"], function
+
+
+def test_plans_explain_themselves_and_have_a_digest_and_json() -> None:
+    plans = [
+        shard_spec.ShardingPlan,
+        shard_reshard.ReshardPlan,
+        tp_styles.TPPlan,
+        dp_partition.PartitionPlan,
+        tp_ddp_bridge.BridgePlan,
+    ]
+    for plan in plans:
+        assert next(iter(list(inspect.signature(plan.explain).parameters)[1:])) == "name"
+        assert callable(plan.to_json)
+        assert isinstance(inspect.getattr_static(plan, "digest"), property | functools.cached_property), plan
+    for plan in (shard_spec.ShardingPlan, shard_reshard.ReshardPlan):
+        assert callable(plan.from_json)
+
+
+def test_handles_report_and_undo() -> None:
+    for handle in (shard_spec.ShardHandle, tp_styles.TPHandle):
+        assert list(inspect.signature(handle.undo).parameters) == ["self"]
+        assert "Module" in str(inspect.signature(handle.undo).return_annotation)
+        assert list(inspect.signature(handle.report).parameters)[1] == "path"
+    assert list(inspect.signature(dp_partition.Step.report).parameters)[1] == "path"
+
+
+def test_links_have_the_same_units() -> None:
+    for link in (shard_spec.Link, dp_partition.Link):
+        names = [field.name for field in dataclasses.fields(link)]
+        assert {"bytes_per_second", "latency_seconds"} <= set(names)
+
+
+def test_patterns_and_sharding_infos_are_one_dialect() -> None:
+    packages = {
+        "patterns": ("shard_spec", "tp_styles", "tp_ddp_bridge"),
+        "sharding_info": ("shard_spec", "shard_reshard", "tp_styles", "tp_ddp_bridge"),
+        "consensus": PACKAGES,
+        "problems": ("shard_spec", "tp_styles", "dp_partition", "tp_ddp_bridge"),
+        "stale_parameters": ("shard_spec", "tp_styles", "dp_partition", "tp_ddp_bridge"),
+    }
+    for name, users in packages.items():
+        texts = set()
+        for user in users:
+            if importlib.util.find_spec(f"{user}._shared.{name}") is None and name == "consensus":
+                continue  # shard-reshard builds on its own copy of the header exchange
+            texts.add(inspect.getsource(importlib.import_module(f"{user}._shared.{name}")))
+        assert len(texts) == 1, name

@@ -200,7 +200,7 @@ def test_an_estimate_is_a_value() -> None:
 
 
 def test_times_follow_the_link() -> None:
-    link = dp.Link(gbps=8, us=1)  # a gigabyte per second
+    link = dp.Link(bytes_per_second=1e9, latency_seconds=1e-6)  # a gigabyte per second
     assert link.seconds("all_gather", 4000, 4) == pytest.approx(3000e-9 + 2e-6)
     assert link.seconds("all_reduce", 4000, 4) == pytest.approx(2 * (3000e-9 + 2e-6))
     assert link.seconds("all_reduce", 4000, 1) == 0
@@ -214,7 +214,7 @@ def test_times_follow_the_link() -> None:
             world=16,
             style="fully_shard",
             bucket_mb=0.05,
-            link=dp.Link(gbps, 0),
+            link=dp.Link(gbps * 1e9 / 8, 0),
             machine=dp.Machine(0.01),
         )
         found[gbps] = one.timeline

@@ -100,7 +100,11 @@ def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> 
     from dp_partition.analysis.timeline import Link, Machine
     from dp_partition.cost_estimate import estimate
 
-    link = {key: value for key in ("gbps", "us") if (value := getattr(options, key)) is not None}
+    link = {}
+    if options.gbps is not None:
+        link["bytes_per_second"] = options.gbps * 1e9 / 8
+    if options.us is not None:
+        link["latency_seconds"] = options.us * 1e-6
     machine = {key: value for key in ("tflops", "memory_gbs") if (value := getattr(options, key)) is not None}
     return estimate(
         step,

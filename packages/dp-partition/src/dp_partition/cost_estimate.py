@@ -272,7 +272,7 @@ def _times(found: Estimate) -> list[str]:
     return [
         f"a step takes {human_seconds(times.seconds)}: compute {human_seconds(times.compute_seconds)}, messages "
         f"{human_seconds(times.message_seconds)}, of which {times.overlap:.0%} behind compute",
-        f"assumed: {link.gbps:g} Gbit/s and {link.us:g} us a round of messages; {machine.tflops:g} TFLOP/s, "
+        f"assumed: {link}; {machine.tflops:g} TFLOP/s, "
         f"{machine.memory_gbs:g} GB/s of memory, {machine.launch_us:g} us an operator",
     ]
 

@@ -107,7 +107,7 @@ def test_a_step_tells_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
     told = step.explain("2.weight")
     assert "all_gather 0 of 2 in forward" in told
     assert "reduce_scatter 1 of 2 in backward" in told
-    step.report(tmp_path / f"page{ranks.rank}.html", link=dp.Link(1, 1))
+    step.report(tmp_path / f"page{ranks.rank}.html", link=dp.Link(125e6, 1e-6))
     text = (tmp_path / f"page{ranks.rank}.html").read_text()
     loads_nothing(text)
     assert f"numbers are of rank {ranks.rank}" in text

@@ -92,9 +92,9 @@ def _totals(found: StepAnalysis) -> list[tuple[str, str]]:
 
 def _assumed(link: Link, machine: Machine) -> str:
     return (
-        f"Times are a model: the link sends {link.gbps:g} Gbit/s and needs {link.us:g} us for a round of messages; the "
-        f"device reaches {machine.tflops:g} TFLOP/s and {machine.memory_gbs:g} GB/s of memory and needs "
-        f"{machine.launch_us:g} us for an operator. Bytes and order are those of the graph."
+        f"Times are a model: the link does {link}; the device reaches {machine.tflops:g} TFLOP/s and "
+        f"{machine.memory_gbs:g} GB/s of memory and needs {machine.launch_us:g} us for an operator. Bytes and order "
+        "are those of the graph."
     )
 
 

@@ -171,16 +171,20 @@ class Link:
     """The network as one rank sees it.
 
     Attributes:
-        gbps: Bandwidth in which a rank sends, in gigabits per second (400 is 50 GB/s).
-        us: Latency of one round of messages, in microseconds.
+        bytes_per_second: Bandwidth in which a rank sends; 50e9 is 400 Gbit/s.
+        latency_seconds: Latency of one round of messages.
     """
 
-    gbps: float = 400.0
-    us: float = 10.0
+    bytes_per_second: float = 50e9
+    latency_seconds: float = 10e-6
 
     def __post_init__(self) -> None:
-        if not (self.gbps > 0 and self.us >= 0):
-            raise PlanError(Problem("out-of-range", "Link", found=repr(self), hint="gbps is above 0, us not below"))
+        if not (self.bytes_per_second > 0 and self.latency_seconds >= 0):
+            hint = "bytes_per_second is above 0, latency_seconds not below"
+            raise PlanError(Problem("out-of-range", "Link", found=repr(self), hint=hint))
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_second * 8e-9:g} Gbit/s and {self.latency_seconds * 1e6:g} us a round of messages"
 
     def seconds(self, kind: str, whole_bytes: int, world: int) -> float:
         """Time of one collective.
@@ -193,7 +197,7 @@ class Link:
         passes = 2 if kind == "all_reduce" else 1
         sent = whole_bytes * (world - 1) / world
         rounds = (world - 1).bit_length()
-        return passes * (sent / (self.gbps * 1e9 / 8) + rounds * self.us * 1e-6)
+        return passes * (sent / self.bytes_per_second + rounds * self.latency_seconds)
 
 
 @dataclass(frozen=True)
