@@ -128,7 +128,7 @@ def test_bad_calls(ranks: Ranks) -> None:
         tp.apply_plan(model, mesh, ["up"])  # type: ignore[arg-type]
     with pytest.raises(tp.PlanError, match="tp-size"):
         tp.apply_plan(model, mesh, tp.plan_styles(model, plan, 4))
-    with pytest.raises(tp.PlanError, match="plans-differ"):  # on both ranks, before anything is moved
+    with pytest.raises(tp.PlanError, match="ranks-disagree"):  # on both ranks, before anything is moved
         tp.apply_plan(model, mesh, plan if ranks.rank else {"up": tp.ColwiseParallel()})
     tp.apply_plan(model, mesh, plan)
     with pytest.raises(tp.PlanError, match="already-sharded"):

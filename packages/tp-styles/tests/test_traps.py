@@ -34,7 +34,7 @@ def test_a_key_that_matches_nothing(ranks: Ranks) -> None:
         warnings.simplefilter("always")
         torch_tp.parallelize_module(models.MLP(), mesh, {"upp": torch_tp.ColwiseParallel()})
     assert len(caught) == 1
-    with pytest.raises(tp.PlanError, match=r"unmatched-pattern.*'upp'.*similar names: up"):
+    with pytest.raises(tp.PlanError, match=r"unmatched-pattern.*upp.*similar names: up"):
         tp.parallelize_module(models.MLP(), mesh, {"upp": tp.ColwiseParallel()})
 
 

@@ -10,16 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.check.checker import Check
 from tp_styles.handle import TPHandle
+from tp_styles.plan.explain import comparable_lines
 from tp_styles.plan.planned import Plan, PlannedModule, TPPlan, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.act import act, parameters_of
-from tp_styles.runtime.agreement import agree
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.parameters import Mode
-from tp_styles.runtime.retired import is_retired
+
+CALL = "apply_plan"
 
 
 def apply_plan(
@@ -94,7 +97,7 @@ def apply_staged(
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
         raise fault
-    changes = act(
+    changes, checker = act(
         model,
         decided,
         axis,
@@ -105,7 +108,7 @@ def apply_staged(
         is_staged=is_staged,
         may_leave=is_staged or _declares_shards(decided),
     )
-    return TPHandle(model, decided, axis, changes)
+    return TPHandle(model, decided, axis, changes, checker)
 
 
 def _declares_shards(plan: TPPlan) -> bool:
@@ -126,7 +129,7 @@ def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
         Exception: The fault.
     """
     check_mesh(mesh)
-    agree(Axis(mesh).group, "", fault)
+    assert_consistent(Axis(mesh).group, CALL, error=fault)
     raise fault
 
 
@@ -234,18 +237,19 @@ def _not_divided_elsewhere(model: nn.Module) -> Iterator[Problem]:
     hint = "apply one plan to a module that holds both"
     found = "the weight was divided as a part of another module, which does not share it any more"
     for name, parameter in model.named_parameters():
-        if is_retired(parameter):
+        if is_stale(parameter):
             yield Problem("tied-outside", name, found=found, hint=hint)
 
 
 def _compare(plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: Axis, fault: Exception | None) -> None:
-    """Compare arguments, plan, and kinds of parameters between the ranks, or say that this one cannot go on."""
+    """Compare arguments, plan, and kinds of parameters between the ranks; or raise this rank's error on all."""
     if fault is not None:
-        agree(axis.group, "", fault)
+        assert_consistent(axis.group, CALL, error=fault)
     parameters = [
         f"{found.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
         for found in plan.modules
         for name, p, _ in parameters_of(found, model.get_submodule(found.name))
     ]
-    lines = [*arguments, *parameters]
-    agree(axis.group, "\n".join([plan.digest, *lines]), None, lambda: [*lines, *plan.explain().splitlines()])
+    plan_lines = [*comparable_lines(plan), f"digest of the plan: {plan.digest}"]
+    hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
+    assert_consistent(axis.group, CALL, [*arguments, *parameters, *plan_lines], hint=hint)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import scale_all_
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.shard_parameter import split_of
@@ -159,8 +160,8 @@ class _Meshes:
 def _placed(parameter: torch.Tensor) -> tuple[DeviceMesh, Sequence[Placement]] | None:
     if isinstance(parameter, DTensor):
         return parameter.device_mesh, parameter.placements
-    info = getattr(parameter, "_sharding_info", None)
-    return None if info is None else (info[0], info[1])
+    info = sharding_info_of(parameter)
+    return None if info is None else (info.mesh, info.placements)
 
 
 def _terms(parameter: torch.Tensor, order: float) -> list[torch.Tensor]:
@@ -176,10 +177,10 @@ def _terms(parameter: torch.Tensor, order: float) -> list[torch.Tensor]:
         if isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
             gradient = gradient.redistribute(placements=parameter.placements)
         gradient = gradient.to_local()
-    info = getattr(parameter, "_sharding_info", None)
-    if info is None or len(info) < 5:
+    info = sharding_info_of(parameter)
+    if info is None or not info.sections:
         return [_powers(gradient, order)]
-    mesh, split = info[0], split_of(info)
+    mesh, split = info.mesh, split_of(info)
     assert split.dim is not None
     found = []
     at = 0

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.sharding_info import ShardingInfo
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.agreement import agree_over
 from tp_styles.runtime.keep import check_parts
 from tp_styles.runtime.parameters import contiguous_stride
 from tp_styles.runtime.parts import PartTensor
@@ -36,7 +37,13 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     except Exception as error:
         fault = error
     divided = [f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | PartTensor)]
-    agree_over(_meshes(model), "\n".join(divided), fault)
+    for mesh in _meshes(model):
+        try:
+            assert_consistent(mesh, "full_state_dict", divided, fault, hint="every rank needs the same parameters")
+        except Exception as error:  # ranks of the other meshes have to raise, too
+            fault = error
+    if fault is not None:
+        raise fault
     return {name: whole(value) for name, value in state.items()}
 
 
@@ -47,7 +54,7 @@ def _meshes(model: nn.Module) -> list[DeviceMesh]:
         if isinstance(parameter, DTensor):
             found[parameter.device_mesh] = None
         elif isinstance(parameter, ShardParameter):
-            found[parameter._sharding_info[0]] = None
+            found[parameter._sharding_info.mesh] = None
     return list(found)
 
 
@@ -105,9 +112,9 @@ class LocalOnLoad:
 def global_view(local: torch.Tensor, parameter: ShardParameter) -> torch.Tensor:
     """The local tensor with what it is a part of."""
     info = parameter._sharding_info
-    if len(info) > 4:
+    if info.sections:
         return PartTensor.of(local, info)
-    mesh, placements, shape, stride = info
+    mesh, placements, shape, stride, _ = info
     return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
@@ -119,7 +126,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
             return value if value.placements == placements else value.redistribute(placements=placements)
         if isinstance(value, DTensor) and mesh.ndim > 1:
             return value  # FSDP2's, on a mesh of two dims: torch's own loading compares
-        local = _cut(value, (mesh, placements, shape, parameter.stride()), key)
+        local = _cut(value, ShardingInfo(mesh, placements, shape, parameter.stride()), key)
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
         )
@@ -131,15 +138,15 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
     return loaded
 
 
-def _cut(value: torch.Tensor, info: tuple[Any, ...], key: str) -> torch.Tensor:
+def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
     """This rank's part of an entry; communicates only if it lies otherwise."""
-    mesh, placements, shape = info[:3]
+    mesh, placements, shape = info.mesh, info.placements, info.shape
     if isinstance(value, PartTensor):
         if value._sharding_info == info:
             return value.plain()
         value = value.full_tensor()
     if isinstance(value, DTensor):
-        if len(info) == 4 and value.device_mesh == mesh and value.shape == shape:
+        if not info.sections and value.device_mesh == mesh and value.shape == shape:
             return value.redistribute(placements=placements).to_local()
         value = value.full_tensor()
     if value.shape != shape:

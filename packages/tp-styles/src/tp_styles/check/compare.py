@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import tree_flatten
 from tp_styles.check.inputs import Copies
 from tp_styles.check.runs import Run
@@ -56,8 +56,7 @@ class Comparison:
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
         """Differences of the outputs, and those outputs that gradients can start from."""
         ours, wanted = tensors(sharded.output), tensors(reference.output)
-        shapes: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(shapes, [_meta(x) for x in ours], group=self.axis.group)
+        shapes = self.axis.all_gather_objects([_meta(x) for x in ours], "the check")
         if any(len(other) != len(wanted) for other in shapes):
             return [Difference("output", "structure", math.inf, f"{len(ours)} tensors, {len(wanted)} originally")], []
         found: list[Difference] = []
@@ -86,8 +85,7 @@ class Comparison:
         return found, outputs
 
     def _max(self, value: float) -> float:
-        found: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(found, value, group=self.axis.group)
+        found = self.axis.all_gather_objects(value, "the check")
         return float(max(found))
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
@@ -105,9 +103,7 @@ class Comparison:
             if other.grad is not None:
                 gradient = one.grad if one.grad is not None else torch.zeros_like(one)
                 layout = ours.layouts[index]
-                shapes: list[Any] = [None] * self.axis.size
-                if isinstance(layout, Shard):
-                    dist.all_gather_object(shapes, tuple(one.shape), group=self.axis.group)
+                shapes = self.axis.all_gather_objects(tuple(one.shape), "the check")
                 pairs.append(("input-gradient", f"input {index}", self.gathered(gradient, layout, shapes), other.grad))
         seen: set[tuple[int, int]] = set()
         for key, copy in reference.parameters.items():
@@ -133,7 +129,7 @@ class Comparison:
         if isinstance(gradient, DTensor):
             return gradient.full_tensor(), wanted
         gradient = gradient.detach().as_subclass(torch.Tensor)
-        info = getattr(shard, "_sharding_info", None)
+        info = sharding_info_of(shard)
         if info is not None and gradient.shape != wanted.shape:
             wanted = split_of(info).take(wanted, self.axis.rank, self.axis.size)
         return gradient, wanted

@@ -155,6 +155,11 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
     return "\n".join(lines)
 
 
+def comparable_lines(plan: TPPlan) -> list[str]:
+    """Return the text of a plan in lines that are equal on ranks with equal plans."""
+    return _ADDRESS.sub("", explain_plan(plan, None, None)).splitlines()
+
+
 def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:
     for name, parameter in module.spec.parameters:
         info = module.info.parameter(name)

@@ -18,6 +18,7 @@ from tp_styles.runtime.changes import ModuleChange, restore, settle
 from tp_styles.runtime.foreign import apply_foreign
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.keep import KeepParts, PartsAreKnown, ResetWhole
+from tp_styles.runtime.optimizer_checks import check_optimizers
 from tp_styles.runtime.parameters import Mode, make_parameter
 from tp_styles.runtime.regions import checked_modules, install_regions
 from tp_styles.runtime.shard_parameter import ShardParameter
@@ -37,7 +38,7 @@ def act(
     compares: bool,
     is_staged: bool,
     may_leave: bool,
-) -> list[ModuleChange]:
+) -> tuple[list[ModuleChange], Checker | None]:
     """Make the parameters, then change the modules: all of it or nothing.
 
     Args:
@@ -52,7 +53,7 @@ def act(
         may_leave: A shard may leave the model as a plain tensor.
 
     Returns:
-        What was done, in order.
+        What was done, in order, and the checker of calls.
 
     Raises:
         PlanError: Ranks hold different values of what is replicated.
@@ -61,6 +62,7 @@ def act(
     # Everything that communicates or may fail comes first; nothing of the model is changed by it.
     made = _new_parameters(plan, modules, axis, params, src_data_rank, compares)
     changes: list[ModuleChange] = []
+    checker = None
     try:
         for found in plan.modules:
             if found.spec.compute == "foreign":
@@ -78,7 +80,9 @@ def act(
         restore(changes)
         raise
     settle(model, changes)
-    return changes
+    if check != "never":
+        check_optimizers()
+    return changes, checker
 
 
 def _new_parameters(
@@ -122,8 +126,7 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
 def _is_same_everywhere(value: torch.Tensor, axis: Axis) -> bool:
     reference = value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(reference, group=axis.group, group_src=0)
-    found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, bool(torch.equal(reference, value)), group=axis.group)
+    found = axis.all_gather_objects(bool(torch.equal(reference, value)), "apply_plan")
     return all(found)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tp_styles._shared.consensus import all_gather_objects
 from tp_styles._torch_compat import all_gather_into, functional_collectives, is_compiling, reduce_scatter_into
 
 
@@ -126,6 +127,10 @@ class Axis:
             dist.all_to_all_single(out, packed, received, sent, group=self.group)
         parts = [part.view(shape) for part, shape in zip(torch.split(out, received), shapes, strict=True)]
         return torch.cat(parts, dim=source_dim)
+
+    def all_gather_objects(self, value: Any, subject: str) -> list[Any]:
+        """Picklable objects of all ranks; a dead peer is an error that names `subject`."""
+        return all_gather_objects(self.group, value, subject)
 
     def slice(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """This rank's part of `x` along `dim` (a view)."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from tp_styles.runtime.retired import is_retired, retire
+from tp_styles._shared.stale_parameters import is_stale, mark_stale
+from tp_styles.problems import Problem
 from tp_styles.split import Split
 
 
@@ -57,7 +58,8 @@ def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
     for change in changes:
         path = names.get(change.module, "")
         for name, original in change.parameters.items():
-            if not is_retired(original):
-                retire(original, f"{path}.{name}" if path else name, found, hint)
+            if not is_stale(original):
+                fqn = f"{path}.{name}" if path else name
+                mark_stale(original, Problem("parameter-replaced", fqn, found=found, hint=hint))
         change.replaced = tuple(change.parameters)
         change.parameters.clear()

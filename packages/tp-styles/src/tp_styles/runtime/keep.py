@@ -61,14 +61,14 @@ class ResetWhole(_StandIn):
         kept = {name: part for name, part in self.parts().items() if not part.is_meta}
         try:
             for name, part in kept.items():
-                module._parameters[name] = nn.Parameter(part.detach().new_zeros(part._sharding_info[2]))
+                module._parameters[name] = nn.Parameter(part.detach().new_zeros(part._sharding_info.shape))
             type(module).reset_parameters(module)
             whole = {name: module._parameters[name].detach() for name in kept}
         finally:
             module._parameters.update(kept)
         with torch.no_grad():
             for name, part in kept.items():
-                mesh = part._sharding_info[0]
+                mesh = part._sharding_info.mesh
                 part.copy_(split_of(part._sharding_info).take(whole[name], mesh.get_local_rank(), mesh.size()))
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -16,6 +15,9 @@ from tp_styles.runtime.axis import Axis
 from tp_styles.spec import Flow
 from tp_styles.split import Section, Split
 from tp_styles.transfer import Step, Transfer, gradient_layout, normalized
+
+Sizes = tuple[int, ...]
+"""Size of every rank's shard along one dim."""
 
 
 class Move:
@@ -52,7 +54,7 @@ class Move:
             return x
         if (x.requires_grad and torch.is_grad_enabled()) or is_compiling() or is_transformed():
             return _moved(x, found, self, fresh=self.fresh)
-        return self.run(found.forward, x, in_place=self.fresh)
+        return self.run(found.forward, x, {}, in_place=self.fresh)
 
     def redistributed(self, x: DTensor) -> DTensor:
         """A DTensor in the wanted layout, from whatever layout it has."""
@@ -70,8 +72,16 @@ class Move:
 
     # ------------------------------------------------------------------ the steps
 
-    def run(self, step: Step, x: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """Carry out one step on a plain tensor, without autograd; a sum in the tensor's own memory, if it may be."""
+    def run(self, step: Step, x: torch.Tensor, sizes: dict[int, Sizes], *, in_place: bool = False) -> torch.Tensor:
+        """Carry out one step on a plain tensor, without autograd; a sum in the tensor's own memory, if it may be.
+
+        Args:
+            step: What to do.
+            x: The local tensor.
+            sizes: Dim -> every rank's shard size, as far as another step has found it; the step adds what it finds.
+                A backward step needs it: a local gradient does not show how long the other ranks' shards are.
+            in_place: The tensor's memory may be written to.
+        """
         axis = self.axis
         match step.op:
             case "none":
@@ -80,37 +90,37 @@ class Move:
                 return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
             case "all_gather":
                 assert step.dim is not None
-                sizes = self._shard_sizes(x, step.dim)
-                if sizes is not None and self.sections is not None:
-                    return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, sizes))
-                if sizes is None:
-                    self.even(x.shape[step.dim], step.dim)
-                return axis.all_gather(x, step.dim, sizes)
+                found = self._shard_sizes(x, step.dim, sizes)
+                if self.sections is not None and self._feature_sizes(x, step.dim) is not None:
+                    return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, found))
+                return axis.all_gather(x, step.dim, found)
             case "slice":
                 assert step.dim is not None
                 if self._feature_sizes(x, step.dim) is not None and self.sections is not None:
                     return replace(self.sections, dim=step.dim).take(x, axis.rank, axis.size)
-                return axis.slice(x, step.dim, self._sizes_of_whole(x, step.dim))
+                return axis.slice(x, step.dim, self._sizes_of_full(x, step.dim, sizes))
             case "reduce_scatter":
                 assert step.dim is not None
-                return axis.reduce_scatter(x, step.dim, self._sizes_of_whole(x, step.dim))
+                return axis.reduce_scatter(x, step.dim, self._sizes_of_full(x, step.dim, sizes))
             case "all_to_all":
                 assert step.dim is not None
                 assert step.source_dim is not None
-                source = self._shard_sizes(x, step.source_dim)
-                if source is None:
-                    self.even(x.shape[step.source_dim], step.source_dim)
-                    source = (x.shape[step.source_dim],) * axis.size
-                return axis.all_to_all(x, step.source_dim, step.dim, source, self._sizes_of_whole(x, step.dim))
+                source = self._shard_sizes(x, step.source_dim, sizes)
+                return axis.all_to_all(x, step.source_dim, step.dim, source, self._sizes_of_full(x, step.dim, sizes))
 
-    def _feature_sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...] | None:
+    def _feature_sizes(self, x: torch.Tensor, dim: int) -> Sizes | None:
         if dim != x.dim() - 1 or self.flow.split is None:
             return None
         return self.flow.split.sizes(self.axis.size)
 
-    def _shard_sizes(self, x: torch.Tensor, dim: int) -> tuple[int, ...] | None:
-        sizes = self._feature_sizes(x, dim)
-        if sizes is not None and x.shape[dim] != sizes[self.axis.rank]:
+    def _shard_sizes(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
+        """Return the sizes of all ranks' shards of a dim of which this rank has one."""
+        sizes = self._feature_sizes(x, dim) or known.get(dim)
+        if sizes is None:
+            self.even(x.shape[dim], dim)
+            sizes = (x.shape[dim],) * self.axis.size
+        known[dim] = sizes
+        if x.shape[dim] != sizes[self.axis.rank]:
             raise StyleInputError(
                 Problem(
                     "wrong-shard-size",
@@ -122,54 +132,58 @@ class Move:
             )
         return sizes
 
-    def _sizes_of_whole(self, x: torch.Tensor, dim: int) -> tuple[int, ...]:
+    def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
+        """Return the sizes of all ranks' shards of a dim that this rank has in full."""
         sizes = self._feature_sizes(x, dim)
-        whole = x.shape[dim]
+        full = x.shape[dim]
         assert sizes is None or self.sections is None, "plans refuse to cut sections across"
+        sizes = sizes or known.get(dim)
         if sizes is None:
-            if self.uneven:
-                return chunk_sizes(whole, self.axis.size)
-            if whole % self.axis.size:
+            if full % self.axis.size and not self.uneven:
                 # Shards of a plain tensor carry no global size: whoever gathers them has to take them as even.
                 raise StyleInputError(
                     Problem(
                         "uneven-shards",
                         self.name,
                         dim=dim,
-                        found=f"size {whole} over {self.axis.size} ranks",
+                        found=f"size {full} over {self.axis.size} ranks",
                         hint="pad it to a multiple of the tp size, or hand over a DTensor, which knows its global size",
                     )
                 )
-            return (whole // self.axis.size,) * self.axis.size
-        if sum(sizes) != whole:
+            sizes = chunk_sizes(full, self.axis.size)
+        known[dim] = sizes
+        if sum(sizes) != full:
             raise StyleInputError(
-                Problem("wrong-size", self.name, dim=dim, found=f"{whole}", hint=f"the module takes {sum(sizes)}")
+                Problem("wrong-size", self.name, dim=dim, found=f"{full}", hint=f"the module takes {sum(sizes)}")
             )
         return sizes
 
 
-def _moved(x: torch.Tensor, transfer: Transfer, move: Move, *, fresh: bool) -> torch.Tensor:
-    moved: torch.Tensor = _Moved.apply(x, transfer, move, fresh)  # type: ignore[no-untyped-call]  # torch's Function
+def _moved(
+    x: torch.Tensor, transfer: Transfer, move: Move, *, fresh: bool, known: dict[int, Sizes] | None = None
+) -> torch.Tensor:
+    moved: torch.Tensor = _Moved.apply(x, transfer, move, fresh, known)  # type: ignore[no-untyped-call]  # torch's
     return moved
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, move: Move, fresh: bool) -> torch.Tensor:
-        ctx.transfer, ctx.move = transfer, move
+    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, move: Move, fresh: bool, known: Any) -> torch.Tensor:
+        sizes: dict[int, Sizes] = dict(known or {})
+        ctx.transfer, ctx.move, ctx.sizes = transfer, move, sizes
         if transfer.forward.op == "none":
             return x.view_as(x)
-        moved = move.run(transfer.forward, x, in_place=fresh)
+        moved = move.run(transfer.forward, x, sizes, in_place=fresh)
         if moved is x:
             ctx.mark_dirty(x)
         return moved
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if _is_differentiated_again():  # the two steps are each other's transpose
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
-            return _moved(gradient, again, ctx.move, fresh=False), None, None, None
-        return ctx.move.run(ctx.transfer.backward, gradient), None, None, None
+            return _moved(gradient, again, ctx.move, fresh=False, known=ctx.sizes), None, None, None, None
+        return ctx.move.run(ctx.transfer.backward, gradient, ctx.sizes), None, None, None, None
 
 
 def _is_differentiated_again() -> bool:
@@ -270,8 +284,7 @@ class EvenCheck:
         """
         if self.done or is_compiling():
             return
-        sizes: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(sizes, size, group=self.axis.group)
+        sizes = self.axis.all_gather_objects(size, "the first call")
         if len(set(sizes)) > 1:
             raise StyleInputError(
                 Problem(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -11,15 +10,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from tp_styles.rng import tp_rng
 from tp_styles.runtime.arguments import move_inputs, move_outputs
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.draws import Draws, what_draws
 from tp_styles.runtime.embedding import RowLookup
 from tp_styles.runtime.forward import Forward, Output, only
 from tp_styles.runtime.linear import RowLinear
 from tp_styles.runtime.moves import Move
 from tp_styles.runtime.parameters import computing_parameter, refuse_computed
+from tp_styles.runtime.random_ops import RandomOps
+from tp_styles.runtime.shard_parameter import ShardParameter
 from tp_styles.spec import Flow, StyleSpec, describe
 from tp_styles.transfer import normalized
 
@@ -39,7 +38,7 @@ class OwnForward(Forward):
         self.kind = type(module)
         owners = {id(owner): owner for owner, _, _ in self.places}
         self.kinds = [(owner, type(owner)) for owner in owners.values()]
-        self.draws = what_draws(module) if spec.shards_randomness else Draws()
+        self.random = RandomOps(axis, module.modules()) if spec.shards_randomness else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with its parameters replaced by local ones for as long as it runs."""
@@ -71,22 +70,22 @@ class OwnForward(Forward):
                     continue
                 local = computing_parameter(owner, attribute, self.axis, self.specs[key])
                 self.parts.check(key, local)
+                if isinstance(local, ShardParameter):
+                    local = local.view_as(local)  # a plain tensor, whose `size()` is that of the shard
                 if local is not found:
                     kept.append((owner, attribute, found))
                     owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
-            with self.randomness():
-                return self.kind.forward(self.module, *args, **kwargs)
+            if self.random is not None:
+                self.random.begin()
+                self.random.enter()
+            return self.kind.forward(self.module, *args, **kwargs)
         finally:
+            if self.random is not None:
+                self.random.end()
             for owner, attribute, found in kept:
                 owner._parameters[attribute] = found
             for owner, view, _ in views:
                 object.__setattr__(owner, "__class__", view)
-
-    def randomness(self) -> AbstractContextManager[None]:
-        """Random numbers of its own for each rank, where ranks hold different parts and something may draw."""
-        if self.draws.now():
-            return tp_rng(self.axis.mesh)
-        return nullcontext()
 
     def finish(self, output: Any, known: dict[int, int] | None = None) -> Any:
         """Outputs in the layouts that were asked for, in the structure that they came in."""

@@ -10,11 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.sharding_info import Section, ShardingInfo
 from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.moves import summed_gradient
-from tp_styles.runtime.shard_parameter import ShardingInfo, ShardParameter
+from tp_styles.runtime.shard_parameter import ShardParameter
 from tp_styles.spec import ParameterSpec
 from tp_styles.split import Split
 
@@ -58,11 +59,10 @@ def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: 
 
 
 def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> ShardingInfo:
-    """The house's description of a local parameter."""
-    info: ShardingInfo = (mesh, (split.placement(),), shape, contiguous_stride(shape))
-    if split.is_plain(mesh.size()):
-        return info
-    return (*info, tuple((section.size, section.unit, section.copies) for section in split.sections))
+    """Return what a local parameter is a shard of; sections only where placements do not say everything."""
+    sections = () if split.is_plain(mesh.size()) else split.sections
+    found = tuple(Section(section.size, section.unit, section.copies) for section in sections)
+    return ShardingInfo(mesh, (split.placement(),), shape, contiguous_stride(shape), found)
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import tree_map
 from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.parameters import full_tensor
-from tp_styles.runtime.shard_parameter import ShardingInfo, split_of
+from tp_styles.runtime.shard_parameter import split_of
 from tp_styles.split import Split
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class PartTensor(torch.Tensor):
         """A view of a local tensor with what it is a part of."""
         part = local.detach().as_subclass(cls)
         part._sharding_info = info
+        if (read := sharding_info_of(part)) is not None:  # a plain tuple after pickling
+            setattr(part, ATTRIBUTE, read)
         return part
 
     @classmethod
@@ -57,8 +60,7 @@ class PartTensor(torch.Tensor):
     @property
     def global_shape(self) -> torch.Size:
         """Shape of the global tensor."""
-        shape: torch.Size = self._sharding_info[2]
-        return shape
+        return self._sharding_info.shape
 
     # As with a DTensor, its shape is the global one; `torch.distributed.checkpoint` compares it.
     @property
@@ -72,7 +74,7 @@ class PartTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The global tensor, on every rank; every rank calls it."""
-        return full_tensor(self.plain(), Axis(self._sharding_info[0]), self.division)
+        return full_tensor(self.plain(), Axis(self._sharding_info.mesh), self.division)
 
     # ------------------------------------------------------------------ the protocol of torch.distributed.checkpoint
 
@@ -107,7 +109,7 @@ class PartTensor(torch.Tensor):
         raise ValueError(f"{index.fqn}: no section at {index.offset} on this rank")
 
     def _sections(self) -> list[tuple[list[int], torch.Tensor]]:
-        mesh, split, local = self._sharding_info[0], self.division, self.plain()
+        mesh, split, local = self._sharding_info.mesh, self.division, self.plain()
         assert split.dim is not None
         found = []
         at = 0

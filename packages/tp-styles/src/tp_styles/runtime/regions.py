@@ -6,17 +6,15 @@ is the same on every rank would drop the same places of every rank's heads or ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
 from tp_styles.plan.planned import PlannedModule, TPPlan
-from tp_styles.rng import enter_region, leave_region
 from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.draws import Draws, what_draws
+from tp_styles.runtime.random_ops import RandomOps
 
 OWN_FORWARDS = {"own", "own-row-linear", "own-row-embedding", "multihead-attention", "foreign", "latent-kv"}
 """What runs code that styles do not write themselves."""
@@ -29,38 +27,36 @@ class Region:
     the module does not call all of its column-wise layers first, nothing is switched.
 
     Args:
-        axis: Over which ranks.
-        draws: What may draw inside.
+        random: Switches the generator.
         columns: Names of the column-wise layers.
     """
 
-    def __init__(self, axis: Axis, draws: Draws, columns: tuple[str, ...]) -> None:
-        self.axis = axis
-        self.draws = draws
+    def __init__(self, random: RandomOps, columns: tuple[str, ...]) -> None:
+        self.random = random
         self.columns = frozenset(columns)
         self.missing = set(columns)
-        self.outside: torch.Tensor | None = None
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
-        self.leave()
+        self.random.begin()
         self.missing = set(self.columns)
 
     def called(self, name: str) -> None:
         """A column-wise layer has given its output."""
-        self.missing.discard(name)
-        if not self.missing and self.outside is None and self.draws.now():
-            self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
+        if self.random.draws is not False:
+            self.missing.discard(name)
+            if not self.missing:
+                self.random.enter()
 
     def leave(self) -> None:
-        """A row-wise layer is about to start, or the module has ended."""
-        if self.outside is not None:
-            leave_region(self.outside, torch.device(self.axis.mesh.device_type))
-            self.outside = None
+        """A row-wise layer is about to start."""
+        if self.random.draws is not False:
+            self.random.leave()
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook of the module, called after an error, too."""
-        self.leave()
+        if self.random.draws is not False:
+            self.random.end()
 
 
 class AfterColumns:
@@ -87,7 +83,7 @@ class BeforeRows:
 
 
 def install_regions(model: nn.Module, plan: TPPlan, axis: Axis) -> list[Callable[[], None]]:
-    """Hooks of all regions of a plan in which something may draw.
+    """Hooks of all regions of a plan.
 
     Args:
         model: The model, parallel already.
@@ -104,10 +100,16 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: Axis) -> list[Callable
     for home, inside in homes.items():
         ends = [row for row in rows if _is_below(row, home)]
         apart = {*inside, *ends, *styled, *(other for other in homes if other != home and _is_below(other, home))}
-        draws = what_draws(model.get_submodule(home), frozenset(model.get_submodule(name) for name in apart))
-        if draws:
-            removers += _install(model, home, _groups(model, inside, ends), ends, draws, axis)
+        modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
+        removers += _install(model, home, _groups(model, inside, ends), ends, modules, axis)
     return removers
+
+
+def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in apart:
+        yield module
+        for child in module.children():
+            yield from _without(child, apart)
 
 
 def checked_modules(plan: TPPlan) -> list[str]:
@@ -134,11 +136,11 @@ def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:
 
 
 def _install(
-    model: nn.Module, home: str, groups: list[list[str]], rows: list[str], draws: Draws, axis: Axis
+    model: nn.Module, home: str, groups: list[list[str]], rows: list[str], modules: list[nn.Module], axis: Axis
 ) -> list[Callable[[], None]]:
     module, removers = model.get_submodule(home), []
     for columns in groups:
-        region = Region(axis, draws, tuple(columns))
+        region = Region(RandomOps(axis, modules), tuple(columns))
         removers.append(module.register_forward_pre_hook(region.open).remove)
         removers.append(module.register_forward_hook(region.close, always_call=True).remove)
         for name in columns:

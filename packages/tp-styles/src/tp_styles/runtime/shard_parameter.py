@@ -6,17 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Placement
 
-from tp_styles.runtime.askers import refuse_init, refuse_norm, refuse_truncated, wants_fans
+from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
+from tp_styles.problems import PlanError, Problem
 from tp_styles.split import Section, Split
-
-ShardingInfo = tuple[Any, ...]
-"""`(device_mesh, placements, global_shape, global_stride)`, and for sections a fifth element:
-`((size, unit, copies), ...)` along the sharded dim. This is how a local parameter says what it is a shard of."""
-
-
-_GRAD: Any = torch.Tensor.grad
 
 
 class ShardParameter(nn.Parameter):
@@ -50,11 +43,11 @@ class ShardParameter(nn.Parameter):
         Each rank's generator would otherwise draw the same numbers for another part, or others for the same.
         """
         info = self._sharding_info
-        mesh, split = info[0], split_of(info)
+        mesh, split = info.mesh, split_of(info)
         if self.is_meta or split.dim is None or any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())):
             getattr(torch.Tensor, name)(self, *args, **kwargs)
             return self
-        whole = getattr(self.new_empty(info[2]), name)(*args, **kwargs)
+        whole = getattr(self.new_empty(info.shape), name)(*args, **kwargs)
         self.copy_(split.take(whole, mesh.get_local_rank(), mesh.size()))
         return self
 
@@ -64,7 +57,6 @@ class ShardParameter(nn.Parameter):
 
     def normal_(self, *args: Any, **kwargs: Any) -> ShardParameter:
         """As of a tensor."""
-        refuse_truncated(self)
         return self._drawn("normal_", *args, **kwargs)
 
     def bernoulli_(self, *args: Any, **kwargs: Any) -> ShardParameter:
@@ -75,46 +67,45 @@ class ShardParameter(nn.Parameter):
         """As of a tensor."""
         return self._drawn("exponential_", *args, **kwargs)
 
-    # What asks for these may take the part for the whole.
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """As of a tensor; not for those who take its norm."""
-        refuse_norm(self)
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        return found
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
-
-    def ndimension(self) -> int:
-        """As of a tensor."""
-        refuse_init(self)
-        return self.dim()
+    # Functions that go by the size or the values of the full parameter would compute something else from a shard.
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor; `nn.init` gets the whole's, for its bounds."""
-        shape = self._sharding_info[2] if wants_fans(self) else self.shape
-        return shape if dim is None else shape[dim]
+        """The local shape; of one dim the global size, as of a DTensor: `nn.init` takes its bounds from it."""
+        return self.shape if dim is None else self._sharding_info.shape[dim]
+
+    def ndimension(self) -> int:
+        """As of a tensor; refused for a shard, because `nn.init` goes on with the full matrix."""
+        self._refuse_partial("ndimension()")
+        return self.dim()
+
+    def __lt__(self, other: Any) -> Any:
+        self._refuse_partial("a comparison")
+        return torch.lt(self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        self._refuse_partial("a comparison")
+        return torch.gt(self, other)
+
+    def _refuse_partial(self, found: str) -> None:
+        if self._sharding_info.mesh.size() > 1 and self._sharding_info.placements[0].is_shard():
+            hint = "initialise before the plan is applied; reset_parameters() of the module, normal_, uniform_, xavier_"
+            hint += " and kaiming_ draw for the full weight; load_state_dict() takes full tensors; else use .detach()"
+            raise PlanError(Problem("part-for-whole", found=f"{found} of one rank's shard of a parameter", hint=hint))
 
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
     parameter = ShardParameter(data, requires_grad)
     parameter.__dict__.update(attributes)
+    if (info := sharding_info_of(parameter)) is not None:  # a plain tuple after pickling
+        setattr(parameter, ATTRIBUTE, info)
     return parameter
 
 
 def split_of(info: ShardingInfo) -> Split:
     """The split that a `_sharding_info` over a 1-D mesh describes."""
-    placement: Placement = info[1][0]
-    dim = getattr(placement, "dim", None)
+    dim = getattr(info.placements[0], "dim", None)
     if dim is None:
         return Split.replicated()
-    if len(info) > 4:
-        return Split(dim, tuple(Section(*section) for section in info[4]))
-    return Split.along(dim, info[2][dim])
+    if info.sections:
+        return Split(dim, tuple(Section(*section) for section in info.sections))
+    return Split.along(dim, info.shape[dim])
