@@ -226,7 +226,9 @@ class Checker:
             raise StyleInputError(_different(scope, inputs))
         if failed is not None:
             self.results[key] = failed.failure
-            if scope.is_root and failed.stage == Stage.SHARDED:  # else the call itself will raise
+            if (
+                scope.is_root and not self.is_staged and failed.stage == Stage.SHARDED
+            ):  # else the call itself will raise
                 _warn(scope, failed, "the sharded model is")
 
     # ------------------------------------------------------------------ both runs
@@ -301,18 +303,26 @@ class Checker:
         return [p for p in found if p is not None and p.requires_grad and p.is_leaf]
 
     def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
-        opaque = self._of_other_plans(scope.module)
+        others = self._checkers_below(scope.module)
+        originals = [*(one for checker in others for one in checker.originals), *self.originals]
+        reverted = {one.module for one in originals}
+        # Modules that were made parallel over another mesh, or without the check, stay as they are.
+        opaque = {
+            child
+            for child in scope.module.modules()
+            if child not in reverted and isinstance(vars(child).get("forward"), Forward)
+        }
         for inner in scope.inside:
             # What shares a parameter with modules outside of it is run as the original, too: its gradient is one sum.
             if mode in inner.verified and not _shares(inner.module, scope.module):
-                opaque |= {inner.module}
+                opaque.add(inner.module)
         run = Run(
             scope.module,
             self.names,
             self.axis,
             dtype,
-            originals=self.originals if original else None,
-            opaque=opaque if original else frozenset(),
+            originals=originals if original else None,
+            opaque=frozenset(opaque if original else ()),
             skipped=hook,
         )
         if original:
@@ -322,18 +332,11 @@ class Checker:
             run.forward(copies.args, copies.kwargs)
         return run
 
-    def _of_other_plans(self, module: nn.Module) -> frozenset[nn.Module]:
-        """Modules below that other calls have made parallel: they stay as they are."""
-        ours = {original.module for original in self.originals}
-        return frozenset(
-            child
-            for child in module.modules()
-            if any(
-                isinstance(hook, CheckHook) and hook.scope.is_root and hook.checker is not self
-                for hook in child._forward_pre_hooks.values()
-            )
-            or (child not in ours and isinstance(vars(child).get("forward"), Forward))
-        )
+    def _checkers_below(self, module: nn.Module) -> list[Checker]:
+        """Checkers of other calls that have made modules below parallel over the same mesh."""
+        hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
+        checkers = {hook.checker: None for hook in hooks if isinstance(hook, CheckHook) and hook.scope.is_root}
+        return [one for one in checkers if one is not self and one.axis.mesh == self.axis.mesh]
 
     @contextmanager
     def _original(self) -> Iterator[None]:

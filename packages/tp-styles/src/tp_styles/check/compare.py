@@ -105,13 +105,16 @@ class Comparison:
                 layout = ours.layouts[index]
                 shapes = self.axis.all_gather_objects(tuple(one.shape), "the check")
                 pairs.append(("input-gradient", f"input {index}", self.gathered(gradient, layout, shapes), other.grad))
-        seen: set[tuple[int, int]] = set()
+        # A shard has several copies in the reference where modules that another call has sharded hold it, too.
+        copies: dict[int, dict[int, tuple[Any, torch.Tensor]]] = {}
         for key, copy in reference.parameters.items():
-            shard = sharded.parameters[key]
-            if (id(copy), id(shard)) in seen or not copy.requires_grad:
-                continue
-            seen.add((id(copy), id(shard)))
-            pairs.append(("gradient", ".".join(filter(None, key)), *self._gradients(shard, copy)))
+            if copy.requires_grad:
+                copies.setdefault(id(sharded.parameters[key]), {}).setdefault(id(copy), (key, copy))
+        for found_copies in copies.values():
+            (key, _), *_ = found_copies.values()
+            both = [self._gradients(sharded.parameters[key], copy) for _, copy in found_copies.values()]
+            total = sum((other for _, other in both[1:]), both[0][1])
+            pairs.append(("gradient", ".".join(filter(None, key)), both[0][0], total))
         scale = max((largest(wanted_gradient) for _, _, _, wanted_gradient in pairs), default=0.0)
         found = []
         for kind, name, one, other in pairs:

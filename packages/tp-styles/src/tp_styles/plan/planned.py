@@ -108,6 +108,13 @@ def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int,
     Returns:
         The plan; look at its `.problems`.
     """
+    return plan_module(model, plan, tp_size, strict=strict, is_staged=False)
+
+
+def plan_module(
+    model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool, is_staged: bool
+) -> TPPlan:
+    """`plan_styles`, also for one of several calls, of which a later one may shard the other of two tied weights."""
     if isinstance(plan, TorchParallelStyle):
         plan = {"": plan}
     given: object = plan
@@ -136,7 +143,7 @@ def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int,
         if isinstance(modules.get(found.name.rpartition(".")[0]), nn.MultiheadAttention) and found.name:
             problems.append(_never_called(found))
     claims = _claims(ordered, problems)
-    problems += _tied_problems(model, claims, ordered)
+    problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
         LeftAlone(name, tuple(parameter.shape), parameter.numel() * parameter.element_size())
         for name, parameter in model.named_parameters()
@@ -274,7 +281,9 @@ def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, 
     return claims
 
 
-def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule]) -> list[Problem]:
+def _tied_problems(
+    model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
+) -> list[Problem]:
     """Tied parameters have to be split in the same way everywhere, or they would come apart."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -294,8 +303,8 @@ def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: 
                 splits[name] = "foreign style"
             else:
                 splits[name] = "no style"
-        kinds = set(splits.values())
-        if kinds == {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
+        kinds = set(splits.values()) - ({"no style"} if is_staged else set())
+        if kinds <= {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
             continue
         problems.append(
             Problem(

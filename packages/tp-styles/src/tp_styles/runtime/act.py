@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tp_styles._shared.stale_parameters import current_parameter, is_stale
 from tp_styles.check.checker import Check, Checker, install_check, scopes_of
 from tp_styles.check.runs import originals
 from tp_styles.plan.planned import PlannedModule, TPPlan
@@ -95,6 +96,9 @@ def _new_parameters(
         mode: Mode = "dtensor" if found.spec.compute == "dtensor" else params
         for name, original, spec in parameters_of(found, modules[found.name]):
             if id(original) in made:
+                continue
+            if is_stale(original):  # a staged call has sharded it in another module, in the same way
+                made[id(original)] = current_parameter(original)  # type: ignore[assignment]  # a parameter's is one
                 continue
             if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
                 same = _is_same_everywhere(original.detach(), axis)

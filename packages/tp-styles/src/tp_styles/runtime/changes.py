@@ -60,6 +60,7 @@ def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
         for name, original in change.parameters.items():
             if not is_stale(original):
                 fqn = f"{path}.{name}" if path else name
-                mark_stale(original, Problem("parameter-replaced", fqn, found=found, hint=hint))
+                problem = Problem("parameter-replaced", fqn, found=found, hint=hint)
+                mark_stale(original, problem, change.module._parameters.get(name))
         change.replaced = tuple(change.parameters)
         change.parameters.clear()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tp_styles._shared.sharding_info import Section, ShardingInfo
+from tp_styles._shared.sharding_info import Section, ShardingInfo, sharding_info_of
 from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.axis import Axis
@@ -63,6 +63,15 @@ def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> Sharding
     sections = () if split.is_plain(mesh.size()) else split.sections
     found = tuple(Section(section.size, section.unit, section.copies) for section in sections)
     return ShardingInfo(mesh, (split.placement(),), shape, contiguous_stride(shape), found)
+
+
+def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
+    """True if a parameter is this rank's shard over a mesh, as the split has it."""
+    if isinstance(parameter, DTensor):
+        same = parameter.device_mesh == mesh and parameter.placements == (split.placement(),)
+        return same and split.is_plain(mesh.size())
+    info = sharding_info_of(parameter)
+    return info == sharding_info(split, mesh, info.shape) if info is not None else False
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
