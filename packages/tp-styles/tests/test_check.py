@@ -233,7 +233,7 @@ class NoSum(tp.RowwiseParallel):
     def spec(self, info: Any, tp_size: int) -> Any:
         made = super().spec(info, tp_size)
         (flow,) = (one for one in made.outputs if one is not None)
-        return type(made)(**{**vars(made), "outputs": (type(flow)(**{**vars(flow), "source": Replicate()}),)})
+        return type(made)(**{**vars(made), "outputs": (type(flow)(**{**vars(flow), "src": Replicate()}),)})
 
 
 class Loss(nn.Module):

@@ -18,9 +18,9 @@ import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
-from tp_styles.runtime import moves
-from tp_styles.runtime.moves import Move
-from tp_styles.transfer import Step
+from tp_styles.runtime import redistribute
+from tp_styles.runtime.redistribute import Redistribute
+from tp_styles.values.transfer import Step
 
 Mutant = tuple[str, Callable[[], Any], tp.TPPlan]
 
@@ -95,13 +95,13 @@ def plan_mutants(name: str) -> Iterator[Mutant]:
             changed[f"sum_gradient of {key}"] = {"parameters": _with(spec.parameters, at, (key, others))}
         for at, (key, flow) in enumerate(spec.inputs):
             for text, gradient in (("replicated", Replicate()), ("partial", Partial())):
-                if flow.width and flow.gradient != gradient and isinstance(flow.wanted, Replicate):  # ids have none
+                if flow.width and flow.gradient != gradient and isinstance(flow.dst, Replicate):  # ids have none
                     one = (key, replace(flow, gradient=gradient))
                     changed[f"gradient of {key} {text}"] = {"inputs": _with(spec.inputs, at, one)}
         for at, output in enumerate(spec.outputs):
-            if output is not None and isinstance(output.source, Partial):
-                one = replace(output, source=Replicate())
-                changed["the sum of its output"] = {"outputs": _with(spec.outputs, at, one)}
+            if output is not None and isinstance(output.src, Partial):
+                other_output = replace(output, src=Replicate())
+                changed["the sum of its output"] = {"outputs": _with(spec.outputs, at, other_output)}
         for text, fields in changed.items():
             other = replace(planned, spec=replace(spec, **fields))
             yield f"{planned.name}: {text}", make, replace(plan, modules=_with(plan.modules, index, other))
@@ -111,16 +111,17 @@ def _with(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
     return (*values[:at], value, *values[at + 1 :])
 
 
-def skipped(move: Move, step: Step, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def skipped(move: Redistribute, step: Step, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """The result in its shape, of this rank's numbers alone."""
     if step.op == "all_reduce":
         return x.clone()
     if step.op == "all_gather":
+        assert step.dim is not None
         return torch.cat([x] * move.axis.size, step.dim)[tuple(slice(0, size) for size in result.shape)]
     return x[tuple(slice(0, size) for size in result.shape)].clone()
 
 
-STEPS: dict[str, Callable[[Move, Step, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+STEPS: dict[str, Callable[[Redistribute, Step, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "skipped": skipped,
     "scaled": lambda move, step, x, result: result * 1.001,
     "one rank's": lambda move, step, x, result: result * (move.axis.rank == 0),
@@ -132,9 +133,11 @@ STEPS: dict[str, Callable[[Move, Step, torch.Tensor, torch.Tensor], torch.Tensor
 @contextmanager
 def mutated(op: str, backward: bool, change: Callable[..., torch.Tensor]) -> Iterator[list[str]]:
     """Within, steps of one kind in one direction give something else; yields those that were carried out."""
-    run, pull, done, inside = Move.run, moves._Moved.backward, [], []
+    run, pull = Redistribute.run, redistribute._Moved.backward
+    done: list[str] = []
+    inside: list[int] = []
 
-    def other(self: Move, step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def other(self: Redistribute, step: Step, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         before = x.clone()
         result = run(self, step, x, *args, **kwargs)
         if step.op == op and bool(inside) == backward:
@@ -149,11 +152,11 @@ def mutated(op: str, backward: bool, change: Callable[..., torch.Tensor]) -> Ite
         finally:
             inside.pop()
 
-    Move.run, moves._Moved.backward = other, staticmethod(pulled)  # type: ignore[method-assign,assignment]
+    Redistribute.run, redistribute._Moved.backward = other, staticmethod(pulled)  # type: ignore[method-assign]
     try:
         yield done
     finally:
-        Move.run, moves._Moved.backward = run, staticmethod(pull)  # type: ignore[method-assign,assignment]
+        Redistribute.run, redistribute._Moved.backward = run, staticmethod(pull)  # type: ignore[method-assign]
 
 
 def is_found(make: Callable[[], Any], plan: Any, batch: torch.Tensor, mesh: Any) -> bool:

@@ -13,13 +13,13 @@ from torch.distributed.tensor import Shard
 from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.stale_parameters import current_parameter, is_stale
 from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.apply_steps import apply_steps, parameters_of
 from tp_styles.check.checker import Check
 from tp_styles.handle import TPHandle
 from tp_styles.plan.explain import comparable_lines
 from tp_styles.plan.planned import Plan, PlannedModule, TPPlan, plan_module
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.act import act, parameters_of
-from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import Mode, is_shard
 
 CALL = "apply_plan"
@@ -89,7 +89,7 @@ def apply_staged(
         PlanError: As `apply_plan`.
     """
     check_mesh(mesh)
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"params={params!r}", f"src_data_rank={src_data_rank!r}", f"check={check!r}")
     decided, fault = _decided(model, plan, axis, params, src_data_rank, strict, check, is_staged)
@@ -97,7 +97,7 @@ def apply_staged(
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
         raise fault
-    changes, checker = act(
+    changes, checker = apply_steps(
         model,
         decided,
         axis,
@@ -118,7 +118,7 @@ def _declares_shards(plan: TPPlan) -> bool:
 
 def _gives_shards(found: PlannedModule) -> bool:
     kinds = "dtensor", "foreign"  # their own functions say what leaves
-    shards = any(flow is not None and isinstance(flow.wanted, Shard) for flow in found.spec.outputs)
+    shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in found.spec.outputs)
     return shards or found.spec.compute in kinds
 
 
@@ -129,7 +129,7 @@ def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
         Exception: The fault.
     """
     check_mesh(mesh)
-    assert_consistent(Axis(mesh).group, CALL, error=fault)
+    assert_consistent(TPGroup(mesh).group, CALL, error=fault)
     raise fault
 
 
@@ -169,7 +169,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def _decided(
     model: nn.Module,
     plan: Plan | TorchParallelStyle | TPPlan,
-    axis: Axis,
+    axis: TPGroup,
     params: Mode,
     src_data_rank: int | None,
     strict: bool,
@@ -190,7 +190,7 @@ def _decided(
 
 
 def _problems_of_the_call(
-    plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None, check: Check
+    plan: TPPlan, axis: TPGroup, params: Mode, src_data_rank: int | None, check: Check
 ) -> Iterator[Problem]:
     if plan.tp_size != axis.size:
         yield Problem("tp-size", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
@@ -203,7 +203,7 @@ def _problems_of_the_call(
         yield Problem("src-data-rank", "src_data_rank", found=repr(src_data_rank), hint=hint)
 
 
-def _check_model(model: nn.Module, plan: TPPlan, axis: Axis, is_staged: bool) -> None:
+def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> None:
     """Refuse a model for which the plan was not made, or that has parted from another one.
 
     Raises:
@@ -233,7 +233,7 @@ def _other_model(name: str, found: str) -> Problem:
     )
 
 
-def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: Axis, is_staged: bool) -> Iterator[Problem]:
+def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
     """Weights that an earlier call has sharded in another module, unless this one shards them alike."""
     hint = "apply one plan to a module that holds both"
     found = "the weight was sharded in another module, which does not share it any more"
@@ -245,7 +245,9 @@ def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: Axis, is_staged
             yield Problem("tied-outside", name, found=found, hint=hint)
 
 
-def _compare(plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: Axis, fault: Exception | None) -> None:
+def _compare(
+    plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: TPGroup, fault: Exception | None
+) -> None:
     """Compare arguments, plan, and kinds of parameters between the ranks; or raise this rank's error on all."""
     if fault is not None:
         assert_consistent(axis.group, CALL, error=fault)

@@ -14,11 +14,10 @@ from tp_styles._shared.stale_parameters import mark_stale
 from tp_styles.check.checker import Checker
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, take_back
-from tp_styles.runtime.parameters import full_tensor
-from tp_styles.runtime.shard_parameter import split_of
-from tp_styles.split import Split
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.values.split import Split
 
 SAME_SHARDS = "every rank needs the same parameters in the same places"
 
@@ -33,7 +32,7 @@ class TPHandle:
     """
 
     def __init__(
-        self, model: nn.Module, plan: TPPlan, axis: Axis, changes: list[ModuleChange], checker: Checker | None
+        self, model: nn.Module, plan: TPPlan, axis: TPGroup, changes: list[ModuleChange], checker: Checker | None
     ) -> None:
         self.model = model
         self.plan = plan
@@ -90,7 +89,7 @@ class TPHandle:
         return PlanError(Problem("undone", found="undo() a second time", hint="apply the plan again first"))
 
     def _parts(self) -> list[str]:
-        """What will be gathered, in lines."""
+        """List the shards to gather, one a line."""
         names = {module: name for name, module in self.model.named_modules()}
         return [
             f"{names.get(change.module, '')}.{name}: ".lstrip(".")
@@ -101,7 +100,7 @@ class TPHandle:
 
 
 def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
-    """What ranks have to agree on before a parameter and its gradient are gathered; nothing that one rank has alone."""
+    """Return the metadata that ranks compare before a parameter and its gradient are gathered; no single rank's own."""
     if current is None:
         return "none"
     if split is not None and split.is_replicated:
@@ -111,7 +110,7 @@ def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
 
 
 def _whole(
-    current: nn.Parameter | None, split: Split | None, axis: Axis, memo: dict[int, nn.Parameter]
+    current: nn.Parameter | None, split: Split | None, axis: TPGroup, memo: dict[int, nn.Parameter]
 ) -> nn.Parameter | None:
     if current is None:
         return None
@@ -125,7 +124,7 @@ def _whole(
     return memo[id(current)]
 
 
-def _gathered(value: torch.Tensor, split: Split | None, axis: Axis) -> torch.Tensor:
+def _gathered(value: torch.Tensor, split: Split | None, axis: TPGroup) -> torch.Tensor:
     if split is not None:
         return full_tensor(value, axis, split)
     if isinstance(value, DTensor):

@@ -23,10 +23,10 @@ from tp_styles.check.randomness import ConstantRandomness
 from tp_styles.check.runs import GradientsAside, Original, Run, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
-from tp_styles.rng import default_generator
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.forward import Forward
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.parameters import agreed_values
+from tp_styles.runtime.rng import default_generator
 
 Check = Literal["first", "always", "never"]
 Mode = tuple[bool, bool]
@@ -37,7 +37,7 @@ FLOAT64_LIMIT = 2**26
 
 
 class Stage(IntEnum):
-    """How far a comparison came."""
+    """Last step of a comparison that could be made."""
 
     NOTHING = 0
     SHARDED = 1
@@ -118,7 +118,7 @@ class Checker:
     def __init__(
         self,
         model: nn.Module,
-        axis: Axis,
+        axis: TPGroup,
         originals: list[Original],
         *,
         always: bool,
@@ -471,20 +471,20 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
         plan: What was done to it.
         regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
     """
-    unstyled = frozenset(left.name for left in plan.left_alone)
+    unstyled = frozenset(left.name for left in plan.unstyled)
     scopes = [Scope("", model, is_root=True)]
     scopes += [Scope(name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
     for scope in scopes:
         below = [found for found in plan.modules if is_below(found.name, scope.name)]
         flows = [flow for found in below for _, flow in found.spec.inputs]
-        dims = {flow.source.dim for flow in flows if isinstance(flow.source, Shard)}
+        dims = {flow.src.dim for flow in flows if isinstance(flow.src, Shard)}
         own = next((found for found in below if found.name == scope.name), None)
         if own is not None:
-            scope.declared = {name: flow.source for name, flow in own.spec.inputs}
+            scope.declared = {name: flow.src for name, flow in own.spec.inputs}
             scope.names = own.info.arguments
         scope.input_dims = tuple(sorted(dims, reverse=True))
         outputs = [flow for found in below for flow in found.spec.outputs if flow is not None]
-        scope.has_partial_output = any(flow.wanted.is_partial() for flow in outputs)
+        scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
         scope.unstyled = unstyled
         scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
     return scopes

@@ -14,8 +14,8 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import tree_flatten
 from tp_styles.check.inputs import Copies
 from tp_styles.check.runs import Run
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.shard_parameter import split_of
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import split_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Comparison:
         tolerance: Greatest relative error.
     """
 
-    axis: Axis
+    axis: TPGroup
     partial: bool
     may_leave: bool
     only_first: bool
@@ -159,7 +159,7 @@ class Output:
     shapes: list[tuple[int, ...]]
 
 
-def cotangents(outputs: list[Output], axis: Axis) -> tuple[list[Any], list[Any]]:
+def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[Any]]:
     """(outputs, gradients) of the sharded run and of the reference."""
     ours: list[Any] = [[], []]
     wanted: list[Any] = [[], []]

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tp_styles._torch_compat import local_of, tree_flatten, tree_unflatten
-from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import agreed_values
-from tp_styles.transfer import normalized
+from tp_styles.values.transfer import normalized
 
 TOLERANCE = 1e-3
 """Of the largest value: kernels may round in another order on each rank."""
@@ -71,7 +71,7 @@ class Inputs:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        axis: Axis,
+        axis: TPGroup,
         declared: Mapping[str, Placement],
         names: tuple[str, ...],
         dims: tuple[int, ...],

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tp_styles._torch_compat import TorchDispatchMode, tree_map
-from tp_styles.runtime.random_ops import is_random
+from tp_styles.runtime.dropout import is_random
 
 CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "randn": 0.0, "exponential": 1.0}
 

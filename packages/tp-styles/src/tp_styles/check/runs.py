@@ -18,12 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import TorchDispatchMode, local_of, tree_flatten, without_torch_function
-from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange
-from tp_styles.runtime.foreign import KeyRemover
-from tp_styles.runtime.hooks import KeepOffFastPath
-from tp_styles.runtime.parameters import full_tensor
-from tp_styles.runtime.shard_parameter import ShardParameter, split_of
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.module_hooks import DisableFastPath
+from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
+from tp_styles.runtime.torch_styles import KeyRemover
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
@@ -35,7 +34,7 @@ FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 @dataclass(eq=False)
 class Original:
-    """What a plan changed of one module, other than parameters and its own hooks.
+    """Changes that a plan made to one module, other than parameters and its own hooks.
 
     Attributes:
         module: The module.
@@ -51,7 +50,7 @@ class Original:
 
 
 def originals(changes: list[ModuleChange]) -> list[Original]:
-    """What `changes` changed, without the closures that take it back (hooks of the check are pickled with a model)."""
+    """Return `changes` without the closures that take them back (hooks of the check are pickled with a model)."""
     found: dict[nn.Module, Original] = {}
     for change in changes:
         keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
@@ -80,7 +79,7 @@ class Run:
         self,
         module: nn.Module,
         names: Mapping[nn.Module, str],
-        axis: Axis,
+        axis: TPGroup,
         dtype: torch.dtype | None,
         *,
         originals: list[Original] | None = None,
@@ -300,7 +299,7 @@ def _of_fsdp(hook: Any) -> bool:
 
 def _is_ours(hook: Any) -> bool:
     owner = getattr(hook, "__self__", hook)
-    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, KeepOffFastPath)
+    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, DisableFastPath)
 
 
 def _copied(value: Any, replaced: dict[int, Any]) -> Any:

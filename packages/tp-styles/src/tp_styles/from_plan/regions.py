@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tp_styles.from_plan.cuts import AxisCuts, split_on_axis
-from tp_styles.spec import describe
-from tp_styles.split import Section, Split
+from tp_styles.from_plan.axis_shards import AxisCuts, split_on_axis
 from tp_styles.styles.heads import Heads
 from tp_styles.styles.layers import linear_shape
+from tp_styles.values.spec import describe
+from tp_styles.values.split import Section, Split
 
 if TYPE_CHECKING:
     from shard_spec.planners.megatron import Unit
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Region:
-    """What stands between column-wise and row-wise layers, where every rank works on its own channels or heads.
+    """Modules between column-wise and row-wise layers, on each rank's own channels or heads.
 
     Attributes:
         kind: The planner's word: `"attention"`, `"mlp"`, `"experts"`, `"embedding"`, `"head"`.

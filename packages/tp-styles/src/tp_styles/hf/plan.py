@@ -11,10 +11,10 @@ from torch.distributed.tensor import Partial, Replicate
 
 from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles.hf.names import todays_names
-from tp_styles.hf.styles import IdentityExpert, LatentKVParallel, ParametersParallel
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.styles.experts import IdentityExpert, LatentKVParallel, ParametersParallel
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.gqa import GQAParallel
 from tp_styles.styles.prepare_module import PrepareModuleOutput

@@ -1,4 +1,4 @@
-"""Which module gets which style."""
+"""Matching of modules and styles by pattern."""
 
 from __future__ import annotations
 

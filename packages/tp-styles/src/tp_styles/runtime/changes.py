@@ -1,4 +1,4 @@
-"""What was done to modules, so that it can be taken back."""
+"""Changes of modules, and their way back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from tp_styles._shared.stale_parameters import is_stale, mark_stale
 from tp_styles.problems import Problem
-from tp_styles.split import Split
+from tp_styles.values.split import Split
 
 
 @dataclass
 class ModuleChange:
-    """What was done to one module, so that it can be taken back.
+    """Changes of one module, and their way back.
 
     Attributes:
         module: The module.

@@ -18,8 +18,8 @@ from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.stale_parameters import is_stale
 from tp_styles._torch_compat import is_compiling
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.shard_parameter import ShardParameter
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import ShardParameter
 
 RTOL = 1e-3
 """Of the norm of a replica's gradient: ranks may sum in another order."""
@@ -61,7 +61,7 @@ def _compare_replicas(shards: list[ShardParameter]) -> None:
     for mesh in dict.fromkeys(p._sharding_info.mesh for p in shards):
         own = [p for p in replicas if p._sharding_info.mesh == mesh]
         norms = [None if p.grad is None else float(torch.linalg.vector_norm(p.grad.detach())) for p in own]
-        everyone = Axis(mesh).all_gather_objects(norms, "the first step of an optimizer")
+        everyone = TPGroup(mesh).all_gather_objects(norms, "the first step of an optimizer")
         for index, parameter in enumerate(own):
             values = [norm[index] or 0.0 for norm in everyone]
             if max(values) - min(values) > RTOL * max(values):

@@ -1,4 +1,4 @@
-"""Which attributes of a module become local when its heads or channels are dealt out: guesses, best one first.
+"""Guesses of attributes that become local with a module's heads or channels, best one first.
 
 None of them is trusted: each is tried in the rehearsal, and the first with which every rank is right is taken.
 """

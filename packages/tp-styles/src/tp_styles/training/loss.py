@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.axis import Axis
-from tp_styles.split import chunk_bounds
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.values.split import chunk_bounds
 
 
 def vocab_parallel_cross_entropy(
@@ -67,7 +67,7 @@ def vocab_parallel_cross_entropy(
         raise PlanError(Problem("mesh-not-1d", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
     if reduction not in ("mean", "sum", "none"):
         raise PlanError(Problem("reduction", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     target = target.long()
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
     start, stop = chunk_bounds(classes, axis.rank, axis.size)
@@ -96,7 +96,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _mean(loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Where nothing counts, torch's mean is nan, and its gradients are zeros."""
+    """Return torch's mean: nan if nothing counts, with zero gradients."""
     none = total == 0
     return (loss.sum() / total.masked_fill(none, 1)).masked_fill(none, float("nan"))
 
@@ -179,7 +179,7 @@ class _Terms(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         start: int,
-        axis: Axis,
+        axis: TPGroup,
         by_class: torch.Tensor | None,
         spread: bool,
         even: bool,
@@ -240,7 +240,7 @@ class _Last(torch.autograd.Function):
         )
 
 
-def _highest(logits: torch.Tensor, axis: Axis, even: bool) -> torch.Tensor:
+def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
     """The highest logit of each token over all ranks."""
     lowest = torch.finfo(logits.dtype).min
     highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], lowest)

@@ -1,4 +1,4 @@
-"""Which part of a parameter lies on which rank of the tensor-parallel axis: index arithmetic, no tensors moved.
+"""Shards of a parameter on the tensor-parallel axis: index arithmetic, no communication.
 
 One `Split` serves sharding, state dicts, undo and `explain`. Vocabulary:
 
@@ -42,7 +42,7 @@ class Section:
 
     @property
     def num_units(self) -> int:
-        """How many indivisible runs of rows the section has."""
+        """Number of units in the section."""
         return self.size // self.unit
 
     def bounds(self, rank: int, tp_size: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Split:
-    """How one dim of a parameter is divided over the ranks; `dim=None` means every rank holds all of it.
+    """Split of one dim of a parameter over the ranks; `dim=None` means replicated.
 
     Args:
         dim: Tensor dim, not negative, or None for a replicated parameter.
@@ -127,7 +127,7 @@ class Split:
         return Replicate() if self.dim is None else Shard(self.dim)
 
     def num_copies(self) -> int:
-        """How many ranks hold each part (of the first section; sections with different copies exist)."""
+        """Number of ranks that hold each shard (of the first section; sections with different copies exist)."""
         return 1 if self.is_replicated else self.sections[0].copies
 
     # where its rows are

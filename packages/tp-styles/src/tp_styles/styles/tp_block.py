@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tp_styles.problems import Problem
-from tp_styles.spec import ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.split import Split
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
+from tp_styles.values.split import Split
 
 
-class RegionParallel(ParallelStyle):
+class TPBlockParallel(ParallelStyle):
     """A module whose layers are divided by styles of their own: its counts become local, its own parameters are shared.
 
     Args:
@@ -52,7 +52,7 @@ class RegionParallel(ParallelStyle):
             split = Split.replicated() if dim is None else Split.along(dim, parameter.shape[dim])
             parameters.append((name, ParameterSpec(split, sum_gradient=dim is None)))
         return StyleSpec(
-            compute="own" if parameters else "none",
+            compute="module" if parameters else "none",
             parameters=tuple(parameters),
             attributes=tuple(self.attributes.items()),
             problems=tuple(problems),
@@ -62,7 +62,7 @@ class RegionParallel(ParallelStyle):
         return {"tp_size": self.tp_size, "attributes": self.attributes, "cut": self.cut, "summed": self.summed}
 
 
-class PickedColwiseParallel(FusedColwiseParallel):
+class ColwiseKVReplicated(FusedColwiseParallel):
     """A column-wise layer that every rank holds whole and of which it computes the rows of its heads.
 
     For key-value projections with fewer heads than ranks, where a plan keeps them whole. Gradients are summed.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tp_styles._torch_compat import tree_flatten
-from tp_styles.from_plan.twin import (
+from tp_styles.from_plan.fake_model import (
     Call,
     PassThrough,
     StandIn,
@@ -29,12 +29,12 @@ from tp_styles.from_plan.twin import (
     usual_calls,
     without_weights,
 )
-from tp_styles.split import Split
+from tp_styles.values.split import Split
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rehearsal showed.
+    """Result of a simulation.
 
     Attributes:
         right: Whether the region may be divided; None where its forward could not be run.

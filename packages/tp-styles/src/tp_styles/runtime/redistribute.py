@@ -11,41 +11,43 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tp_styles._torch_compat import is_compiling, is_transformed
 from tp_styles.problems import Problem, StyleInputError
-from tp_styles.runtime.axis import Axis
-from tp_styles.spec import Flow
-from tp_styles.split import Section, Split
-from tp_styles.transfer import Step, Transfer, gradient_layout, normalized
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.values.spec import Redistribution
+from tp_styles.values.split import Section, Split
+from tp_styles.values.transfer import Step, Transfer, gradient_layout, normalized
 
 Sizes = tuple[int, ...]
 """Size of every rank's shard along one dim."""
 
 
-class Move:
+class Redistribute:
     """Carries out one flow: callable on the activation.
 
     Args:
         flow: What to do.
         axis: Over which ranks.
         name: What is moved, for errors.
-        fresh: The tensor was made by the caller for this call alone and may be reduced in place.
+        inplace_ok: The tensor was made by the caller for this call alone and may be reduced in place.
         uneven: Shards of a dim of unknown size may differ: the caller keeps the global size.
     """
 
-    def __init__(self, flow: Flow, axis: Axis, name: str = "", *, fresh: bool = False, uneven: bool = False) -> None:
+    def __init__(
+        self, flow: Redistribution, axis: TPGroup, name: str = "", *, inplace_ok: bool = False, uneven: bool = False
+    ) -> None:
         self.uneven = uneven
         self.sections = None if flow.split is None or flow.split.is_single else flow.split
         self.flow = flow
         self.axis = axis
         self.name = name
-        self.fresh = fresh
-        self.even = EvenCheck(axis, name)
+        self.inplace_ok = inplace_ok
+        self.even = EvenShardsCheck(axis, name)
         self._transfers: dict[int, Transfer] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
         if isinstance(x, DTensor):
             x = self.redistributed(x)
-            gradient = self.flow.gradient or gradient_layout(self.flow.wanted)
+            gradient = self.flow.gradient or gradient_layout(self.flow.dst)
             return x.to_local(grad_placements=(normalized(gradient, x.dim()),))
         found = self._transfers.get(x.dim())
         if found is None:
@@ -53,8 +55,8 @@ class Move:
         if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
             return x
         if (x.requires_grad and torch.is_grad_enabled()) or is_compiling() or is_transformed():
-            return _moved(x, found, self, fresh=self.fresh)
-        return self.run(found.forward, x, {}, in_place=self.fresh)
+            return _moved(x, found, self, inplace_ok=self.inplace_ok)
+        return self.run(found.forward, x, {}, in_place=self.inplace_ok)
 
     def redistributed(self, x: DTensor) -> DTensor:
         """A DTensor in the wanted layout, from whatever layout it has."""
@@ -67,7 +69,7 @@ class Move:
                     hint=f"the module is on {self.axis.mesh}; redistribute over that mesh before the call",
                 )
             )
-        wanted = (normalized(self.flow.wanted, x.dim()),)
+        wanted = (normalized(self.flow.dst, x.dim()),)
         return x if x.placements == wanted else x.redistribute(placements=wanted)
 
     # ------------------------------------------------------------------ the steps
@@ -160,20 +162,22 @@ class Move:
 
 
 def _moved(
-    x: torch.Tensor, transfer: Transfer, move: Move, *, fresh: bool, known: dict[int, Sizes] | None = None
+    x: torch.Tensor, transfer: Transfer, move: Redistribute, *, inplace_ok: bool, known: dict[int, Sizes] | None = None
 ) -> torch.Tensor:
-    moved: torch.Tensor = _Moved.apply(x, transfer, move, fresh, known)  # type: ignore[no-untyped-call]  # torch's
+    moved: torch.Tensor = _Moved.apply(x, transfer, move, inplace_ok, known)  # type: ignore[no-untyped-call]  # torch's
     return moved
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, transfer: Transfer, move: Move, fresh: bool, known: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, transfer: Transfer, move: Redistribute, inplace_ok: bool, known: Any
+    ) -> torch.Tensor:
         sizes: dict[int, Sizes] = dict(known or {})
         ctx.transfer, ctx.move, ctx.sizes = transfer, move, sizes
         if transfer.forward.op == "none":
             return x.view_as(x)
-        moved = move.run(transfer.forward, x, sizes, in_place=fresh)
+        moved = move.run(transfer.forward, x, sizes, in_place=inplace_ok)
         if moved is x:
             ctx.mark_dirty(x)
         return moved
@@ -182,7 +186,7 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         if _is_differentiated_again():  # the two steps are each other's transpose
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
-            return _moved(gradient, again, ctx.move, fresh=False, known=ctx.sizes), None, None, None, None
+            return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
         return ctx.move.run(ctx.transfer.backward, gradient, ctx.sizes), None, None, None, None
 
 
@@ -191,7 +195,7 @@ def _is_differentiated_again() -> bool:
     return torch.is_grad_enabled() and not is_compiling()
 
 
-def summed_gradient(parameter: torch.Tensor, axis: Axis, split: Split | None = None) -> torch.Tensor:
+def summed_gradient(parameter: torch.Tensor, axis: TPGroup, split: Split | None = None) -> torch.Tensor:
     """The tensor itself; in backward the ranks' gradients of it are summed.
 
     Args:
@@ -208,7 +212,7 @@ def summed_gradient(parameter: torch.Tensor, axis: Axis, split: Split | None = N
 
 class _SummedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, split: Split | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
         ctx.axis, ctx.split = axis, split
         return x.view_as(x)
 
@@ -224,7 +228,7 @@ class _Sum(torch.autograd.Function):
     """The transpose of `_SummedGradient`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, split: Split | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
         ctx.axis, ctx.split = axis, split
         return _sum(x, axis, split)
 
@@ -235,11 +239,11 @@ class _Sum(torch.autograd.Function):
         return gradient, None, None
 
 
-def _sum(gradient: torch.Tensor, axis: Axis, split: Split | None) -> torch.Tensor:
+def _sum(gradient: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
     return axis.all_reduce(gradient) if split is None else _sum_of_copies(gradient, axis, split)
 
 
-def _sum_of_copies(gradient: torch.Tensor, axis: Axis, split: Split) -> torch.Tensor:
+def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
     """Only sections with copies are communicated, in a buffer of their global size: few rows, and no new groups."""
     assert split.dim is not None
     dim = split.dim
@@ -256,14 +260,14 @@ def _sum_of_copies(gradient: torch.Tensor, axis: Axis, split: Split) -> torch.Te
     return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
 
 
-def as_dtensor(local: torch.Tensor, placement: Placement, axis: Axis, shape: torch.Size) -> DTensor:
+def as_dtensor(local: torch.Tensor, placement: Placement, axis: TPGroup, shape: torch.Size) -> DTensor:
     """A DTensor of global `shape` around a local tensor."""
     stride = torch.empty(shape, device="meta").stride()
     placements = (normalized(placement, local.dim()),)
     return DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-class EvenCheck:
+class EvenShardsCheck:
     """Shards of a plain tensor carry no global size and are taken as even: on the first call the ranks compare.
 
     Args:
@@ -271,7 +275,7 @@ class EvenCheck:
         name: What is checked, for the error.
     """
 
-    def __init__(self, axis: Axis, name: str) -> None:
+    def __init__(self, axis: TPGroup, name: str) -> None:
         self.axis = axis
         self.name = name
         self.done = axis.size == 1
@@ -299,6 +303,6 @@ class EvenCheck:
 
 
 def chunk_sizes(size: int, tp_size: int) -> tuple[int, ...]:
-    """How long each rank's shard of a dim of `size` is, as `torch.chunk` has it."""
+    """Return every rank's shard size of a dim of `size`, as `torch.chunk` has it."""
     section = Section(size)
     return tuple(stop - start for start, stop in (section.bounds(rank, tp_size) for rank in range(tp_size)))

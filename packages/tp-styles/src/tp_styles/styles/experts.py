@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from torch.distributed.tensor import Partial, Replicate
 
 from tp_styles.problems import Problem
-from tp_styles.spec import Flow, ModuleInfo, ParameterInfo, ParameterSpec, StyleSpec
-from tp_styles.split import Section, Split
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.values.spec import ModuleInfo, ParameterInfo, ParameterSpec, Redistribution, StyleSpec
+from tp_styles.values.split import Section, Split
 
 
 class ParametersParallel(ParallelStyle):
@@ -40,17 +40,17 @@ class ParametersParallel(ParallelStyle):
             problems += [problem] if problem is not None else []
             summed = split.is_replicated and self.role != "local"
             # A whole bias of the projection down would be added by every rank.
-            in_sum = summed and kind == "rowwise" and name.endswith("bias")
-            parameters.append((name, ParameterSpec(split, sum_gradient=summed, in_sum=in_sum)))
+            divide_by_tp = summed and kind == "rowwise" and name.endswith("bias")
+            parameters.append((name, ParameterSpec(split, sum_gradient=summed, divide_by_tp=divide_by_tp)))
         if self.role == "local":
-            return StyleSpec(compute="own", parameters=tuple(parameters), problems=tuple(problems))
+            return StyleSpec(compute="module", parameters=tuple(parameters), problems=tuple(problems))
         copied = info.arguments[:1] + (info.arguments[2:3] if self.role == "experts" else ())
-        flow = Flow(Replicate(), Replicate(), gradient=Partial())
+        flow = Redistribution(Replicate(), Replicate(), gradient=Partial())
         return StyleSpec(
-            compute="own",
+            compute="module",
             parameters=tuple(parameters),
             inputs=tuple((name, flow) for name in copied),
-            outputs=(Flow(Partial(), Replicate()),),
+            outputs=(Redistribution(Partial(), Replicate()),),
             problems=tuple(problems),
         )
 
@@ -93,7 +93,7 @@ class LatentKVParallel(ParallelStyle):
             problems.append(
                 Problem("latent-features", info.where(), found=f"{self.rope_features} of {features}", hint=hint)
             )
-        flow = Flow(Replicate(), Replicate(), gradient=Partial(), width=self.rope_features)
+        flow = Redistribution(Replicate(), Replicate(), gradient=Partial(), width=self.rope_features)
         return StyleSpec(compute="latent-kv", outputs=(flow,), problems=tuple(problems))
 
     def _arguments(self) -> dict[str, object]:

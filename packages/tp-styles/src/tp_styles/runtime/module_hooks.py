@@ -1,4 +1,4 @@
-"""Hooks as picklable classes: around modules whose own forward runs unchanged."""
+"""Hooks around modules whose own forward runs unchanged: inputs by argument name, outputs in their structure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles.plan.style import Style
 from tp_styles.problems import Problem, StyleInputError
-from tp_styles.runtime.arguments import move_inputs, move_outputs
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.forward import Output
-from tp_styles.runtime.moves import Move
-from tp_styles.spec import Flow, StyleSpec, describe
-from tp_styles.transfer import normalized
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.forwards import Output, move_inputs, move_outputs
+from tp_styles.runtime.redistribute import Redistribute
+from tp_styles.values.spec import Redistribution, StyleSpec, describe
+from tp_styles.values.transfer import normalized
 
 
-class KeepOffFastPath:
+class DisableFastPath:
     """A hook that does nothing: modules that read their children's weights directly look for hooks before they do."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -28,7 +27,7 @@ class KeepOffFastPath:
 class MoveInputs:
     """Pre-hook with keywords: lays out inputs by argument name."""
 
-    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         self.names = describe(module).arguments or _numbered(spec)
         self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
         self.name = name
@@ -50,11 +49,11 @@ class MoveInputs:
 class InputMove:
     """Brings one input to its layout, as a plain tensor or as a DTensor."""
 
-    def __init__(self, flow: Flow, axis: Axis, name: str, *, local: bool) -> None:
+    def __init__(self, flow: Redistribution, axis: TPGroup, name: str, *, local: bool) -> None:
         self.local = local
         self.flow = flow
         self.axis = axis
-        self.move = Move(flow, axis, name)
+        self.move = Redistribute(flow, axis, name)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The input."""
@@ -62,7 +61,7 @@ class InputMove:
             return self.move(x)
         if isinstance(x, DTensor):
             return self.move.redistributed(x)
-        source = normalized(self.flow.source, x.dim())
+        source = normalized(self.flow.src, x.dim())
         if isinstance(source, Shard):
             self.move.even(x.shape[source.dim], source.dim)
         wrapped = DTensor.from_local(x, self.axis.mesh, (source,), run_check=False)
@@ -72,10 +71,10 @@ class InputMove:
 class MoveOutputs:
     """Forward hook: lays out outputs."""
 
-    def __init__(self, spec: StyleSpec, axis: Axis, name: str) -> None:
+    def __init__(self, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         self.name = name
         self.leaves = [
-            None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, fresh=False)
+            None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
             for flow in spec.outputs
         ]
 
@@ -87,7 +86,7 @@ class MoveOutputs:
 class PrepareInput:
     """Pre-hook of the first styles: the style's function prepares the first input, later ones are kept."""
 
-    def __init__(self, style: Style, axis: Axis, names: tuple[str, ...]) -> None:
+    def __init__(self, style: Style, axis: TPGroup, names: tuple[str, ...]) -> None:
         assert style._prepare_input is not None
         self.function = style._prepare_input
         self.mesh = axis.mesh
@@ -108,7 +107,7 @@ class PrepareInput:
 class PrepareOutput:
     """Forward hook of the first styles: the style's function prepares the output."""
 
-    def __init__(self, style: Style, axis: Axis) -> None:
+    def __init__(self, style: Style, axis: TPGroup) -> None:
         assert style._prepare_output is not None
         self.function = style._prepare_output
         self.mesh = axis.mesh

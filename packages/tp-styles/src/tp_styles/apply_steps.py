@@ -14,24 +14,28 @@ from tp_styles.check.checker import Check, Checker, install_check, scopes_of
 from tp_styles.check.runs import originals
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, restore, settle
-from tp_styles.runtime.foreign import apply_foreign
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.dropout import checked_modules, install_regions
 from tp_styles.runtime.install import install_module
-from tp_styles.runtime.keep import KeepParts, PartsAreKnown, ResetWhole
 from tp_styles.runtime.optimizer_checks import check_optimizers
-from tp_styles.runtime.parameters import Mode, make_parameter
-from tp_styles.runtime.regions import checked_modules, install_regions
-from tp_styles.runtime.shard_parameter import ShardParameter
-from tp_styles.spec import ParameterSpec
-from tp_styles.split import Split
-from tp_styles.state import GlobalOnSave, LocalOnLoad
+from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
+from tp_styles.runtime.state_hooks import (
+    CheckSharded,
+    GlobalOnSave,
+    LocalOnLoad,
+    PreserveShardingOnApply,
+    ResetFullParameters,
+)
+from tp_styles.runtime.torch_styles import apply_torch_style
+from tp_styles.values.spec import ParameterSpec
+from tp_styles.values.split import Split
 
 
-def act(
+def apply_steps(
     model: nn.Module,
     plan: TPPlan,
-    axis: Axis,
+    axis: TPGroup,
     params: Mode,
     src_data_rank: int | None,
     *,
@@ -67,7 +71,7 @@ def act(
     try:
         for found in plan.modules:
             if found.spec.compute == "foreign":
-                changes += apply_foreign(found, modules[found.name], axis.mesh, src_data_rank)
+                changes += apply_torch_style(found, modules[found.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(found, modules[found.name], axis, made, check != "never")
         changes.append(ModuleChange(model, removers=install_regions(model, plan, axis)))
@@ -87,7 +91,7 @@ def act(
 
 
 def _new_parameters(
-    plan: TPPlan, modules: dict[str, nn.Module], axis: Axis, params: Mode, src_data_rank: int | None, compares: bool
+    plan: TPPlan, modules: dict[str, nn.Module], axis: TPGroup, params: Mode, src_data_rank: int | None, compares: bool
 ) -> dict[int, nn.Parameter]:
     """Original parameter (by id) -> this rank's part of it; tied ones once."""
     made: dict[int, nn.Parameter] = {}
@@ -127,7 +131,7 @@ def parameters_of(found: PlannedModule, module: nn.Module) -> Iterator[tuple[str
         yield name, original, spec
 
 
-def _is_same_everywhere(value: torch.Tensor, axis: Axis) -> bool:
+def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
     reference = value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(reference, group=axis.group, group_src=0)
     found = axis.all_gather_objects(bool(torch.equal(reference, value)), "apply_plan")
@@ -135,7 +139,7 @@ def _is_same_everywhere(value: torch.Tensor, axis: Axis) -> bool:
 
 
 def _apply_own(
-    found: PlannedModule, module: nn.Module, axis: Axis, made: dict[int, nn.Parameter], check: bool
+    found: PlannedModule, module: nn.Module, axis: TPGroup, made: dict[int, nn.Parameter], check: bool
 ) -> list[ModuleChange]:
     changes: dict[str, ModuleChange] = {"": ModuleChange(module)}
     for name, original, spec in parameters_of(found, module):
@@ -156,17 +160,17 @@ def _apply_own(
 
 
 def _keep(change: ModuleChange, fqn: str, check: bool) -> None:
-    """What keeps a module's new parameters parts of global ones, whoever saves, loads, moves or replaces them."""
+    """Keep a module's new parameters shards of global ones through saving, loading, moving and replacing."""
     names = tuple(change.parameters)
     local = tuple(name for name in names if isinstance(change.module._parameters[name], ShardParameter))
     owner: Any = change.module  # torch leaves these two untyped
     change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names, local)).remove)
     change.removers.append(owner.register_load_state_dict_pre_hook(LocalOnLoad(names)).remove)
     if local:
-        vars(owner)["_apply"] = KeepParts(owner, local)
+        vars(owner)["_apply"] = PreserveShardingOnApply(owner, local)
         change.removers.append(lambda: vars(owner).pop("_apply", None) and None)
         if hasattr(type(owner), "reset_parameters"):
-            vars(owner)["reset_parameters"] = ResetWhole(owner, local)
+            vars(owner)["reset_parameters"] = ResetFullParameters(owner, local)
             change.removers.append(lambda: vars(owner).pop("reset_parameters", None) and None)
         if check:
-            change.removers.append(owner.register_forward_pre_hook(PartsAreKnown(local, fqn)).remove)
+            change.removers.append(owner.register_forward_pre_hook(CheckSharded(local, fqn)).remove)

@@ -28,7 +28,7 @@ _HOOK_TABLES = (
 )
 
 
-def apply_foreign(
+def apply_torch_style(
     found: PlannedModule, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> list[ModuleChange]:
     """A style that only knows how it is applied: what it did is found by comparing before and after."""

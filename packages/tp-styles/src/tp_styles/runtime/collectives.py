@@ -13,7 +13,7 @@ from tp_styles._shared.consensus import all_gather_objects
 from tp_styles._torch_compat import all_gather_into, functional_collectives, is_compiling, reduce_scatter_into
 
 
-class Axis:
+class TPGroup:
     """Collectives over a 1-D mesh on local tensors. Outputs are fresh, inputs untouched, unless a name says `_`.
 
     Args:
@@ -38,7 +38,7 @@ class Axis:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_group": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TPGroup:
         return self
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,15 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Replicate
 
-from tp_styles.from_plan.cuts import AxisCuts
+from tp_styles.from_plan.axis_shards import AxisCuts
 from tp_styles.problems import Problem
-from tp_styles.spec import describe
-from tp_styles.split import Split
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.layers import linear_shape
 from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.values.spec import describe
+from tp_styles.values.split import Split
 
 
 def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:

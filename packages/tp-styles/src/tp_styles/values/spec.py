@@ -1,4 +1,4 @@
-"""What a style means for one module, as values: no process group, no device, no tensor data."""
+"""A style's meaning for one module, as values: no process group, no device, no tensor data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor.placement_types import Placement
 
 from tp_styles.problems import Problem
-from tp_styles.split import Split
-from tp_styles.transfer import Transfer, normalized, transfer
+from tp_styles.values.split import Split
+from tp_styles.values.transfer import Transfer, normalized, transfer
 
 # ---------------------------------------------------------------------------------------------- what a module is
 
@@ -102,19 +102,19 @@ def describe(module: nn.Module, name: str = "") -> ModuleInfo:
 
 
 @dataclass(frozen=True)
-class Flow:
+class Redistribution:
     """One activation that crosses a module's boundary.
 
     Attributes:
-        source: Layout that it has.
-        wanted: Layout that it gets.
+        src: Layout that it has.
+        dst: Layout that it gets.
         gradient: Layout of the gradient that comes back on the wanted side, None for the usual one.
         split: How the last dim is split wherever it is a shard; None where it is not known, then shards are even.
         width: Global size of the last dim, 0 where it is not known.
     """
 
-    source: Placement
-    wanted: Placement
+    src: Placement
+    dst: Placement
     gradient: Placement | None = None
     split: Split | None = None
     width: int = 0
@@ -122,27 +122,27 @@ class Flow:
     def transfer(self, ndim: int) -> Transfer:
         """The steps for a tensor of `ndim` dims."""
         gradient = None if self.gradient is None else normalized(self.gradient, ndim)
-        return transfer(normalized(self.source, ndim), normalized(self.wanted, ndim), gradient)
+        return transfer(normalized(self.src, ndim), normalized(self.dst, ndim), gradient)
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How one parameter is divided.
+    """Split of one parameter, and the sum of its gradient.
 
     Attributes:
         split: Which part lies where.
         sum_gradient: Each rank computes only its part of a replicated parameter's gradient, and the parts are summed.
-        in_sum: Every rank adds it to what is summed over the ranks afterwards: each adds an equal share.
+        divide_by_tp: Every rank adds it to what is summed over the ranks afterwards: each adds an equal share.
     """
 
     split: Split
     sum_gradient: bool = False
-    in_sum: bool = False
+    divide_by_tp: bool = False
 
 
 @dataclass(frozen=True)
 class StyleSpec:
-    """What a style does to one module.
+    """A style's decision for one module.
 
     Attributes:
         compute: Name of what runs in place of the module's forward (see `runtime.install`); `"hooks"` runs the
@@ -161,9 +161,9 @@ class StyleSpec:
 
     compute: str = "hooks"
     parameters: tuple[tuple[str, ParameterSpec], ...] = ()
-    inputs: tuple[tuple[str, Flow], ...] = ()
+    inputs: tuple[tuple[str, Redistribution], ...] = ()
     num_positional: int | None = None
-    outputs: tuple[Flow | None, ...] = ()
+    outputs: tuple[Redistribution | None, ...] = ()
     local_output: bool = True
     local_input: bool = True
     attributes: tuple[tuple[str, object], ...] = ()
@@ -171,7 +171,7 @@ class StyleSpec:
     children: tuple[tuple[str, object], ...] = ()
     problems: tuple[Problem, ...] = ()
 
-    def flows(self) -> Iterator[tuple[str, Flow]]:
+    def flows(self) -> Iterator[tuple[str, Redistribution]]:
         """All flows with a name: the argument's, or `-> i` for output i."""
         yield from self.inputs
         for index, flow in enumerate(self.outputs):

@@ -1,4 +1,4 @@
-"""How a plan's layouts cut each parameter along one axis."""
+"""Splits of parameters along one mesh axis, from a plan's layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tp_styles.problems import PlanError, Problem
-from tp_styles.split import Section, Split
+from tp_styles.values.split import Section, Split
 
 if TYPE_CHECKING:
     from shard_spec import Layout, ShardingPlan
@@ -79,7 +79,7 @@ def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
 
 
 def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) -> tuple[Split | None, Problem | None]:
-    """What the axis does to one parameter: a split, or None for whole on every rank; or why that cannot be said."""
+    """Return one parameter's split along the axis, None if it is replicated, or the reason that there is neither."""
     if axis not in layout.mesh.axis_names:
         return None, None
     term = layout.terms[layout.mesh.axis_names.index(axis)]

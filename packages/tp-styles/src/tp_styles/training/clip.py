@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import scale_all_
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.shard_parameter import split_of
+from tp_styles.runtime.parameters import split_of
 
 Axis = tuple[int, ...]
 """A mesh axis as the global ranks of this rank's group: meshes that share an axis have the same tuple."""

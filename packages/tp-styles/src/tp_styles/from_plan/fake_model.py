@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tp_styles._torch_compat import tree_map
-from tp_styles.spec import describe
 from tp_styles.styles.layers import is_conv1d, linear_shape
+from tp_styles.values.spec import describe
 
 RANK = 4
 """Rank of the random maps that stand in for weights."""
@@ -79,7 +79,7 @@ class PassThrough(nn.Module):
         self.adds = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """What it is given first."""
+        """Return the first argument."""
         return x + self.adds
 
 

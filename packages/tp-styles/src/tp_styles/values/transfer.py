@@ -1,4 +1,4 @@
-"""What moves when an activation changes its layout on the tensor-parallel axis, forward and backward.
+"""Steps of an activation's change of layout on the tensor-parallel axis, forward and backward.
 
 The runtime executes exactly these steps and `explain` prints them, so that a prediction cannot drift from the act.
 
