@@ -223,6 +223,14 @@ def versions(session: nox.Session, torch: str) -> None:
 
 
 @nox.session(default=False)
+def jax(session: nox.Session) -> None:
+    """shard-spec's layouts against JAX's own, on 10,000 random meshes and shapes."""
+    session.install(TORCH, *PYTEST, "jax==0.10.2", "jaxlib==0.10.2")
+    _install_editable(session, ["shard-spec"])
+    session.run("python", "-m", "pytest", "packages/shard-spec/tests/jax_layouts.py", env=RANK_ENV)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
     house = wheelhouse.build_current(PACKAGES)

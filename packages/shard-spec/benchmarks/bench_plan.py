@@ -94,7 +94,7 @@ def rows() -> list[dict[str, str]]:
 
     first = interleaved({"all": everything}, 1)["all"][0]
     found = ShardingPlan(RULES, mesh=MESH, strict=True).resolve(model)
-    shapes = {tensor.name: tensor.shape for tensor in found.facts.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in found.metadata.tensors}
 
     def one_rank() -> None:
         held = sum(len(layout.boxes(777, shapes[name])) for name, layout in found.items())

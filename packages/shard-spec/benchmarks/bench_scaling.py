@@ -54,7 +54,7 @@ def ranks_curve() -> dict[str, Any]:
     for ranks in (8, 64, 512, 1024, 4096, 16384, 65536):
         mesh = MeshSpec({"dp": ranks // 8, "tp": 8}, ranks_per_host=8)
         found = ShardingPlan(RULES, mesh=mesh, strict=True).resolve(model)
-        shapes = {tensor.name: tensor.shape for tensor in found.facts.tensors}
+        shapes = {tensor.name: tensor.shape for tensor in found.metadata.tensors}
         calls: dict[str, Any] = {
             everything: lambda mesh=mesh: plan_everything(model, mesh),
             one: lambda found=found, shapes=shapes: [la.boxes(3, shapes[name]) for name, la in found.items()],

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shard_spec import Layout, MeshSpec, ModelFacts, PlanError, ShardingPlan
+from shard_spec import Layout, MeshSpec, ModelMetadata, PlanError, ShardingPlan
 from shard_spec.cli import main
 
 SECONDS = 2.0  # of CPU time for one input
 
-MODEL = ModelFacts.from_shapes({"layers.0.w": (8, 4), "layers.1.w": (8, 4), "head.weight": (16, 4), "scale": ()})
+MODEL = ModelMetadata.from_shapes({"layers.0.w": (8, 4), "layers.1.w": (8, 4), "head.weight": (16, 4), "scale": ()})
 PLAN = {
     "format": "shard-spec/plan",
     "version": 1,

@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks, fake_cuda
-from shard_spec.apply.cut import WeightCut
-from shard_spec.apply.exchange import RowExchange, collect, spread
+from shard_spec.apply.exchange import RowExchange, gather_rows, scatter_rows
 from shard_spec.apply.forwards.lookup import look_up
-from shard_spec.apply.gates import gate
+from shard_spec.apply.gradients import masked_identity
+from shard_spec.apply.weight_sharding import WeightSharding
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from torch.nn import functional as F
 
 
 @pytest.mark.ranks(4)
-def test_spread_and_collect(ranks: Ranks) -> None:
+def test_gather_and_scatter_rows(ranks: Ranks) -> None:
     """Any rows, any columns (shared, missing, overlapping), any dtype; each is the other's backward."""
     rng, compared = random.Random(0), 0
     world, me = ranks.world_size, ranks.rank
@@ -37,20 +37,20 @@ def test_spread_and_collect(ranks: Ranks) -> None:
         dtype = dtypes[number % len(dtypes)]
         batch = (8 * torch.rand(sum(rows), *middle, width, generator=generator)).to(dtype)
         start, (first, size) = sum(rows[:me]), columns[me]
-        wide = spread(batch[start : start + rows[me]], exchange)
+        wide = gather_rows(batch[start : start + rows[me]], exchange)
         assert torch.equal(wide, batch[..., first : first + size])
         parts = [(4 * torch.rand(sum(rows), *middle, c[1], generator=generator)).to(dtype) for c in columns]
         total = torch.zeros(sum(rows), *middle, width, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
         for part, (at, length), counts in zip(parts, columns, primary, strict=True):
             if counts:
                 total[..., at : at + length] += part
-        tall = collect(parts[me], exchange)
+        tall = scatter_rows(parts[me], exchange)
         assert torch.equal(tall, total[start : start + rows[me]].to(dtype))
         assert tall.dtype == dtype
         compared += 2
         if dtype == torch.float64:
             own = batch[start : start + rows[me]].clone().requires_grad_()
-            spread(own, exchange).backward(parts[me])
+            gather_rows(own, exchange).backward(parts[me])
             assert own.grad is not None
             assert torch.equal(own.grad, tall)
             compared += 1
@@ -63,10 +63,10 @@ def test_nothing_is_read_back_from_the_device() -> None:
         columns = ((0, 3), (3, 3))
         exchange = RowExchange(dist.group.WORLD, (2, 4), columns, 6, (True, True))  # type: ignore[arg-type]  # initialized
         x = torch.randn(4, 6, device=device)
-        wide = spread(x, exchange)
+        wide = gather_rows(x, exchange)
         assert (wide.shape, wide.device) == ((6, 3), device)
-        assert collect(wide, exchange).shape == (4, 6)
-        assert gate(wide, forward=False, backward=True).device == device
+        assert scatter_rows(wide, exchange).shape == (4, 6)
+        assert masked_identity(wide, forward=False, backward=True).device == device
         table, ids = torch.randn(5, 3, device=device), torch.randint(0, 9, (6, 2), device=device)
         for option in (False, True):
             found = look_up(ids, table, (5, 4), 9, 7, option)
@@ -87,10 +87,10 @@ def test_a_lookup_in_pieces_is_a_lookup() -> None:
 
 def test_cuts_of_a_weight() -> None:
     mesh = MeshSpec({"r": 2, "a": 2, "b": 2}, ranks=[7, 6, 5, 4, 3, 2, 1, 0])
-    cut = WeightCut(Layout(mesh, "a:S(0), b:S(-1)"), (5, 3), tuple(range(8)))
+    cut = WeightSharding(Layout(mesh, "a:S(0), b:S(-1)"), (5, 3), tuple(range(8)))
     assert cut.rows == ((3, 2), (3, 2), (0, 3), (0, 3)) * 2
     assert cut.columns == ((2, 1), (0, 2)) * 4
     assert cut.primary == (False,) * 4 + (True,) * 4
     # Ranks 7, 5 (and their replicas 3, 1) are the first of those that share rows.
-    assert [rank for rank in range(8) if cut.leads(rank, 1)] == [1, 3, 5, 7]
-    assert [rank for rank in range(8) if cut.leads(rank, 0)] == [2, 3, 6, 7]
+    assert [rank for rank in range(8) if cut.is_first_replica(rank, 1)] == [1, 3, 5, 7]
+    assert [rank for rank in range(8) if cut.is_first_replica(rank, 0)] == [2, 3, 6, 7]

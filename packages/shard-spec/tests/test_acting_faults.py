@@ -258,7 +258,7 @@ class TorchDoubling(TorchSharder):
 
 
 class Breaking(Sharder):
-    """Changes the module, then fails on one rank."""
+    """Transaction the module, then fails on one rank."""
 
     def shard(self, module: nn.Module) -> nn.Module:
         for child in module.modules():

@@ -298,11 +298,11 @@ def page_of(tmp_path: Any) -> Any:
     plan = ShardingPlan(
         {"fused.weight": "dp:S(1), tp:I(0,[4,2,2])", "*.bias": "dp:R, tp:U(0,[8,0])"}, mesh={"dp": 2, "tp": 2}
     )
-    from shard_spec import facts_of
+    from shard_spec import metadata_of
 
-    facts = facts_of(net)
+    metadata = metadata_of(net)
     text = html_report(
-        plan, facts, plan.memory(facts), plan.communication(facts, 16), title="<script>alert(1)</script>"
+        plan, metadata, plan.memory(metadata), plan.communication(metadata, 16), title="<script>alert(1)</script>"
     )
     path = tmp_path / "page.html"
     path.write_text(text, encoding="utf-8")
@@ -385,7 +385,7 @@ class Model(nn.Module):
 def test_a_model_without_a_forward_is_said_to_be_uncounted(factory: Any, capsys: Any) -> None:
     assert main(["plan", factory, "--mesh", "dp=2", "--batch", "8x128"]) == 0
     printed = capsys.readouterr().out
-    assert "[activations-unknown] forward on token ids of shape [4, 128] raised NotImplementedError" in printed
+    assert "[activations-unknown] forward on token ids 8x128 raised NotImplementedError" in printed
     assert "no problems" in printed
 
 

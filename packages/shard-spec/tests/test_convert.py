@@ -17,11 +17,14 @@ from shard_spec import (
     Sharder,
     ShardingPlan,
     UnevenShard,
+    dcp_state_dict,
 )
+from shard_spec._shared.sharding_info import Section, ShardingInfo
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 class Block(nn.Module):
@@ -188,9 +191,9 @@ def dcp_plan(size: Any) -> Any:
 
 
 def locals_of(plan: Any, rank: Any, values: Any) -> Any:
-    from shard_spec import ModelFacts
+    from shard_spec import ModelMetadata
 
-    found = plan.resolve(ModelFacts.from_shapes(SHAPES))
+    found = plan.resolve(ModelMetadata.from_shapes(SHAPES))
     state = {}
     for name, shape in SHAPES.items():
         state[name] = values(name)
@@ -207,19 +210,19 @@ def whole_value(name: Any) -> Any:
 @pytest.mark.ranks(2)
 def test_fused_and_uneven_weights_save_without_gathering_and_load_at_other_sizes(ranks: Ranks, tmp_path: Path) -> None:
     # DTensor-only stacks cannot: torch issue 140069 (fused QKV) is open since 2024.
-    from shard_spec import ModelFacts
+    from shard_spec import ModelMetadata
 
-    facts = ModelFacts.from_shapes(SHAPES)
+    metadata = ModelMetadata.from_shapes(SHAPES)
     path = Path(ranks.gather(str(tmp_path))[0]) / "checkpoint"
     plan = dcp_plan(2)
-    state = plan.to_dcp(facts, locals_of(plan, ranks.rank, whole_value), ranks.rank)
+    state = plan.to_dcp(metadata, locals_of(plan, ranks.rank, whole_value), ranks.rank)
     save(state, checkpoint_id=path)
     compared = 0
     for size in (1, 2, 3, 4):
         other = dcp_plan(size)
         for rank in range(size):  # every rank of the other world, here in each process
             local = locals_of(other, rank, lambda name: torch.full(SHAPES[name], -1.0))
-            wrapped = other.to_dcp(facts, local, rank)
+            wrapped = other.to_dcp(metadata, local, rank)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "assuming the intent is to load in a single process": it is
                 load(wrapped, checkpoint_id=path, no_dist=True)
@@ -228,6 +231,60 @@ def test_fused_and_uneven_weights_save_without_gathering_and_load_at_other_sizes
                 assert torch.equal(tensor, expected[name]), (size, rank, name)
                 compared += 1
     assert compared == 10 * len(SHAPES)
+
+
+@pytest.mark.ranks(4)
+def test_strided_and_fused_shards_of_a_trained_model_load_on_another_mesh(ranks: Ranks, tmp_path: Path) -> None:
+    """FSDP over tensor parallelism leaves strided shards; an `_sharding_info` says what a local weight is."""
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, rows) for rows in (8, 10, 7, 1)))  # even, uneven, and a rank without rows
+    values = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for layer in model:
+        for name, value in list(layer.named_parameters()):
+            shard = distribute_tensor(value.detach(), mesh["tp"], [Shard(0)])
+            layer.register_parameter(name, nn.Parameter(shard))
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for at, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, at + 1.0)
+    optimizer.step()
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    strided = [value for value in state["model"].values() if type(value.placements[0]) is not Shard]
+    assert len(strided) == len(values)
+    fused = torch.arange(48.0).view(8, 6)
+    rank = mesh["tp"].get_local_rank()
+    info = ShardingInfo(mesh["tp"], (Shard(0),), fused.shape, fused.stride(), (Section(4), Section(4)))
+    parts = [fused[at + 2 * rank : at + 2 * rank + 2] for at in (0, 4)]
+    local = nn.Parameter(torch.cat(parts))
+    local._sharding_info = info  # type: ignore[attr-defined]  # what fused styles write
+    state["model"]["fused"] = local
+    path = Path(ranks.gather(str(tmp_path))[0]) / "checkpoint"
+    save(dcp_state_dict(state), checkpoint_id=path)
+    stepped = {name: value - 0.1 * torch.ones_like(value) for name, value in values.items()}
+    moments = {name: (number + 1.0) * 0.1 for number, name in enumerate(values)}
+
+    line = ranks.mesh((4,), ("tp",))
+    other: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
+    for number, (name, full_value) in enumerate(values.items()):
+        empty = torch.full_like(full_value, -7.0)
+        dim = full_value.dim() - 1
+        other["model"][name] = distribute_tensor(empty, line, [Shard(dim)])
+        other["optimizer"]["state"][number] = {"exp_avg": distribute_tensor(empty, line, [Shard(dim)])}
+    other["model"]["fused"] = distribute_tensor(torch.zeros(8, 6), line, [Shard(1)])
+    load(dcp_state_dict(other), checkpoint_id=path)
+    again: dict[str, Any] = {"model": {name: torch.zeros_like(each) for name, each in model.state_dict().items()}}
+    load(dcp_state_dict(again), checkpoint_id=path)  # the mesh that wrote it
+    compared = 0
+    for number, name in enumerate(values):
+        full = other["model"][name].full_tensor()
+        assert torch.allclose(full, stepped[name], atol=1e-6), name
+        assert torch.equal(again["model"][name].to_local(), state["model"][name].to_local()), name
+        moment = other["optimizer"]["state"][number]["exp_avg"].full_tensor()
+        assert torch.allclose(moment, torch.full_like(moment, moments[name])), name
+        compared += full.numel() + moment.numel()
+    assert torch.equal(other["model"]["fused"].full_tensor(), fused)
+    assert compared == 2 * sum(value.numel() for value in values.values())
 
 
 def test_a_checkpoint_shard_computes_nothing_and_checks_shapes() -> None:
@@ -242,11 +299,11 @@ def test_a_checkpoint_shard_computes_nothing_and_checks_shapes() -> None:
     with pytest.raises(PlanError, match="local-shape-mismatch"):
         CheckpointShard(torch.zeros(3, 3), layout, (8, 3), 1)
     plan = dcp_plan(2)
-    from shard_spec import ModelFacts
+    from shard_spec import ModelMetadata
 
     bad = {"qkv": torch.zeros(7, 6), "other": torch.zeros(1), "whole": torch.zeros(4), "note": "text"}
     with pytest.raises(PlanError) as caught:
-        plan.to_dcp(ModelFacts.from_shapes(SHAPES), bad, 0)
+        plan.to_dcp(ModelMetadata.from_shapes(SHAPES), bad, 0)
     assert codes(caught) == [
         ("local-shape-mismatch", "qkv"),
         ("unknown-name", "other"),

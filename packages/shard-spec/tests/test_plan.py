@@ -11,12 +11,12 @@ from shard_spec import (
     ChunkShardingSpec,
     Layout,
     MeshSpec,
-    ModelFacts,
+    ModelMetadata,
     OptimizerState,
     PlanError,
     Sharder,
     ShardingPlan,
-    TensorFacts,
+    TensorMetadata,
     topology_preset,
 )
 from torch import nn
@@ -229,13 +229,13 @@ def test_memory_equals_the_live_bytes_of_a_real_step(model: Any, name: Any, make
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     plan = ShardingPlan({}, mesh={"x": 1})
-    assert plan.memory(model, name).total(0) == live_bytes(model, optimizer)
-    assert plan.memory(model, optimizer).total(0) == live_bytes(model, optimizer)
-    assert plan.memory(Model(), name, dtype=dtype).total(0) == live_bytes(model, optimizer)
+    assert plan.memory(model, optimizer=name).total(0) == live_bytes(model, optimizer)
+    assert plan.memory(model, optimizer=optimizer).total(0) == live_bytes(model, optimizer)
+    assert plan.memory(Model(), optimizer=name, dtype=dtype).total(0) == live_bytes(model, optimizer)
 
 
 def test_memory_counts_parts_ranks_frozen_and_integer_parameters() -> None:
-    found = ShardingPlan({**RULES, "table": "tp:S(0)"}, mesh={"dp": 1, "tp": 3}).memory(Model(), "adamw")
+    found = ShardingPlan({**RULES, "table": "tp:S(0)"}, mesh={"dp": 1, "tp": 3}).memory(Model(), optimizer="adamw")
     # embedding 32 rows over 3: 11, 11, 10; wq/wk/wv rows and wo columns of 8 over 3: 3, 3, 2; 16 of the table: 6, 6, 4
     trained = [11 * 8 + 2 * 4 * 3 * 8 + 3 * 8, 11 * 8 + 2 * 4 * 3 * 8 + 3 * 8, 10 * 8 + 2 * 4 * 2 * 8 + 3 * 8]
     frozen = 8 * 4 + 6
@@ -250,24 +250,24 @@ def test_memory_counts_parts_ranks_frozen_and_integer_parameters() -> None:
 
 
 def test_memory_of_mixed_precision() -> None:
-    facts = ModelFacts.from_shapes({"w": (100,)}, dtype="bfloat16")
+    metadata = ModelMetadata.from_shapes({"w": (100,)}, dtype="bfloat16")
     plan = ShardingPlan({"w": "S(0)"}, mesh={"dp": 4})
-    found = plan.memory(facts, "mixed-adamw", grads="float32").on(0)
+    found = plan.memory(metadata, optimizer="mixed-adamw", grads="float32").on(0)
     assert found == {"parameters": 50, "buffers": 0, "gradients": 100, "optimizer": 204, "master": 100}
-    assert plan.memory(facts, None, grads=False).on(3)["gradients"] == 0
+    assert plan.memory(metadata, optimizer=None, grads=False).on(3)["gradients"] == 0
     slim = OptimizerState("8-bit", slots=2, dtype="uint8")
-    assert plan.memory(facts, slim).on(0)["optimizer"] == 50
-    for wrong in ({"optimizer": "lion9000"}, {"dtype": "float99"}):
+    assert plan.memory(metadata, optimizer=slim).on(0)["optimizer"] == 50
+    for optimizer, dtype in (("lion9000", None), ("adamw", "float99")):
         with pytest.raises(PlanError):
-            plan.memory(facts, **wrong)
+            plan.memory(metadata, optimizer=optimizer, dtype=dtype)
 
 
 # ---- communication --------------------------------------------------------------------------------------------------
 
 
 def test_communication_of_fully_sharded_and_replicated_data_parallel() -> None:
-    facts = ModelFacts.from_shapes({"a": (8, 4), "b": (6,)})
-    sharded = ShardingPlan({"**": "S(0)"}, mesh={"fsdp": 4}).communication(facts)
+    metadata = ModelMetadata.from_shapes({"a": (8, 4), "b": (6,)})
+    sharded = ShardingPlan({"**": "S(0)"}, mesh={"fsdp": 4}).communication(metadata)
     # a: 128 bytes gathered twice and scattered once; b: 6 over 4 is 2, 2, 2, 0: padded to 8 elements, 32 bytes
     assert {(t.name, t.op, t.full_bytes, t.count) for t in sharded.transfers} == {
         ("a", "all_gather", 128, 2),
@@ -276,7 +276,7 @@ def test_communication_of_fully_sharded_and_replicated_data_parallel() -> None:
         ("b", "reduce_scatter", 32, 1),
     }
     assert sharded.sent_bytes == 3 * (128 + 32) * 3 / 4
-    replicated = ShardingPlan({}, mesh={"dp": 4}).communication(facts)
+    replicated = ShardingPlan({}, mesh={"dp": 4}).communication(metadata)
     assert {(t.name, t.op, t.full_bytes) for t in replicated.transfers} == {
         ("a", "all_reduce", 128),
         ("b", "all_reduce", 24),
@@ -479,9 +479,9 @@ def test_hostile_rules_in_a_good_file_cost_nothing_and_are_problems() -> None:
         "w4": "S(" + "9" * 30 + ")",
     }
     document = json.dumps({**good_document(), "rules": sorted([k, v] for k, v in rules.items())})
-    facts = ModelFacts(tuple(TensorFacts(f"w{i}", (1 << 40,)) for i in range(1, 5)))
+    metadata = ModelMetadata(tuple(TensorMetadata(f"w{i}", (1 << 40,)) for i in range(1, 5)))
     begin = time.perf_counter()
-    problems = ShardingPlan.from_json(document).validate(facts)
+    problems = ShardingPlan.from_json(document).validate(metadata)
     assert time.perf_counter() - begin < 5
     assert len(problems) >= len(rules)
 
@@ -509,11 +509,11 @@ def test_from_module_of_a_plain_model(model: Any) -> None:
         ShardingPlan.from_module(model)
 
 
-def test_facts_of_a_lazy_and_of_a_deep_copied_model(model: Any) -> None:
+def test_metadata_of_a_lazy_and_of_a_deep_copied_model(model: Any) -> None:
     assert ShardingPlan({}, mesh={"x": 1}).validate(nn.LazyLinear(4))[0].code == "uninitialized-parameter"
     before = copy.deepcopy(model.state_dict())
     ShardingPlan(RULES, mesh=MESH).validate(model)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     not_a_module: Any = [1, 2]
-    with pytest.raises(TypeError, match="ModelFacts"):
+    with pytest.raises(TypeError, match="ModelMetadata"):
         ShardingPlan({}).validate(not_a_module)

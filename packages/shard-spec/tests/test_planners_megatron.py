@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from shard_spec import MeshSpec, PlanError, ShardingPlan
 from shard_spec.planners import MegatronPlanner, PlannedSharding, ShardingPlanner
-from shard_spec.planners.megatron import Analysis, Evidence, UnitKind, verify_units
+from shard_spec.planners.megatron import Analysis, Evidence, TPBlockKind, verify_units
 from torch import Tensor, nn
 
 MESH = MeshSpec({"dp": 2, "tp": 2})
@@ -386,7 +386,7 @@ class WholeBlock(Attention):
 
 def test_parameters_before_and_after_the_heads_do_not_keep_them_whole() -> None:
     found = analysed(WholeBlock(32, 4))
-    assert {unit.kind for unit in found.units} == {UnitKind.ATTENTION, UnitKind.MLP}
+    assert {unit.kind for unit in found.units} == {TPBlockKind.ATTENTION, TPBlockKind.MLP}
     assert "parameter-inside-region" not in codes(found)
 
 
@@ -436,7 +436,7 @@ def test_what_cannot_be_probed_is_accepted_by_clear_names_only() -> None:
     assert fused.units == ()
     assert codes(fused) == {"fused-order-unknown"}
     told = analysed(Uncallable(16, 4, "sections"), fused="sections")
-    assert [unit.evidence for unit in told.units] == [Evidence.TOLD]
+    assert [unit.evidence for unit in told.units] == [Evidence.USER_SPECIFIED]
     # Told wrongly where the truth can be seen: refused.
     lied = analysed(Attention(16, 4, "sections"), fused="heads")
     assert codes(lied) == {"slices-mix"}
@@ -518,7 +518,7 @@ def test_torch_transformer(batch_first: bool) -> None:
     assert analysis.sharded_share == 1.0
     assert analysis.rest == {}
     kinds = [unit.kind for unit in analysis.units]
-    assert (kinds.count(UnitKind.ATTENTION), kinds.count(UnitKind.MLP)) == (6, 4)
+    assert (kinds.count(TPBlockKind.ATTENTION), kinds.count(TPBlockKind.MLP)) == (6, 4)
     assert analysis.cuts["encoder.layers.0.self_attn.in_proj_weight"].placement == "I(0, [24, 24, 24])"
     source, target = torch.randn(3, 5, 24, dtype=torch.float64), torch.randn(3, 5, 24, dtype=torch.float64)
     with torch.no_grad():
@@ -596,7 +596,7 @@ def test_verify_finds_a_wrong_arrangement() -> None:
     torch.manual_seed(0)
     model = Attention(16, 4, "sections").double()
     wrong = MegatronPlanner({"tp": 2}, fused="heads", probe=False).analyse(model)
-    assert [unit.evidence for unit in wrong.units] == [Evidence.TOLD]
+    assert [unit.evidence for unit in wrong.units] == [Evidence.USER_SPECIFIED]
     x = torch.randn(2, 3, 16, dtype=torch.float64)
     problems = verify_units(model, wrong.units, 2, lambda twin: twin(x))
     assert {problem.code for problem in problems} == {"slices-mix"}

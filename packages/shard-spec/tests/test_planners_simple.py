@@ -223,12 +223,12 @@ def test_costs_and_groups() -> None:
     plan = BalancedPlanner({"dp": 2}, cost=lambda name, table: lookups[name]).build_plan(module)
     assert plan.certificate is not None
     assert (plan.certificate.objective, plan.certificate.unit) == (9.0, "cost")
-    together = BalancedPlanner({"dp": 2}, together=[["t0.*", "t3.*"]]).build_plan(module).resolve(module)
+    together = BalancedPlanner({"dp": 2}, colocate=[["t0.*", "t3.*"]]).build_plan(module).resolve(module)
     assert together["t0.weight"] == together["t3.weight"] != together["t1.weight"]
     with pytest.raises(PlanError, match="in-two-groups"):
-        BalancedPlanner({"dp": 2}, together=[["t0.*"], ["t0.*", "t1.*"]]).build_plan(module)
+        BalancedPlanner({"dp": 2}, colocate=[["t0.*"], ["t0.*", "t1.*"]]).build_plan(module)
     with pytest.raises(PlanError, match="setting-without-effect"):
-        BalancedPlanner({"dp": 2}, together=[["t0.*"]], cut="rows")
+        BalancedPlanner({"dp": 2}, colocate=[["t0.*"]], cut="rows")
     with pytest.raises(PlanError, match="bad-cost"):
         BalancedPlanner({"dp": 2}, cost=lambda name, table: -1.0).build_plan(module)
     with pytest.raises(PlanError, match="no-tables"):

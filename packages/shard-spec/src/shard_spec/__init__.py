@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shard_spec.apply.apply import apply_plan
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.module import shard_module, shard_parameter
-    from shard_spec.convert.dcp import CheckpointShard
+    from shard_spec.convert.dcp import CheckpointShard, dcp_state_dict
     from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication, Transfer
     from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from shard_spec.layout.placements import BlockShard, InterleavedShard, PlacementLike, UnevenShard
     from shard_spec.optimal import OptimalPlanner, Workload
     from shard_spec.plan.from_module import layout_of_tensor
-    from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
+    from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
     from shard_spec.plan.resolve import Resolution
     from shard_spec.planners.balanced import BalancedPlanner
     from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
-    from shard_spec.planners.certificate import Certificate
     from shard_spec.planners.fully_shard import FullyShardPlanner
     from shard_spec.planners.megatron import MegatronPlanner
+    from shard_spec.planners.optimality_bound import OptimalityBound
     from shard_spec.report.diff import Change, PlanDiff
     from shard_spec.sharding_plan import ShardingPlan
     from shard_spec.specs.base import ShardingSpec
@@ -67,9 +67,9 @@ __all__ = [
     "ShardingPlan",
     "Resolution",
     "Pattern",
-    "ModelFacts",
-    "TensorFacts",
-    "facts_of",
+    "ModelMetadata",
+    "TensorMetadata",
+    "metadata_of",
     "Memory",
     "OptimizerState",
     "ActivationEstimate",
@@ -93,6 +93,7 @@ __all__ = [
     "AlphaBetaCostModel",
     "topology_preset",
     "CheckpointShard",
+    "dcp_state_dict",
     "shard_module",
     "shard_parameter",
     "apply_plan",
@@ -102,7 +103,7 @@ __all__ = [
     "ComposedPlanner",
     "compose",
     "PlannedSharding",
-    "Certificate",
+    "OptimalityBound",
     "MegatronPlanner",
     "FullyShardPlanner",
     "BalancedPlanner",
@@ -135,9 +136,9 @@ __getattr__, __dir__ = lazy_exports(
         "plan.resolve": ("Resolution",),
         "_shared.patterns": ("Pattern",),
         "plan.metadata": (
-            "ModelFacts",
-            "TensorFacts",
-            "facts_of",
+            "ModelMetadata",
+            "TensorMetadata",
+            "metadata_of",
         ),
         "estimate.memory": ("Memory",),
         "estimate.optimizers": ("OptimizerState",),
@@ -173,7 +174,7 @@ __getattr__, __dir__ = lazy_exports(
             "CostModel",
             "AlphaBetaCostModel",
         ),
-        "convert.dcp": ("CheckpointShard",),
+        "convert.dcp": ("CheckpointShard", "dcp_state_dict"),
         "apply.module": (
             "shard_module",
             "shard_parameter",
@@ -187,7 +188,7 @@ __getattr__, __dir__ = lazy_exports(
             "compose",
             "PlannedSharding",
         ),
-        "planners.certificate": ("Certificate",),
+        "planners.optimality_bound": ("OptimalityBound",),
         "planners.megatron": ("MegatronPlanner",),
         "planners.fully_shard": ("FullyShardPlanner",),
         "planners.balanced": ("BalancedPlanner",),

@@ -45,7 +45,7 @@ _SHARD_MODULES = (
 
 
 def shard_kind(value: object) -> str | None:
-    """Which of torch's sharding objects ``value`` is, or None.
+    """Return the kind of torch's sharding object that ``value`` is, or None.
 
     Asks only modules that are loaded already: nobody can hold an instance of a class that was never imported.
     """
@@ -57,7 +57,7 @@ def shard_kind(value: object) -> str | None:
 
 
 def build_torch_metadata(spec: Any, shape: Sequence[int]) -> Any:
-    """What a spec of torch makes of a contiguous float tensor of ``shape``: an object with ``shards_metadata``."""
+    """Return the ``shards_metadata`` object that a spec of torch builds for a contiguous float tensor of ``shape``."""
     import torch
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
@@ -101,7 +101,7 @@ def group_of_name(name: str) -> Any:
 
 
 def can_order_groups() -> bool:
-    """Whether ``new_group`` can keep the order of the ranks it is given."""
+    """Return whether ``new_group`` can keep the order of the ranks it is given."""
     import inspect
 
     import torch.distributed as dist
@@ -132,7 +132,7 @@ def mesh_without_groups(device_type: str, ranks: Any, names: tuple[str, ...]) ->
 
 
 def computes_with_strided_shards() -> bool:
-    """Whether operators and gathers of DTensors are right on ``_StridedShard``: tried on 2.13, not on earlier ones."""
+    """Return whether DTensor operators and gathers are right on ``_StridedShard``: tried on 2.13, not earlier."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
@@ -141,14 +141,14 @@ def computes_with_strided_shards() -> bool:
 
 @functools.cache
 def redistributes_twice() -> bool:
-    """Whether the gradient of ``DTensor.redistribute`` has a gradient: torch 2.11 silently makes a constant of it."""
+    """Return whether the gradient of ``DTensor.redistribute`` has a gradient: in torch 2.11 it is a constant."""
     from torch.distributed.tensor import _redistribute
 
     return hasattr(_redistribute, "NestedRedistribute")
 
 
 def num_groups() -> int:
-    """How many process groups this rank knows: part of the name of a group that only its members make."""
+    """Return the number of process groups of this rank, part of the name of a group that only its members create."""
     from torch.distributed import distributed_c10d
 
     return len(distributed_c10d._world.pg_names)

@@ -35,19 +35,20 @@ if TYPE_CHECKING:
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
     from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.batch import Batch
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import CostModel
     from shard_spec.estimate.memory import Memory
     from shard_spec.estimate.optimizers import OptimizerLike
     from shard_spec.estimate.topology import Topology
     from shard_spec.layout.layout import Layout
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
     from shard_spec.plan.resolve import Resolution
     from shard_spec.report.diff import PlanDiff
 
 
 class ShardingPlan(PlanContent):
-    """What was decided about a model: a layout for each parameter, by name or pattern.
+    """Plan of a model: a layout for each parameter, by name or pattern.
 
     Args:
         plan: Pattern (see `Pattern`) to what the matching tensors get: placements (one for each axis of ``mesh``, or a
@@ -91,7 +92,7 @@ class ShardingPlan(PlanContent):
             strict=self.strict or other.strict,
         )
 
-    def compact(self, module: nn.Module | ModelFacts) -> ShardingPlan:
+    def compact(self, module: nn.Module | ModelMetadata) -> ShardingPlan:
         """The same plan with one glob for all layers that lie alike, as a person would write it.
 
         Every parameter is mentioned; what a spec says becomes a layout.
@@ -106,7 +107,7 @@ class ShardingPlan(PlanContent):
 
     # ---- with a model -----------------------------------------------------------------------------------------
 
-    def resolve(self, module: nn.Module | ModelFacts) -> Resolution:
+    def resolve(self, module: nn.Module | ModelMetadata) -> Resolution:
         """The layout of every parameter and buffer of ``module``, by FQN.
 
         An exact rule beats a glob, a specific one a general one. Tied parameters are one tensor: a rule for one of the
@@ -119,16 +120,16 @@ class ShardingPlan(PlanContent):
 
     def validate(
         self,
-        module: nn.Module | ModelFacts,
+        module: nn.Module | ModelMetadata,
         *,
         world_size: int | None = None,
         memory_limit: int | None = None,
         optimizer: Any = "adamw",
     ) -> tuple[Problem, ...]:
-        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
+        """Every problem of this plan for ``module``, in one pass; empty when there is none. Transaction nothing.
 
         Args:
-            module: The model, or its facts.
+            module: The model, or its metadata.
             world_size: Number of ranks there will be; a mesh that names others is a problem.
             memory_limit: Bytes one rank has for parameters, gradients and optimizer state.
             optimizer: What the optimizer state is counted for, as in :meth:`memory`.
@@ -137,62 +138,79 @@ class ShardingPlan(PlanContent):
 
     def memory(
         self,
-        module: nn.Module | ModelFacts,
-        optimizer: OptimizerLike = "adamw",
+        module: nn.Module | ModelMetadata,
+        batch: Batch | None = None,
         *,
+        optimizer: OptimizerLike = "adamw",
         grads: bool | str = True,
         dtype: str | None = None,
+        data_axes: Sequence[str] | None = None,
+        checkpointing: bool = False,
     ) -> Memory:
         """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
 
         Args:
-            module: The model, or its facts.
+            module: The model, or its metadata.
+            batch: As in :meth:`activations`, which are counted beside; they are an estimate. None: not counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
                 :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: Whether gradients are counted, or their dtype where it is not the parameters'.
             dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
+            data_axes: As in :meth:`communication`.
+            checkpointing: Count activations as if each block were recomputed in backward.
 
         Raises:
             PlanError: When the plan does not fit the model, or a name is not known.
         """
-        return memory(self, module, optimizer, grads=grads, dtype=dtype)
+        return memory(
+            self,
+            module,
+            batch,
+            optimizer=optimizer,
+            grads=grads,
+            dtype=dtype,
+            data_axes=data_axes,
+            checkpointing=checkpointing,
+        )
 
     def activations(
         self,
         module: nn.Module,
-        *inputs: Any,
+        batch: Batch,
+        *,
         data_axes: Sequence[str] | None = None,
-        **kwargs: Any,
+        dtype: str | None = None,
     ) -> ActivationEstimate:
         """An estimate of what autograd keeps between forward and backward on one rank.
 
         Args:
             module: The model, on any device; its forward runs once on shapes only (the meta device).
-            *inputs: What one rank passes to forward: its own part of the batch along the data axes.
+            batch: ``(sequences, length)`` of token ids over all ranks; or what one rank passes to forward: a tensor,
+                a tuple of arguments or a mapping of keyword arguments, for example ``{"input_ids": ids}``.
             data_axes: As in :meth:`communication`.
-            **kwargs: Passed to forward.
+            dtype: As in :meth:`memory`.
 
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        return estimate_activations(self, module, inputs, kwargs, data_axes=data_axes)
+        return estimate_activations(self, module, batch, data_axes=data_axes, dtype=dtype)
 
     def communication(
         self,
-        module: nn.Module | ModelFacts,
-        batch: int | Sequence[int] | None = None,
-        topology: Topology | None = None,
+        module: nn.Module | ModelMetadata,
+        batch: Batch | None = None,
         *,
+        topology: Topology | None = None,
         data_axes: Sequence[str] | None = None,
         dtype: str | None = None,
         cost_model: CostModel | None = None,
     ) -> Communication:
-        """What one training step moves, by axis: parameters and gradients to the byte, activations by rule.
+        """Return what one training step moves, by axis: parameters and gradients to the byte, activations by rule.
 
         Args:
-            module: The model, or its facts.
-            batch: Tokens in a step over all ranks, or the shape of the batch, ``(sequences, length)``. None: do not
-                count activations.
+            module: The model, or its metadata.
+            batch: Tokens in a step over all ranks, ``(sequences, length)``, or what one rank passes to forward. None:
+                do not count activations.
             topology: Machine to tell the time for.
             data_axes: Axes along which ranks see different samples. Default: those called dp, fsdp, data, ...
             dtype: Dtype on the wire, where it is not the parameters'.
@@ -201,14 +219,16 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
         """
-        return communication(self, module, batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
+        return communication(
+            self, module, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
+        )
 
-    def explain(self, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+    def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
         return explain(self, name, module)
 
-    def diff(self, other: ShardingPlan, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
-        """What changes from this plan to ``other``: rules, and with ``module`` the tensors that lie otherwise."""
+    def diff(self, other: ShardingPlan, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
+        """Return the changes to ``other``: rules, and with ``module`` the tensors whose layouts differ."""
         return diff(self, other, module)
 
     def apply(
@@ -273,7 +293,7 @@ class ShardingPlan(PlanContent):
 
     @classmethod
     def from_module(cls, module: nn.Module, mesh: MeshSpec | Mapping[str, int] | str | None = None) -> ShardingPlan:
-        """What a live model does now: DTensors and local shards by their placements, plain tensors replicated.
+        """Return the plan of a live model: DTensors and local shards by their placements, plain tensors replicated.
 
         Args:
             module: The model.
@@ -286,7 +306,9 @@ class ShardingPlan(PlanContent):
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
-    def to_dtensor_placements(self, module: nn.Module | ModelFacts | None = None) -> dict[str, tuple[Placement, ...]]:
+    def to_dtensor_placements(
+        self, module: nn.Module | ModelMetadata | None = None
+    ) -> dict[str, tuple[Placement, ...]]:
         """DTensor placements: for each rule, or with ``module`` for each parameter and buffer.
 
         Raises:
@@ -294,7 +316,9 @@ class ShardingPlan(PlanContent):
         """
         return to_dtensor_placements(self, module)
 
-    def to_parallelize_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, ParallelStyle]:
+    def to_parallelize_plan(
+        self, module: nn.Module | ModelMetadata, axis: str | None = None
+    ) -> dict[str, ParallelStyle]:
         """The plan for torch's ``parallelize_module`` along ``axis``: module FQN to ``ParallelStyle``.
 
         ``output_plan`` sets the styles' output layouts: ``R`` or ``S(-1)`` along the axis.
@@ -309,7 +333,7 @@ class ShardingPlan(PlanContent):
         """
         return to_parallelize_plan(self, module, axis)
 
-    def to_dcp(self, module: nn.Module | ModelFacts, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
 
         Each box of a local tensor becomes a chunk: nothing is gathered, fused and uneven weights included. Loading
@@ -325,7 +349,7 @@ class ShardingPlan(PlanContent):
         """
         return to_dcp(self, module, state_dict, rank)
 
-    def to_hf_tp_plan(self, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+    def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
         """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
 
         Raises:
@@ -337,14 +361,14 @@ class ShardingPlan(PlanContent):
     def from_hf_tp_plan(
         cls,
         tp_plan: Mapping[str, str],
-        module: nn.Module | ModelFacts,
+        module: nn.Module | ModelMetadata,
         mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh,
         axis: str = "tp",
         *,
         prefix: str = "",
         forward: str = "refuse",
     ) -> ShardingPlan:
-        """How a transformers ``tp_plan`` lays parameters out.
+        """Return the plan that a transformers ``tp_plan`` describes.
 
         Args:
             tp_plan: Module or parameter name, ``*`` for layer numbers, to style: ``model.tp_plan``, or

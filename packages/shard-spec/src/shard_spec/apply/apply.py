@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.actions import ModuleActions, plan_together
-from shard_spec.apply.agreement import Outcome, agree, attempt
 from shard_spec.apply.apply_checks import (
     argument_problems,
     device_of_mesh,
@@ -23,23 +23,25 @@ from shard_spec.apply.apply_checks import (
     source_text,
     value_problems,
 )
-from shard_spec.apply.changes import Changes
-from shard_spec.apply.express import Expression, express
+from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.gradients import LayGradient
 from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
 from shard_spec.apply.install import install_module, run_sharders
 from shard_spec.apply.local_parameter import LocalParameter, sharding_info
+from shard_spec.apply.parameter_format import ParameterFormat, choose_format
+from shard_spec.apply.rank_state import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.apply.sources import (
     Initializer,
     Source,
     fingerprint,
+    local_shard,
     materialize,
     reset_parameters_of,
     reset_problems,
     scatter_to_all,
-    take_own,
 )
 from shard_spec.apply.tensors import TensorAction, replacing_problems, tensor_at
+from shard_spec.apply.transaction import Transaction
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
@@ -90,23 +92,23 @@ def apply_plan(
     """
     meeting = group_of(mesh, group)
     settings = (meeting, source, src_rank, init, seed)
-    actions, outcome = plan_together(lambda: _plan(plan, module, mesh, *settings))
+    actions, outcome = plan_on_all_ranks(lambda: _plan(plan, module, mesh, *settings))
     staged: list[torch.Tensor] | None = None
     if actions is not None and not actions.problems and source != "scatter":
         # Nothing is sent for these, but `init` is the caller's, and may fail on one rank.
-        staged, failed = attempt(lambda: _stage(module, actions, mesh, *settings))
-        outcome = Outcome(outcome.lines, failed)
-    agree(meeting, outcome, "apply")
+        staged, failed = capture_errors(lambda: _stage(module, actions, mesh, *settings))
+        outcome = RankState(outcome.lines, failed)
+    raise_on_all_ranks(meeting, outcome, "apply")
     assert actions is not None
-    changes = Changes()
+    transaction = Transaction()
     try:
         staged = _stage(module, actions, mesh, *settings) if staged is None else staged
-        replaced = run_sharders(module, actions, meeting, changes)
-        handle = _install(plan, module, actions, staged, replaced, meeting, changes)
+        replaced = run_sharders(module, actions, meeting, transaction)
+        handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
     except BaseException:
-        changes.roll_back()
+        transaction.roll_back()
         raise
-    changes.forget()
+    transaction.commit()
     return settled(handle)
 
 
@@ -122,8 +124,8 @@ def _plan(
     src_rank: int,
     init: Initializer | str | None,
     seed: int,
-) -> ModuleActions:
-    """What is done to each tensor; changes and sends nothing."""
+) -> ExecutionPlan:
+    """Plan the action on each tensor; changes and sends nothing."""
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
     problems += mesh_order_problems(mesh)
@@ -137,26 +139,28 @@ def _plan(
     tensors: list[TensorAction] = []
     fingerprints = []
     me = dist.get_rank(group)
-    for facts in found.facts.tensors:
-        layout = found.layouts.get(facts.name)
+    for metadata in found.metadata.tensors:
+        layout = found.layouts.get(metadata.name)
         if layout is None:
             continue
-        tensor = tensor_at(module, facts.name)
-        problems += replacing_problems(tensor, facts.name)
-        problems += value_problems(tensor, facts.name, source, me == src_rank)
-        rebound = on_mesh(layout, spec, facts.name)
-        expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, facts.shape, facts.name)
+        tensor = tensor_at(module, metadata.name)
+        problems += replacing_problems(tensor, metadata.name)
+        problems += value_problems(tensor, metadata.name, source, me == src_rank)
+        rebound = on_mesh(layout, spec, metadata.name)
+        expression = rebound if isinstance(rebound, Problem) else _expressed(rebound, metadata.shape, metadata.name)
         if isinstance(rebound, Problem) or isinstance(expression, Problem):
             problems += [each for each in (rebound, expression) if isinstance(each, Problem)]
             continue
         tensors.append(
-            TensorAction(facts.aliases, facts.kind, facts.shape, tensor.dtype, bool(tensor.requires_grad), rebound)
+            TensorAction(
+                metadata.aliases, metadata.kind, metadata.shape, tensor.dtype, bool(tensor.requires_grad), rebound
+            )
         )
         if source != "scatter":
-            fingerprints.append(f"{facts.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
+            fingerprints.append(f"{metadata.name}: {'meta' if tensor.is_meta else fingerprint(tensor)}")
     if source == "meta" and init == "reset_parameters":
         problems += reset_problems(module, tuple(a.names[0] for a in tensors if tensor_at(module, a.names[0]).is_meta))
-    return ModuleActions(
+    return ExecutionPlan(
         tensors=tuple(tensors),
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         src_rank=src_rank,
@@ -172,7 +176,7 @@ def _plan(
 
 def _stage(
     module: nn.Module,
-    actions: ModuleActions,
+    actions: ExecutionPlan,
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
     source: Source,
@@ -188,7 +192,7 @@ def _stage(
 def _piece(
     module: nn.Module,
     action: TensorAction,
-    actions: ModuleActions,
+    actions: ExecutionPlan,
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
     source: Source,
@@ -204,9 +208,9 @@ def _piece(
     elif tensor.is_meta:
         local = materialize(action, device, dist.get_rank(), init, seed)
     else:
-        local = take_own(tensor, layout, device, dist.get_rank())
+        local = local_shard(tensor, layout, device, dist.get_rank())
     expression = _expressed(layout, action.shape, action.names[0])
-    assert isinstance(expression, Expression)  # planned
+    assert isinstance(expression, ParameterFormat)  # planned
     if expression.kind == "local":
         return _local(local, action, mesh, expression)
     placements = expression.placements
@@ -221,11 +225,11 @@ def _piece(
     return parameter
 
 
-def _expressed(layout: Layout, shape: tuple[int, ...], name: str) -> Expression | Problem:
-    return express(layout, shape, name, local=True, strided=True)
+def _expressed(layout: Layout, shape: tuple[int, ...], name: str) -> ParameterFormat | Problem:
+    return choose_format(layout, shape, name, local=True, strided=True)
 
 
-def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expression: Expression) -> torch.Tensor:
+def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expression: ParameterFormat) -> torch.Tensor:
     info = sharding_info(mesh, expression, action.shape)
     if action.kind == "parameter":
         parameter = LocalParameter(local, action.requires_grad)
@@ -238,11 +242,11 @@ def _local(local: torch.Tensor, action: TensorAction, mesh: DeviceMesh, expressi
 def _install(
     plan: PlanContent,
     module: nn.Module,
-    actions: ModuleActions,
+    actions: ExecutionPlan,
     staged: list[torch.Tensor],
     replaced: dict[str, nn.Module],
     group: dist.ProcessGroup,
-    changes: Changes,
+    transaction: Transaction,
 ) -> ShardHandle:
     placed = []
     checks: list[Callable[[], Problem | None]] = []
@@ -255,10 +259,26 @@ def _install(
         for fqn in action.names:
             path, _, name = fqn.rpartition(".")
             owner = module.get_submodule(path)
-            changes.set_tensor(owner, name, value)
+            transaction.set_tensor(owner, name, value)
             places.append((owner, name, fqn))
         placed.append(Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape))
     for path, new in replaced.items():
-        install_module(module, path, new, changes)
+        install_module(module, path, new, transaction)
         checks.append(no_way_back(path, actions.sharders[path]))
-    return ShardHandle(plan, actions, module, group, placed, [], checks)
+    hint = module.register_forward_hook(PlainInputHint(), always_call=True)
+    transaction.on_rollback(hint.remove)
+    return ShardHandle(plan, actions, module, group, placed, [hint.remove], checks)
+
+
+class PlainInputHint:
+    """Forward hook of the root, also run when forward raises: adds what to do to torch's mixed-tensor error."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Add the note; the error stays torch's own."""
+        error = sys.exception()
+        if error is not None and "mixed torch.Tensor and DTensor" in str(error):
+            error.add_note(
+                "plan.apply lays parameters out and changes no forward. Pass DTensors on the plan's mesh, or use what "
+                "runs sharded parameters on plain tensors: shard_module, tp_styles.apply_plan, or torch's fully_shard "
+                "and parallelize_module on a model that plan.apply has not sharded"
+            )

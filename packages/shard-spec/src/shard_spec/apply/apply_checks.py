@@ -1,4 +1,4 @@
-"""What ``plan.apply`` checks about its arguments, and how it understands them."""
+"""Checks of the arguments of ``plan.apply``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.agreement import Outcome, agree, group_or_default
+from shard_spec.apply.rank_state import RankState, group_or_default, raise_on_all_ranks
 from shard_spec.apply.sources import SOURCES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -25,7 +25,7 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
         hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
         problem = Problem("not-a-mesh", "mesh", found=found, hint=hint)
         if group is not None:
-            agree(group_or_default(group), Outcome((), (problem,)), "apply")
+            raise_on_all_ranks(group_or_default(group), RankState((), (problem,)), "apply")
         raise PlanError(problem)
     ranks = sorted(mesh.mesh.flatten().tolist())
     if mesh.get_coordinate() is None:

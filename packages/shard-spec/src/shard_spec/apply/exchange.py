@@ -28,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class RowExchange:
-    """Who has which rows and works on which columns.
+    """Rows that each rank holds and columns that it computes.
 
     Attributes:
         group: The ranks.
@@ -55,11 +55,11 @@ class RowExchange:
         return sum(self.rows)
 
     def row_start(self, rank: int) -> int:
-        """Where the rows of ``rank`` begin in the concatenated batch."""
+        """Return the first row of ``rank`` in the concatenated batch."""
         return sum(self.rows[:rank])
 
 
-def spread(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def gather_rows(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """Every rank's rows with this rank's columns: ``[my_rows, ..., width] -> [total_rows, ..., my_columns]``.
 
     A collective. The backward sums the parts of the gradient that the ranks hold.
@@ -68,7 +68,7 @@ def spread(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     return made
 
 
-def collect(wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def scatter_rows(wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """This rank's rows with every column: ``[total_rows, ..., my_columns] -> [my_rows, ..., width]``.
 
     A collective. Where several primaries worked on a column, their parts are summed in the order of the ranks, half
@@ -82,25 +82,25 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return _spread(tall, exchange)
+        return _gather_rows(tall, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return collect(grads[0], ctx.exchange), None
+        return scatter_rows(grads[0], ctx.exchange), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return _collect(wide, exchange)
+        return _scatter_rows(wide, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return spread(grads[0], ctx.exchange), None
+        return gather_rows(grads[0], ctx.exchange), None
 
 
-def _spread(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def _gather_rows(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     me = exchange.rank
     everything = all(interval == (0, exchange.width) for interval in exchange.columns)
     if everything and len(set(exchange.rows)) == 1:
@@ -117,7 +117,7 @@ def _all_gather(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     return whole
 
 
-def _collect(wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def _scatter_rows(wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     me, my_rows = exchange.rank, exchange.rows[exchange.rank]
     none = wide.narrow(0, 0, 0)
     blocks = [

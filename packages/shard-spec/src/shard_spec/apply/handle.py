@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
-from shard_spec.apply.agreement import Outcome, agree, attempt
-from shard_spec.apply.changes import put_tensor
+from shard_spec.apply.rank_state import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.apply.reporting import write_report
 from shard_spec.apply.scatter import gather_pieces
+from shard_spec.apply.transaction import put_tensor
 from shard_spec.layout.layout import Layout
 
 
@@ -47,7 +47,7 @@ class Placed:
 
 
 class ShardHandle:
-    """What ``shard_module``, ``shard_parameter`` and ``plan.apply`` return.
+    """Handle that ``shard_module``, ``shard_parameter`` and ``plan.apply`` return.
 
     Attributes:
         plan: The plan that was applied.
@@ -88,9 +88,9 @@ class ShardHandle:
             PlanError: On every rank, with nothing changed: ``undone-already``; ``changed-since`` when a tensor or a
                 forward was replaced after the call (undo later calls first); ``sharder-keeps-no-way-back``.
         """
-        outcome, failed = attempt(self._undo_outcome)
-        agree(self._group, outcome or Outcome((), failed), "undo")
-        whole, found = attempt(lambda: [self._whole(placed) for placed in self._placed])
+        outcome, failed = capture_errors(self._undo_outcome)
+        raise_on_all_ranks(self._group, outcome or RankState((), failed), "undo")
+        whole, found = capture_errors(lambda: [self._whole(placed) for placed in self._placed])
         raise_problems(found)
         assert whole is not None
         for removal in reversed(self._removals):
@@ -110,9 +110,9 @@ class ShardHandle:
         """Write what was done to ``path``: JSON for a name that ends in ``.json``, else a self-contained HTML page."""
         return write_report(self, Path(path))
 
-    def _undo_outcome(self) -> Outcome:
+    def _undo_outcome(self) -> RankState:
         lines = tuple(f"undo {placed.name}: {_state(placed.value)}" for placed in self._placed)
-        return Outcome(lines, tuple(self._undo_problems()))
+        return RankState(lines, tuple(self._undo_problems()))
 
     def _undo_problems(self) -> list[Problem]:
         if self._undone:
@@ -155,7 +155,7 @@ class ShardHandle:
 
 
 def _state(value: torch.Tensor) -> str:
-    """What the ranks have to have alike for gathering a tensor and its gradient."""
+    """Return what has to be equal on all ranks to gather a tensor and its gradient."""
     dtype = str(value.dtype).removeprefix("torch.")
     if value.grad is None:
         return f"{dtype}, no gradient"
@@ -178,7 +178,7 @@ _OWN_ATTRIBUTES = {"_sharding_info", "_is_param", "_local_tensor", "_spec", "_st
 
 
 def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the user wrote on a parameter: it goes along to the tensor that takes its place."""
+    """Return attributes that the user set on a parameter; the tensor that replaces it gets them."""
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 

@@ -15,67 +15,67 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.actions import ModuleActions
-from shard_spec.apply.agreement import Outcome, agree, attempt
-from shard_spec.apply.changes import Changes, Snapshot
+from shard_spec.apply.execution_plan import ExecutionPlan
+from shard_spec.apply.forward_context import ForwardContext
 from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, still_ours, user_attributes
-from shard_spec.apply.meshes import MeshBook
-from shard_spec.apply.outputs import CloseFrame, LocalRows, OpenFrame, ReshardOutput
-from shard_spec.apply.readers import forward_for
-from shard_spec.apply.roster import Roster
-from shard_spec.apply.session import Session
+from shard_spec.apply.mesh_cache import MeshCache
+from shard_spec.apply.module_tracker import ModuleTracker
+from shard_spec.apply.outputs import LocalRows, PostForwardHook, PreForwardHook, ReshardOutput
+from shard_spec.apply.rank_state import RankState, capture_errors, raise_on_all_ranks
+from shard_spec.apply.supported_modules import forward_for
 from shard_spec.apply.tensors import TensorAction, tensor_at
+from shard_spec.apply.transaction import Snapshot, Transaction
 
 
 def install(
     module: nn.Module,
     plan: Any,
-    actions: ModuleActions,
+    actions: ExecutionPlan,
     staged: dict[str, torch.Tensor],
     replaced: dict[str, nn.Module],
-    session: Session,
-    meshes: MeshBook,
-    changes: Changes,
+    context: ForwardContext,
+    meshes: MeshCache,
+    transaction: Transaction,
 ) -> ShardHandle:
-    """Put everything in its place; local, and logged in ``changes``."""
+    """Put everything in its place; local, and logged in ``transaction``."""
     placed: list[Placed] = []
     removals: list[Callable[[], None]] = []
     checks: list[Callable[[], Problem | None]] = []
     for action in actions.tensors:
         if action.layout is None:
-            _install_whole(module, action, staged[action.names[0]], changes)
+            _install_whole(module, action, staged[action.names[0]], transaction)
         else:
-            placed.append(_install_piece(module, action, staged[action.names[0]], changes))
+            placed.append(_install_piece(module, action, staged[action.names[0]], transaction))
     for path, new in replaced.items():
-        install_module(module, path, new, changes)
+        install_module(module, path, new, transaction)
         checks.append(no_way_back(path, actions.sharders[path]))
     for path, layout in actions.forwards.items():
         owner = module.get_submodule(path)
         kind = forward_for(owner)
         assert kind is not None
         before = owner.__dict__.get("forward")
-        forward = kind(owner, path, session, layout)
-        changes.set_attribute(owner, "forward", forward)
+        forward = kind(owner, path, context, layout)
+        transaction.set_attribute(owner, "forward", forward)
         removals.append(_restorer(owner, "forward", before))
         checks.append(still_ours(owner, "forward", forward, path))
-        _register(owner.register_forward_pre_hook(KeepSlowPath()), changes, removals)
-    _install_hooks(module, actions, session, meshes, changes, removals)
-    return ShardHandle(plan, actions, module, session.group.group, placed, removals, checks)
+        _register(owner.register_forward_pre_hook(KeepSlowPath()), transaction, removals)
+    _install_hooks(module, actions, context, meshes, transaction, removals)
+    return ShardHandle(plan, actions, module, context.group.group, placed, removals, checks)
 
 
-def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor, changes: Changes) -> None:
+def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor, transaction: Transaction) -> None:
     old = tensor_at(module, action.names[0])
     if not old.is_meta:
-        changes.overwrite(old, value.to(old.device))
+        transaction.overwrite(old, value.to(old.device))
         return
     new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
     new.__dict__.update(user_attributes(old))
     for fqn in action.names:
         path, _, name = fqn.rpartition(".")
-        changes.set_tensor(module.get_submodule(path), name, new)
+        transaction.set_tensor(module.get_submodule(path), name, new)
 
 
-def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor, changes: Changes) -> Placed:
+def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor, transaction: Transaction) -> Placed:
     old = tensor_at(module, action.names[0])
     assert action.layout is not None
     if action.kind == "parameter":
@@ -85,44 +85,49 @@ def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor,
     for fqn in action.names:
         path, _, name = fqn.rpartition(".")
         owner = module.get_submodule(path)
-        changes.set_tensor(owner, name, value)
+        transaction.set_tensor(owner, name, value)
         places.append((owner, name, fqn))
     return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
 
 
-def install_module(module: nn.Module, path: str, new: nn.Module, changes: Changes) -> None:
+def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Transaction) -> None:
     """Put ``new`` where the module at ``path`` is, everywhere it is."""
     old = module.get_submodule(path)
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is old:
-                changes.set_module(parent, name, new)
+                transaction.set_module(parent, name, new)
 
 
 def _install_hooks(
     module: nn.Module,
-    actions: ModuleActions,
-    session: Session,
-    meshes: MeshBook,
-    changes: Changes,
+    actions: ExecutionPlan,
+    context: ForwardContext,
+    meshes: MeshCache,
+    transaction: Transaction,
     removals: list[Callable[[], None]],
 ) -> None:
     for path, wanted in actions.outputs.items():
-        hook = ReshardOutput(path, wanted, session, meshes)
-        _register(module.get_submodule(path).register_forward_hook(hook), changes, removals)
+        hook = ReshardOutput(path, wanted, context, meshes)
+        _register(module.get_submodule(path).register_forward_hook(hook), transaction, removals)
     for path in actions.locals:
-        rows = LocalRows(path, session, path in actions.outputs)
-        _register(module.get_submodule(path).register_forward_hook(rows), changes, removals)
+        rows = LocalRows(path, context, path in actions.outputs)
+        _register(module.get_submodule(path).register_forward_hook(rows), transaction, removals)
     names = actions.replicas or _siblings(module, actions)
-    roster = Roster(session.group, module, names, everything=actions.everything)
-    changes.note(roster.remove)
-    removals.append(roster.remove)
-    roster.look(module)
-    _register(module.register_forward_pre_hook(OpenFrame(session, roster), prepend=True), changes, removals)
-    _register(module.register_forward_hook(CloseFrame(session), always_call=True), changes, removals)
+    tracker = ModuleTracker(context.group, module, names, everything=actions.everything)
+    transaction.on_rollback(tracker.remove)
+    removals.append(tracker.remove)
+    tracker.scan(module)
+    laid_out = "" in actions.outputs or "" in actions.locals or not actions.everything
+    _register(module.register_forward_pre_hook(PreForwardHook(context, tracker), prepend=True), transaction, removals)
+    _register(
+        module.register_forward_hook(PostForwardHook(context, is_laid_out=laid_out), always_call=True),
+        transaction,
+        removals,
+    )
 
 
-def _siblings(module: nn.Module, actions: ModuleActions) -> tuple[str, ...]:
+def _siblings(module: nn.Module, actions: ExecutionPlan) -> tuple[str, ...]:
     """The replicated parameters of the modules that got a sharded forward."""
     names = []
     for path in actions.forwards:
@@ -139,8 +144,8 @@ class KeepSlowPath:
         """Do nothing."""
 
 
-def _register(handle: Any, changes: Changes, removals: list[Callable[[], None]]) -> None:
-    changes.note(handle.remove)
+def _register(handle: Any, transaction: Transaction, removals: list[Callable[[], None]]) -> None:
+    transaction.on_rollback(handle.remove)
     removals.append(handle.remove)
 
 
@@ -155,7 +160,7 @@ def _restorer(module: nn.Module, name: str, before: object) -> Callable[[], None
 
 
 def run_sharders(
-    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, changes: Changes
+    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
 ) -> dict[str, nn.Module]:
     """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
     if not actions.sharders:
@@ -165,7 +170,7 @@ def run_sharders(
         made = {}
         for path, sharder in actions.sharders.items():
             old = module.get_submodule(path)
-            changes.note(Snapshot(old).restore)
+            transaction.on_rollback(Snapshot(old).restore)
             new = sharder.shard(old)
             if not isinstance(new, nn.Module):
                 found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
@@ -173,8 +178,8 @@ def run_sharders(
             made[path] = new
         return made
 
-    made, problems = attempt(run)
+    made, problems = capture_errors(run)
     lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
-    agree(group, Outcome(lines, problems), "a Sharder failed")
+    raise_on_all_ranks(group, RankState(lines, problems), "a Sharder failed")
     assert made is not None
     return made

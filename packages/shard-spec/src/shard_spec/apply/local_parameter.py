@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.sharding_info import Section, ShardingInfo
-from shard_spec.apply.express import Expression
+from shard_spec.apply.parameter_format import ParameterFormat
 
 
 class LocalParameter(nn.Parameter):
@@ -39,7 +39,7 @@ def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]
     return parameter
 
 
-def sharding_info(mesh: DeviceMesh, expression: Expression, shape: tuple[int, ...]) -> ShardingInfo:
+def sharding_info(mesh: DeviceMesh, expression: ParameterFormat, shape: tuple[int, ...]) -> ShardingInfo:
     """Return the description of a shard of a tensor of global ``shape``."""
     stride = torch.empty(shape, device="meta").stride()
     sections = tuple(Section(size) for size in expression.sections)

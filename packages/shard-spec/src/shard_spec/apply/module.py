@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.actions import ModuleActions, plan_module, plan_together
-from shard_spec.apply.agreement import Outcome, agree, attempt, group_or_default
-from shard_spec.apply.changes import Changes
+from shard_spec.apply.execution_plan import ExecutionPlan, plan_module, plan_on_all_ranks
+from shard_spec.apply.forward_context import ForwardContext, GroupRef
 from shard_spec.apply.handle import ShardHandle, settled
 from shard_spec.apply.install import install, run_sharders
-from shard_spec.apply.meshes import MeshBook
+from shard_spec.apply.mesh_cache import MeshCache
 from shard_spec.apply.rank_checks import known_layout
+from shard_spec.apply.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
 from shard_spec.apply.scatter import broadcast_, scatter
-from shard_spec.apply.session import GroupRef, Session
 from shard_spec.apply.shard_tensor import as_dtensor
 from shard_spec.apply.tensors import TensorAction, tensor_at
+from shard_spec.apply.transaction import Transaction
 from shard_spec.layout.layout import Layout
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
@@ -114,30 +114,30 @@ def _act(
     check: Callable[[], list[Problem]] = list,
 ) -> ShardHandle:
     """``subject`` gives the module and the plan: what it raises on one rank, all ranks raise."""
-    actions, outcome = plan_together(lambda: plan_module(*subject(), group, src_rank, whole=whole))
-    extra, more = attempt(check)
-    agree(group, Outcome(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
+    actions, outcome = plan_on_all_ranks(lambda: plan_module(*subject(), group, src_rank, whole=whole))
+    extra, more = capture_errors(check)
+    raise_on_all_ranks(group, RankState(outcome.lines, (*outcome.problems, *(extra or ()), *more)), what)
     assert actions is not None
     module, plan = subject()
     ref = GroupRef(group)
-    session, meshes = Session(ref), MeshBook(ref, actions.device.type)
-    changes = Changes()
+    context, meshes = ForwardContext(ref), MeshCache(ref, actions.device.type)
+    transaction = Transaction()
     meshes.prepare(_meshes_wanted(actions))
     if whole and ref.size > 1:
         _warn_of_batch_statistics(module)
     try:
         staged = _stage(module, actions, group, meshes)
-        replaced = run_sharders(module, actions, group, changes)
-        handle = install(module, plan, actions, staged, replaced, session, meshes, changes)
+        replaced = run_sharders(module, actions, group, transaction)
+        handle = install(module, plan, actions, staged, replaced, context, meshes, transaction)
     except BaseException:
-        changes.roll_back()
+        transaction.roll_back()
         raise
-    changes.forget()
+    transaction.commit()
     return settled(handle)
 
 
 def _stage(
-    module: nn.Module, actions: ModuleActions, group: dist.ProcessGroup, meshes: MeshBook
+    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, meshes: MeshCache
 ) -> dict[str, torch.Tensor]:
     """Move the values: first FQN to this rank's piece as a DTensor, or to the whole tensor."""
     staged: dict[str, torch.Tensor] = {}
@@ -153,7 +153,7 @@ def _stage(
 
 
 def _broadcast(
-    tensor: torch.Tensor, action: TensorAction, actions: ModuleActions, group: dist.ProcessGroup
+    tensor: torch.Tensor, action: TensorAction, actions: ExecutionPlan, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The source's values, in a tensor of its own except on the source."""
     if dist.get_rank(group) == actions.src_rank:
@@ -173,7 +173,7 @@ def _warn_of_batch_statistics(module: nn.Module) -> None:
         )
 
 
-def _meshes_wanted(actions: ModuleActions) -> list[Layout]:
+def _meshes_wanted(actions: ExecutionPlan) -> list[Layout]:
     """Layouts of everything that will lie on a mesh, as far as that is known before there is an output."""
     layouts = [action.layout for action in actions.tensors if action.layout is not None]
     for wanted in actions.outputs.values():

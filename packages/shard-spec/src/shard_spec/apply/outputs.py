@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -12,46 +13,54 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.agreement import agree
-from shard_spec.apply.batch import exchange_facts
-from shard_spec.apply.exchange import RowExchange, collect, spread
-from shard_spec.apply.express import express
-from shard_spec.apply.meshes import MeshBook
-from shard_spec.apply.roster import Roster
-from shard_spec.apply.session import Session
+from shard_spec.apply.exchange import RowExchange, gather_rows, scatter_rows
+from shard_spec.apply.forward_context import ForwardContext
+from shard_spec.apply.input_metadata import all_gather_input_metadata
+from shard_spec.apply.mesh_cache import MeshCache
+from shard_spec.apply.module_tracker import ModuleTracker
+from shard_spec.apply.parameter_format import choose_format
+from shard_spec.apply.rank_state import raise_on_all_ranks
 from shard_spec.apply.wrapping import unwrap, whole, wrap
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.specs import ShardingSpec
 
 
-class OpenFrame:
+class PreForwardHook:
     """Forward pre-hook of the root."""
 
-    def __init__(self, session: Session, roster: Roster) -> None:
-        self.session = session
-        self.roster = roster
+    def __init__(self, context: ForwardContext, tracker: ModuleTracker) -> None:
+        self.context = context
+        self.tracker = tracker
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any) -> None:
         """Begin a frame; parameters that lack their gradient hook get it."""
-        self.session.open(self.roster, self.roster.look(module))
+        self.context.open(self.tracker, self.tracker.scan(module))
 
 
-class CloseFrame:
+class PostForwardHook:
     """Forward hook of the root, called also when its forward raises."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
+    def __init__(self, context: ForwardContext, *, is_laid_out: bool) -> None:
+        self.context = context
+        self.warns = not is_laid_out  # a plan that says what becomes of the output needs no hint
 
     @eager_only
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the frame; what no exchange has compared is compared now."""
-        self.session.close()
-        sight = self.session.sight
-        if sight is not None and sight.open and sys.exception() is None:
-            agree(self.session.group.group, sight.outcome, "the module changed after shard_module")
-            self.session.agreed()
+        self.context.close()
+        scan = self.context.scan
+        if scan is not None and scan.open and sys.exception() is None:
+            raise_on_all_ranks(self.context.group.group, scan.outcome, "the module changed after shard_module")
+            self.context.agreed()
+        if self.warns and isinstance(output, DTensor):
+            self.warns = False
+            warnings.warn(
+                "shard_module: the module returns a DTensor of the whole batch, which plain targets cannot be compared "
+                "with; name it in return_local_tensor for this rank's rows, or in output_plan for another layout",
+                stacklevel=2,
+            )
 
 
 class ReshardOutput:
@@ -60,10 +69,10 @@ class ReshardOutput:
     A plain output counts as this rank's rows of it.
     """
 
-    def __init__(self, name: str, wanted: ShardingSpec | Layout, session: Session, meshes: MeshBook) -> None:
+    def __init__(self, name: str, wanted: ShardingSpec | Layout, context: ForwardContext, meshes: MeshCache) -> None:
         self.name = name
         self.wanted = wanted
-        self.session = session
+        self.context = context
         self.meshes = meshes
 
     @eager_only
@@ -82,15 +91,15 @@ class ReshardOutput:
     def _from_rows(self, rows: torch.Tensor) -> DTensor:
         """All ranks' rows, whole on every rank."""
         problem = "" if rows.dim() else "a scalar, which has no rows"
-        group = self.session.group
-        facts = exchange_facts([rows], self.session, self.name, problem)
-        self.session.note(facts.rows())
-        if facts.any_requires_grad() and not rows.requires_grad:
+        group = self.context.group
+        metadata = all_gather_input_metadata([rows], self.context, self.name, problem)
+        self.context.note(metadata.rows())
+        if metadata.any_requires_grad() and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # its backward communicates: all ranks have to run it
         flat = rows.unsqueeze(-1)
-        exchange = RowExchange(group.group, facts.rows(), ((0, 1),) * group.size, 1, _only_first(group.size))
-        mesh = self.meshes.line()
-        everything = spread(flat, exchange).squeeze(-1)
+        exchange = RowExchange(group.group, metadata.rows(), ((0, 1),) * group.size, 1, _only_first(group.size))
+        mesh = self.meshes.flat_mesh()
+        everything = gather_rows(flat, exchange).squeeze(-1)
         return wrap(everything, mesh, [Replicate()], everything.shape)
 
 
@@ -101,9 +110,9 @@ class LocalRows:
     rows, it is this rank's part in that layout. A plain output is this rank's rows already.
     """
 
-    def __init__(self, name: str, session: Session, laid_out: bool) -> None:
+    def __init__(self, name: str, context: ForwardContext, laid_out: bool) -> None:
         self.name = name
-        self.session = session
+        self.context = context
         self.laid_out = laid_out
 
     @eager_only
@@ -115,28 +124,28 @@ class LocalRows:
         cut = {term.dim % value.dim() for term in _layout_of(value).terms if term.dim is not None}
         if self.laid_out and cut and 0 not in cut:
             return unwrap(value)
-        group = self.session.group
+        group = self.context.group
         if not value.dim():
             hint = "name a module whose output has one row for each row of the batch"
             raise PlanError(Problem("unknown-split", self.name, found="a scalar output", hint=hint))
-        rows = self.session.rows(value.shape[0], self.name)
+        rows = self.context.rows(value.shape[0], self.name)
         if self._lies_in_rows(value, rows):
             return unwrap(value)
         columns = _columns(value, group.ranks)
         if columns is not None:
             intervals, primary = columns
             exchange = RowExchange(group.group, rows, intervals, value.shape[-1], primary)
-            return collect(unwrap(value), exchange)
+            return scatter_rows(unwrap(value), exchange)
         start = sum(rows[: group.rank])
         return whole(value, parts=True).narrow(0, start, rows[group.rank])
 
     def _lies_in_rows(self, value: DTensor, rows: tuple[int, ...]) -> bool:
-        """Whether every rank has exactly the rows it passed; all ranks come to the same answer."""
+        """Return whether every rank has exactly the rows it passed; all ranks come to the same answer."""
         layout = _layout_of(value)
         if layout.partial or any(term.dim is not None and term.dim % value.dim() for term in layout.terms):
             return False
         starts = [sum(rows[:at]) for at in range(len(rows))]
-        intervals = [layout.pieces(rank, tuple(value.shape))[0] for rank in self.session.group.ranks]
+        intervals = [layout.pieces(rank, tuple(value.shape))[0] for rank in self.context.group.ranks]
         wanted = [((start, size),) for start, size in zip(starts, rows, strict=True)]
         return all(
             have == want or (have[0][1] == want[0][1] == 0) for have, want in zip(intervals, wanted, strict=True)
@@ -155,14 +164,14 @@ def _layout_of(value: DTensor) -> Layout:
 
 
 def _placements(layout: Layout, shape: tuple[int, ...], name: str) -> list[Placement]:
-    found = express(layout, shape, name)
+    found = choose_format(layout, shape, name)
     if isinstance(found, Problem):
         raise PlanError(found)
     return list(found.placements)
 
 
 def _columns(value: DTensor, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, int], ...], tuple[bool, ...]] | None:
-    """Which columns each rank has and which ranks count, where only the last dim is cut; else None.
+    """Return each rank's columns and which ranks count, where only the last dim is sharded; else None.
 
     Partial sums over ``sum`` count as they are: every rank has a part.
     """

@@ -1,11 +1,11 @@
-"""Which ranks the specs of one call name, and whether they are the group's, in one order."""
+"""Checks that the specs of one call name the ranks of the group, in one order."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.express import express
+from shard_spec.apply.parameter_format import choose_format
 from shard_spec.apply.shard_tensor import rank_problems
 from shard_spec.apply.tensors import TensorAction
 from shard_spec.layout.layout import Layout
@@ -18,7 +18,7 @@ def layout_problems(action: TensorAction, ranks: tuple[int, ...]) -> list[Proble
     assert action.layout is not None
     name = action.names[0]
     problems = rank_problems(name, tuple(action.layout.mesh.ranks), ranks)
-    expression = express(action.layout, action.shape, name)
+    expression = choose_format(action.layout, action.shape, name)
     return [*problems, expression] if isinstance(expression, Problem) else problems
 
 

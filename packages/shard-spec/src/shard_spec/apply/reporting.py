@@ -13,11 +13,15 @@ from shard_spec._shared.page import note, page, table
 def write_report(handle: Any, path: Path) -> Path:
     """Write the tensors and actions of ``handle`` to ``path``, and return it."""
     rows = [_row(placed) for placed in handle._placed]
-    facts = {"module": type(handle.module).__name__, "digest": handle.actions.digest, "actions": handle.actions.lines}
+    metadata = {
+        "module": type(handle.module).__name__,
+        "digest": handle.actions.digest,
+        "actions": handle.actions.lines,
+    }
     if path.suffix == ".json":
-        path.write_text(json.dumps({**facts, "tensors": rows}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({**metadata, "tensors": rows}, indent=1) + "\n", encoding="utf-8")
     else:
-        path.write_text(_page(facts, rows), encoding="utf-8")
+        path.write_text(_page(metadata, rows), encoding="utf-8")
     return path
 
 
@@ -33,7 +37,7 @@ def _row(placed: Any) -> dict[str, Any]:
     }
 
 
-def _page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def _page(metadata: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     cells = [
         [
             f"<code>{escape(' = '.join(row['names']))}</code>", escape(row["layout"]),
@@ -41,11 +45,11 @@ def _page(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    lines = "".join(f"<li>{escape(line)}</li>" for line in facts["actions"])
+    lines = "".join(f"<li>{escape(line)}</li>" for line in metadata["actions"])
     parts = [
-        note(f"Digest {facts['digest']}"),
+        note(f"Digest {metadata['digest']}"),
         "<h2>Sharded tensors</h2>",
         table(["tensor", "layout", "global shape", "local shape", "local bytes"], cells, numbers=[4]),
         f"<h2>Actions</h2><ol>{lines}</ol>",
     ]
-    return page(f"Sharded {facts['module']}", parts)
+    return page(f"Sharded {metadata['module']}", parts)

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.agreement import Outcome, agree, attempt, group_or_default
-from shard_spec.apply.express import Expression, express
-from shard_spec.apply.meshes import MeshBook
+from shard_spec.apply.forward_context import GroupRef
+from shard_spec.apply.mesh_cache import MeshCache
+from shard_spec.apply.parameter_format import ParameterFormat, choose_format
+from shard_spec.apply.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
 from shard_spec.apply.scatter import scatter
-from shard_spec.apply.session import GroupRef
 from shard_spec.layout.layout import Layout
 
 
@@ -35,18 +35,18 @@ def shard_tensor(
         PlanError: Before anything moved, on every rank.
     """
     group = group_or_default(process_group)
-    planned, problems = attempt(lambda: _planned(tensor, place, src_rank, group))
+    planned, problems = capture_errors(lambda: _planned(tensor, place, src_rank, group))
     lines: tuple[str, ...] = ()
     if planned is not None:
         layout, device = planned
         frozen = "" if tensor.requires_grad else ", frozen"
         where = f"{layout} on ranks {list(layout.mesh.ranks)}, source {src_rank}, on {device.type}"
         lines = (f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}",)
-    agree(group, Outcome(lines, problems), "shard")
+    raise_on_all_ranks(group, RankState(lines, problems), "shard")
     assert planned is not None
     layout, device = planned
     shape = tuple(tensor.shape)
-    meshes = MeshBook(GroupRef(group), device.type)
+    meshes = MeshCache(GroupRef(group), device.type)
     meshes.prepare([layout])
     full = tensor.detach() if dist.get_rank(group) == src_rank else None
     local = scatter(full, layout, shape, tensor.dtype, device, group, src_rank)
@@ -68,7 +68,7 @@ def _planned(
     shape, ranks = tuple(tensor.shape), tuple(dist.get_process_group_ranks(group))
     layout, device = place(shape)
     problems = [*source_problems(src_rank, len(ranks)), *rank_problems("tensor", tuple(layout.mesh.ranks), ranks)]
-    expression = express(layout, shape, "tensor")
+    expression = choose_format(layout, shape, "tensor")
     problems += [expression] if isinstance(expression, Problem) else []
     if tensor.is_meta and dist.get_rank(group) == src_rank:
         hint = "give the source rank real values; only the other ranks may have meta tensors"
@@ -92,10 +92,10 @@ def source_problems(src_rank: object, size: int) -> list[Problem]:
     return [Problem("src-rank-out-of-range", "src_rank", found=repr(src_rank), hint=hint)]
 
 
-def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshBook) -> DTensor:
+def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshCache) -> DTensor:
     """Return this rank's shard as a DTensor."""
-    expression = express(layout, shape, name)
-    assert isinstance(expression, Expression)  # planned
+    expression = choose_format(layout, shape, name)
+    assert isinstance(expression, ParameterFormat)  # planned
     stride = torch.empty(shape, device="meta").stride()
     mesh = meshes.mesh_of(layout)
     return DTensor.from_local(

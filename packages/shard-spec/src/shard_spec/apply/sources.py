@@ -1,4 +1,4 @@
-"""Where ``plan.apply`` takes a tensor's values from: one rank, every rank's own copy, or an initializer."""
+"""Sources of values for ``plan.apply``: one rank, every rank's own copy, or an initializer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scatter_to_all(
     return local
 
 
-def take_own(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
+def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
     """This rank's piece of its own full tensor, in memory of its own, so that the full one can be freed."""
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
 
@@ -85,14 +85,14 @@ def materialize(
     assert action.layout is not None
     if init is None:
         local = torch.empty(action.layout.local_shape(rank, action.shape), dtype=action.dtype, device=device)
-        return poison_(local)
-    whole = poison_(torch.empty(action.shape, dtype=action.dtype, device=device))
+        return fill_nan_(local)
+    whole = fill_nan_(torch.empty(action.shape, dtype=action.dtype, device=device))
     with seeded(seed, action.names[0], device), torch.no_grad():
         init(action.names[0], whole)
-    return take_own(whole, action.layout, device, rank)
+    return local_shard(whole, action.layout, device, rank)
 
 
-def poison_(tensor: torch.Tensor) -> torch.Tensor:
+def fill_nan_(tensor: torch.Tensor) -> torch.Tensor:
     """Values that cannot be mistaken for weights, where the dtype has such."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.replicas import foreign_hooks
+from shard_spec.apply.gradients import foreign_hooks
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.plan.resolve import Resolution
 
@@ -37,7 +37,7 @@ class TensorAction:
 
     @property
     def line(self) -> str:
-        """What is done, as text."""
+        """The action as text."""
         where = "whole"
         if self.layout is not None:
             mesh = self.layout.mesh
@@ -56,46 +56,46 @@ def tensor_at(module: nn.Module, fqn: str) -> Any:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a piece of a larger one already."""
+    """Return whether the tensor is a piece of a larger one already."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
 
 
 def read_tensors(
     module: nn.Module, found: Resolution, rank: int, src_rank: int, whole: bool
 ) -> tuple[tuple[TensorAction, ...], list[Problem]]:
-    """What is done to each tensor that the plan decides about, in the order of the module, and the problems with it."""
+    """Return the action for each tensor that the plan decides about, in module order, and the problems."""
     actions: list[TensorAction] = []
     problems: list[Problem] = []
-    for facts in found.facts.tensors:
-        if facts.name not in found.layouts:
+    for metadata in found.metadata.tensors:
+        if metadata.name not in found.layouts:
             continue
-        tensor = tensor_at(module, facts.name)
-        planned = bool(found.rule_of[facts.name])
-        layout = found.layouts[facts.name]
+        tensor = tensor_at(module, metadata.name)
+        planned = bool(found.rule_of[metadata.name])
+        layout = found.layouts[metadata.name]
         if not planned and (not whole or is_sharded(tensor)):
             continue
         if planned:
-            problems += replacing_problems(tensor, facts.name)
+            problems += replacing_problems(tensor, metadata.name)
         if rank == src_rank and tensor.is_meta:
             hint = "give the source rank real values; only the other ranks may have meta tensors"
-            problems.append(Problem("meta-on-source", facts.name, found="a meta tensor on src_rank", hint=hint))
+            problems.append(Problem("meta-on-source", metadata.name, found="a meta tensor on src_rank", hint=hint))
         if not planned or layout.is_replicated:
-            problems += _sparse_problems(module, facts.aliases)
+            problems += _sparse_problems(module, metadata.aliases)
         actions.append(
             TensorAction(
-                names=facts.aliases,
-                kind=facts.kind,
-                shape=facts.shape,
+                names=metadata.aliases,
+                kind=metadata.kind,
+                shape=metadata.shape,
                 dtype=tensor.dtype,
                 requires_grad=bool(tensor.requires_grad),
-                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, facts.shape),
+                layout=None if not planned or layout.is_replicated else in_mesh_order(layout, metadata.shape),
             )
         )
     return tuple(actions), problems
 
 
 def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
-    """What would be lost or mistaken if a DTensor took the place of ``tensor``."""
+    """Return what would be lost or wrong if a DTensor replaced ``tensor``."""
     if is_sharded(tensor):
         found, hint = "it is sharded already", "undo that first, or leave it out of the plan"
         return [Problem("already-sharded", name, found=found, hint=hint)]

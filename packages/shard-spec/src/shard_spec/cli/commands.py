@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +14,10 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.memory import Memory
-from shard_spec.estimate.roles import data_axes_of
 from shard_spec.estimate.topology import PRESETS, topology_preset
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal import OptimalPlanner, Workload
-from shard_spec.plan.metadata import ModelFacts, facts_of
+from shard_spec.plan.metadata import ModelMetadata, metadata_of
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 from shard_spec.report.progress import progress
 from shard_spec.report.terminal import show
@@ -39,12 +36,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
     mesh = _mesh(arguments)
     with progress("planning"):
         made, notes = _planned(arguments, mesh, model)
-        facts = facts_of(model)
-        plan = made.compact(facts)
+        metadata = metadata_of(model)
+        plan = made.compact(metadata)
     if arguments.out:
         text = plan.to_yaml() if arguments.out.endswith((".yaml", ".yml")) else plan.to_json()
         _write(arguments.out, text)
-    return _report(plan, model, arguments, _problems(plan, facts, arguments), notes)
+    return _report(plan, model, arguments, _problems(plan, metadata, arguments), notes)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -52,18 +49,18 @@ def run_check(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     with progress("building the model on meta"):
         model = load_model(arguments.model)
-    return _report(plan, model, arguments, _problems(plan, facts_of(model), arguments), [])
+    return _report(plan, model, arguments, _problems(plan, metadata_of(model), arguments), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """``shard-spec explain``: words."""
     plan = load_plan(arguments.plan)
-    facts = facts_of(load_model(arguments.model)) if arguments.model else None
+    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
     if arguments.html:
-        if facts is None:
+        if metadata is None:
             raise UsageError("--html needs --model")
-        _write_html(plan, facts, arguments)
-    text = plan.explain(arguments.name, facts)
+        _write_html(plan, metadata, arguments)
+    text = plan.explain(arguments.name, metadata)
     print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
     return 0
 
@@ -71,19 +68,19 @@ def run_explain(arguments: argparse.Namespace) -> int:
 def run_diff(arguments: argparse.Namespace) -> int:
     """``shard-spec diff``: what changes; status 1 when something does."""
     before, after = load_plan(arguments.before), load_plan(arguments.after)
-    facts = facts_of(load_model(arguments.model)) if arguments.model else None
-    found = before.diff(after, facts)
+    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
+    found = before.diff(after, metadata)
     print(found.to_json() if arguments.json else found)
     return 1 if found else 0
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """``shard-spec convert``: the plan in other terms."""
-    facts = facts_of(load_model(arguments.model)) if arguments.model else None
-    if facts is None and (arguments.source == "hf" or arguments.to in ("parallelize", "hf", "layouts", "compact")):
+    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
+    if metadata is None and (arguments.source == "hf" or arguments.to in ("parallelize", "hf", "layouts", "compact")):
         raise UsageError(f"--to {arguments.to} needs --model")
     if arguments.source == "hf":
-        assert facts is not None
+        assert metadata is not None
         if not arguments.mesh:
             raise UsageError("--from hf needs --mesh")
         styles = _read(arguments.plan)
@@ -92,29 +89,29 @@ def run_convert(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise UsageError(f"{arguments.plan} is no JSON: {error}") from None
         axis = arguments.axis or "tp"
-        plan = ShardingPlan.from_hf_tp_plan(tp_plan, facts, arguments.mesh, axis, prefix=arguments.prefix)
+        plan = ShardingPlan.from_hf_tp_plan(tp_plan, metadata, arguments.mesh, axis, prefix=arguments.prefix)
     else:
         plan = load_plan(arguments.plan)
-    print(_converted(plan, facts, arguments.to, arguments.axis), end="")
+    print(_converted(plan, metadata, arguments.to, arguments.axis), end="")
     return 0
 
 
-def _converted(plan: ShardingPlan, facts: ModelFacts | None, target: str, axis: str | None) -> str:
+def _converted(plan: ShardingPlan, metadata: ModelMetadata | None, target: str, axis: str | None) -> str:
     if target == "json":
         return plan.to_json()
     if target == "yaml":
         return plan.to_yaml()
     if target == "dtensor":
-        found: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(facts).items()}
+        found: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(metadata).items()}
         return json.dumps(found, indent=1) + "\n"
-    assert facts is not None
+    assert metadata is not None
     if target == "compact":
-        return plan.compact(facts).to_json()
+        return plan.compact(metadata).to_json()
     if target == "layouts":
-        return ShardingPlan.from_layouts(plan.resolve(facts)).to_json()
+        return ShardingPlan.from_layouts(plan.resolve(metadata)).to_json()
     if target == "hf":
-        return json.dumps(plan.to_hf_tp_plan(facts, axis), indent=1) + "\n"
-    styles = plan.to_parallelize_plan(facts, axis)
+        return json.dumps(plan.to_hf_tp_plan(metadata, axis), indent=1) + "\n"
+    styles = plan.to_parallelize_plan(metadata, axis)
     return json.dumps({name: _style_text(style) for name, style in styles.items()}, indent=1) + "\n"
 
 
@@ -161,11 +158,11 @@ def _mesh(arguments: argparse.Namespace) -> MeshSpec:
 
 
 def _planned(
-    arguments: argparse.Namespace, mesh: MeshSpec, model: nn.Module | ModelFacts
+    arguments: argparse.Namespace, mesh: MeshSpec, model: nn.Module | ModelMetadata
 ) -> tuple[ShardingPlan, list[Problem]]:
     from shard_spec import planners
 
-    module = skeleton(model) if isinstance(model, ModelFacts) else model
+    module = skeleton(model) if isinstance(model, ModelMetadata) else model
     names = arguments.planner.split("+")
     if names == ["auto"]:
         names = [n for n, axis in (("megatron", "tp"), ("fsdp", "dp")) if axis in mesh.axis_names]
@@ -225,21 +222,21 @@ def _limit(arguments: argparse.Namespace) -> int | None:
 # ---- what is printed ------------------------------------------------------------------------------------------------
 
 
-def _problems(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> tuple[Problem, ...]:
+def _problems(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace) -> tuple[Problem, ...]:
     with progress("checking"):
         return plan.validate(
-            facts, world_size=arguments.world_size, memory_limit=_limit(arguments), optimizer=arguments.optimizer
+            metadata, world_size=arguments.world_size, memory_limit=_limit(arguments), optimizer=arguments.optimizer
         )
 
 
 def _report(
     plan: ShardingPlan,
-    model: nn.Module | ModelFacts,
+    model: nn.Module | ModelMetadata,
     arguments: argparse.Namespace,
     problems: tuple[Problem, ...],
     notes: list[Problem],
 ) -> int:
-    facts = facts_of(model)
+    metadata = metadata_of(model)
     blocking = [problem for problem in problems if problem.code not in ("over-memory", "mesh-too-large")]
     document: dict[str, Any] = {
         "digest": plan.digest,
@@ -248,7 +245,7 @@ def _report(
     }
     if not blocking:
         with progress("memory and communication"):
-            memory, communication = _costs_of(plan, facts, arguments)
+            memory, communication = _costs_of(plan, metadata, arguments)
         with progress("activations"):
             activations, reason = _activations_of(plan, model, arguments)
         notes = [*notes, Problem("activations-unknown", found=reason)] if reason else notes
@@ -258,7 +255,7 @@ def _report(
         document["problems"], document["notes"] = [vars(p) for p in problems], [vars(n) for n in notes]
         if arguments.html:
             with progress("drawing the page"):
-                _write_html(plan, facts, arguments, activations)
+                _write_html(plan, metadata, arguments, activations)
             print(f"wrote {arguments.html}", file=sys.stderr)
         document["memory"] = json.loads(memory.to_json())
         document["communication"] = None if communication is None else json.loads(communication.to_json())
@@ -266,9 +263,9 @@ def _report(
         document["plan"] = None if blocking else json.loads(plan.to_json())
         print(json.dumps(document, indent=1))
     else:
-        print(f"{len(facts.tensors)} tensors, plan {plan.digest[:12]}")
+        print(f"{len(metadata.tensors)} tensors, plan {plan.digest[:12]}")
         if not blocking:
-            show(plan, facts, memory, communication)
+            show(plan, metadata, memory, communication)
             if activations is not None:
                 print(f"\nactivations of a step:\n{activations}")
         if not problems:
@@ -280,12 +277,12 @@ def _report(
     return 1 if problems else 0
 
 
-def _costs_of(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    memory = plan.memory(facts, arguments.optimizer, dtype=arguments.dtype)
+def _costs_of(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace) -> tuple[Any, Any]:
+    memory = plan.memory(metadata, optimizer=arguments.optimizer, dtype=arguments.dtype)
     axes = arguments.data_axes.split(",") if arguments.data_axes else None
     try:
         communication = plan.communication(
-            facts, _batch(arguments), _topology(arguments), data_axes=axes, dtype=arguments.dtype
+            metadata, _batch(arguments), topology=_topology(arguments), data_axes=axes, dtype=arguments.dtype
         )
     except PlanError as error:
         if any(problem.code != "several-meshes" for problem in error.problems):
@@ -295,29 +292,20 @@ def _costs_of(plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespa
 
 
 def _activations_of(
-    plan: ShardingPlan, model: nn.Module | ModelFacts, arguments: argparse.Namespace
+    plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
 ) -> tuple[ActivationEstimate | None, str]:
     """Return the estimate for one rank's part of ``--batch``; or none, and the reason."""
     batch = _batch(arguments)
     if batch is None:
         return None, ""
-    if isinstance(model, ModelFacts):
+    if isinstance(model, ModelMetadata):
         return None, "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
-    import torch  # not before: --help and plans of files do not need it
-
-    mesh = plan.resolve(model).mesh
-    axes = data_axes_of(mesh, arguments.data_axes.split(",") if arguments.data_axes else None) if mesh else ()
-    sequences = max(1, -(-batch[0] // prod(mesh.axis_size(axis) for axis in axes))) if mesh else batch[0]
-    tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    axes = arguments.data_axes.split(",") if arguments.data_axes else None
     try:
-        cast = model.to(dtype) if dtype is not None else model
-        if "input_ids" in inspect.signature(model.forward).parameters:
-            return plan.activations(cast, input_ids=tokens), ""
-        return plan.activations(cast, tokens), ""
+        return plan.activations(model, batch, data_axes=axes, dtype=arguments.dtype), ""
     except Exception as error:  # a forward that takes something else; the rest of the report stands without it
         reason = (str(error).splitlines() or [""])[0][:200]
-        return None, f"forward on token ids of shape {list(tokens.shape)} raised {type(error).__name__}: {reason}"
+        return None, f"forward on token ids {arguments.batch} raised {type(error).__name__}: {reason}"
 
 
 def _activation_problems(
@@ -340,13 +328,16 @@ def _activation_problems(
 
 
 def _write_html(
-    plan: ShardingPlan, facts: ModelFacts, arguments: argparse.Namespace, activations: ActivationEstimate | None = None
+    plan: ShardingPlan,
+    metadata: ModelMetadata,
+    arguments: argparse.Namespace,
+    activations: ActivationEstimate | None = None,
 ) -> None:
     from shard_spec.report.html import html_report
 
-    memory, communication = _costs_of(plan, facts, arguments)
+    memory, communication = _costs_of(plan, metadata, arguments)
     title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
-    page = html_report(plan, facts, memory, communication, activations, title=title)
+    page = html_report(plan, metadata, memory, communication, activations, title=title)
     _write(arguments.html, page)
 
 

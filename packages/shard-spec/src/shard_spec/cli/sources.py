@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-def load_model(source: str) -> nn.Module | ModelFacts:
+def load_model(source: str) -> nn.Module | ModelMetadata:
     """The model that ``source`` names.
 
     Raises:
@@ -61,7 +61,7 @@ def load_model(source: str) -> nn.Module | ModelFacts:
     if source.endswith(".safetensors.index.json"):
         return _from_index(path)
     if path.suffix == ".safetensors":
-        return ModelFacts(tuple(_header(path)))
+        return ModelMetadata(tuple(_header(path)))
     if path.suffix == ".json":
         return _from_config(path)
     if ":" in source:
@@ -142,21 +142,21 @@ def _refuse_giants(path: Path, settings: Any, depth: int = 0) -> None:
             raise UsageError(f"{path}: {key} is {value}; models of up to {_MAX_MODULES} layers are built")
 
 
-def _from_index(path: Path) -> ModelFacts:
+def _from_index(path: Path) -> ModelMetadata:
     index = _read_json(path)
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict):
         raise UsageError(f"{path} is no safetensors index: it has no 'weight_map'")
-    tensors: dict[str, TensorFacts] = {}
+    tensors: dict[str, TensorMetadata] = {}
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name or Path(name).suffix != ".safetensors":
             raise UsageError(f"{path} names {name[:200]!r}, which is no .safetensors file beside it")
         for tensor in _header(path.parent / name):
             tensors[tensor.name] = tensor
-    return ModelFacts(tuple(tensors.values()))
+    return ModelMetadata(tuple(tensors.values()))
 
 
-def _header(path: Path) -> list[TensorFacts]:
+def _header(path: Path) -> list[TensorMetadata]:
     """Names, shapes and dtypes of a safetensors file: eight bytes of length, then JSON. No weight is read."""
     try:
         if not path.is_file():  # a pipe would wait for ever
@@ -174,7 +174,7 @@ def _header(path: Path) -> list[TensorFacts]:
     return [_tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"]
 
 
-def _tensor(path: Path, name: str, entry: Any) -> TensorFacts:
+def _tensor(path: Path, name: str, entry: Any) -> TensorMetadata:
     about = entry if isinstance(entry, dict) else {}
     dtype, shape, place = (
         _SAFETENSORS_DTYPES.get(str(about.get("dtype"))),
@@ -187,7 +187,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorFacts:
         raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
     if not _sizes(place) or len(place) != 2 or place[1] - place[0] != math.prod(shape) * ITEM_BYTES[dtype]:
         raise UsageError(f"{path}: tensor {name[:200]!r} lies in bytes {str(place)[:80]}, not those of its shape")
-    return TensorFacts(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat")))
+    return TensorMetadata(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat")))
 
 
 def _sizes(values: Any) -> TypeGuard[list[int]]:
@@ -213,12 +213,12 @@ def _read_json(path: Path) -> Any:
         raise UsageError(f"cannot read {path}: {error}") from None
 
 
-def skeleton(facts: ModelFacts) -> nn.Module:
-    """An ``nn.Module`` on meta with the tensors of ``facts``, for planners that walk modules."""
+def skeleton(metadata: ModelMetadata) -> nn.Module:
+    """An ``nn.Module`` on meta with the tensors of ``metadata``, for planners that walk modules."""
     from torch import nn
 
     root = nn.Module()
-    for tensor in facts.tensors:
+    for tensor in metadata.tensors:
         try:
             _place(root, tensor)
         except KeyError as error:
@@ -226,7 +226,7 @@ def skeleton(facts: ModelFacts) -> nn.Module:
     return root
 
 
-def _place(root: nn.Module, tensor: TensorFacts) -> None:
+def _place(root: nn.Module, tensor: TensorMetadata) -> None:
     """Raises KeyError for names that no module can have: empty parts, ``forward``, a parameter's as a module's."""
     import torch
     from torch import nn

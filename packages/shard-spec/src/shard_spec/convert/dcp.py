@@ -7,23 +7,28 @@ block-wise shards can be saved and loaded, and read back under every other layou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.sharding_info import sharding_info_of
+from shard_spec._torch_compat import strided_shard_factor
 from shard_spec.layout.boxes import Box
 from shard_spec.layout.layout import Layout
+from shard_spec.plan.from_module import layout_of_tensor
 from shard_spec.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
 
 _READABLE: set[Any] = {
     torch.Tensor.size,
@@ -103,13 +108,13 @@ class CheckpointShard(torch.Tensor):
 
 def to_dcp(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
+    module: nn.Module | ModelMetadata,
     state_dict: Mapping[str, Any],
     rank: int,
 ) -> dict[str, Any]:
     """The state dict with local tensors wrapped for DCP; see ``ShardingPlan.to_dcp``."""
     found = resolve(plan, module)
-    shapes = {alias: tensor.shape for tensor in found.facts.tensors for alias in tensor.aliases}
+    shapes = {alias: tensor.shape for tensor in found.metadata.tensors for alias in tensor.aliases}
     problems: list[Problem] = []
     converted: dict[str, Any] = {}
     for name, value in state_dict.items():
@@ -130,6 +135,50 @@ def to_dcp(
             converted[name] = CheckpointShard(value, layout, shapes[name], rank)
     raise_problems(problems, "the state dict does not lie as the plan says")
     return converted
+
+
+def dcp_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` with each tensor that torch's own checkpoint hooks would misplace as a `CheckpointShard`.
+
+    These are DTensors with a strided placement (an axis shards before an earlier one, or each section of a fused dim
+    is sharded by itself) and local parameters that carry ``_sharding_info`` (fused weights and their copies). All
+    else is handed on as it is. Memory is shared, so ``torch.distributed.checkpoint.load`` fills the tensors in place;
+    nothing is communicated. Any other mesh, and one process, reads the global tensors.
+
+    Args:
+        state: A state dict of a model or an optimizer; dicts, lists and tuples may be nested.
+
+    Raises:
+        PlanError: With the name of each tensor whose placements or sections no layout describes.
+    """
+    problems: list[Problem] = []
+
+    def convert(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: convert(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(convert(each, f"{name}.{at}") for at, each in enumerate(value))
+        if not isinstance(value, torch.Tensor) or isinstance(value, CheckpointShard):
+            return value
+        try:
+            return _as_checkpoint_shard(value)
+        except PlanError as error:
+            problems.extend(replace(problem, name=name) for problem in error.problems)
+            return value
+
+    converted: dict[str, Any] = convert(state, "")
+    raise_problems(problems, "the state dict holds shards that no layout describes")
+    return converted
+
+
+def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
+    info = sharding_info_of(tensor)
+    if info is None and not (isinstance(tensor, DTensor) and any(map(strided_shard_factor, tensor.placements))):
+        return tensor
+    layout = layout_of_tensor(tensor)
+    assert layout is not None
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return CheckpointShard(local, layout, tuple(tensor.shape if info is None else info.shape), dist.get_rank())
 
 
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:

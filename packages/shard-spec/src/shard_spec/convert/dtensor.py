@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import Problem, raise_problems
-from shard_spec.apply.express import dtensor_placement, dtensor_terms
+from shard_spec.apply.parameter_format import dtensor_placement, dtensor_terms
 from shard_spec.convert.refuse import not_expressible, sharder_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import resolve
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
 
 
 def to_dtensor_placements(
-    plan: PlanContent, module: nn.Module | ModelFacts | None = None
+    plan: PlanContent, module: nn.Module | ModelMetadata | None = None
 ) -> dict[str, tuple[Placement, ...]]:
     """Placements for each rule, or with ``module`` for each tensor; see ``ShardingPlan.to_dtensor_placements``."""
     problems: list[Problem] = []
@@ -35,7 +35,7 @@ def to_dtensor_placements(
     else:
         resolved = resolve(plan, module)
         problems += sharder_problems(resolved, "a DTensor")
-        for tensor in resolved.facts.tensors:
+        for tensor in resolved.metadata.tensors:
             layout = resolved.layouts.get(tensor.name)
             if layout is not None:
                 found[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)

@@ -20,7 +20,7 @@ from shard_spec.layout.intervals import REPLICATE, Term
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def generic_name(name: str) -> str:
 
 def from_hf_tp_plan(
     tp_plan: Mapping[str, str],
-    module: nn.Module | ModelFacts,
+    module: nn.Module | ModelMetadata,
     mesh: MeshSpec,
     axis: str = "tp",
     *,
@@ -70,7 +70,7 @@ def from_hf_tp_plan(
     """The plan of the parameters that a ``tp_plan`` cuts; see ``ShardingPlan.from_hf_tp_plan``."""
     if forward not in ("refuse", "drop"):
         raise PlanError(Problem("bad-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
-    facts = facts_of(module)
+    metadata = metadata_of(module)
     given: Any = tp_plan  # may come from a file
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         found = f"{given!r:.200} of type {type(given).__name__}"
@@ -81,7 +81,7 @@ def from_hf_tp_plan(
     used: set[str] = set()
     rules: dict[str, str] = {}
     exact: dict[str, str] = {}
-    for tensor in facts.parameters:
+    for tensor in metadata.parameters:
         for alias in tensor.aliases:
             key = _key_of(generic_name(alias), styles)
             if key is None:
@@ -90,19 +90,19 @@ def from_hf_tp_plan(
             term = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]
             exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: term}))
     output = {}
-    generic = {path: generic_name(path) for path in facts.modules}
+    generic = {path: generic_name(path) for path in metadata.modules}
     for path, name in generic.items():
         if styles.get(name) in _GATHERS:
             output[path] = str(Layout.replicated(mesh))
     used |= {key for key in styles if key in generic.values()}
     raise_problems([_unused(key) for key in styles if key not in used], "the tp_plan does not fit the model")
-    return PlanContent(rules if _only_these(rules, exact, facts) else exact, output or None, mesh=mesh)
+    return PlanContent(rules if _only_these(rules, exact, metadata) else exact, output or None, mesh=mesh)
 
 
-def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], facts: ModelFacts) -> bool:
-    """Whether the globs mean the same parameters: their ``*`` stands for any segment, a tp_plan's for numbers."""
+def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], metadata: ModelMetadata) -> bool:
+    """Return whether the globs match the same parameters: ``*`` is any segment here, a number in a tp_plan."""
     patterns = [(Pattern(key), value) for key, value in rules.items()]
-    names = [alias for tensor in facts.tensors for alias in tensor.aliases]
+    names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
     for name in names:
         said = {value for pattern, value in patterns if pattern.matches(name)}
         if said != ({exact[name]} if name in exact else set()):
@@ -110,13 +110,13 @@ def _only_these(rules: Mapping[str, str], exact: Mapping[str, str], facts: Model
     return True
 
 
-def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelFacts, axis: str | None = None) -> dict[str, str]:
+def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
     """Generic module names to styles; see ``ShardingPlan.to_hf_tp_plan``."""
     found = resolve(plan, module)
     axis = the_axis(found, axis)
     problems = cut_elsewhere(found, axis, "a tp_plan") + sharder_problems(found, "a tp_plan")
     by_name: dict[str, dict[str, str]] = {}
-    for path, tensors in tensors_by_module(found.facts).items():
+    for path, tensors in tensors_by_module(found.metadata).items():
         style = _module_style(plan, path, tensors, found, axis, problems)
         by_name.setdefault(generic_name(path), {})[path] = style
     styles = {}
@@ -132,13 +132,13 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelFacts, axis: str |
 
 
 def _module_style(
-    plan: PlanContent, path: str, tensors: list[TensorFacts], found: Resolution, axis: str, problems: list[Problem]
+    plan: PlanContent, path: str, tensors: list[TensorMetadata], found: Resolution, axis: str, problems: list[Problem]
 ) -> str:
     """The style of the module's own parameters, ``""`` where they are whole."""
     layouts = {tensor.name: found.layouts.get(tensor.name) for tensor in tensors}
     if all(cut_dim(layouts[tensor.name], tensor, axis) is None for tensor in tensors):
         return ""
-    kind = found.facts.modules.get(path, "")
+    kind = found.metadata.modules.get(path, "")
     embedding = kind == "Embedding"
     candidates = ["embedding_rowwise", "embedding_colwise"] if embedding else ["colwise", "rowwise"]
     if kind == "Linear":
@@ -165,7 +165,7 @@ def _module_style(
     return ""
 
 
-def _lies_as(style: str, layout: Layout | None, tensor: TensorFacts, axis: str) -> bool:
+def _lies_as(style: str, layout: Layout | None, tensor: TensorMetadata, axis: str) -> bool:
     if layout is None or not tensor.shape:
         return False
     wanted = Layout(layout.mesh, {axis: _STYLES[style][min(len(tensor.shape), 2) - 1]})
@@ -176,7 +176,7 @@ def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]
     """Styles of modules that have only further names of tied tensors: an embedding's rows are a head's rows."""
     same = {"embedding_rowwise": "colwise_gather_output", "colwise": "embedding_rowwise"}
     added = {}
-    for tensor in found.facts.parameters:
+    for tensor in found.metadata.parameters:
         style = styles.get(generic_name(tensor.name.rpartition(".")[0]))
         for alias in tensor.aliases[1:]:
             path = alias.rpartition(".")[0]
@@ -186,8 +186,8 @@ def _tied_styles(found: Resolution, styles: Mapping[str, str]) -> dict[str, str]
     return added
 
 
-def _same_kind(found: Resolution, tensor: TensorFacts, path: str) -> bool:
-    return found.facts.modules.get(path) == found.facts.modules.get(tensor.name.rpartition(".")[0])
+def _same_kind(found: Resolution, tensor: TensorMetadata, path: str) -> bool:
+    return found.metadata.modules.get(path) == found.metadata.modules.get(tensor.name.rpartition(".")[0])
 
 
 def _key_of(name: str, styles: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.plan.values import is_spec, to_layout
 
@@ -21,7 +21,7 @@ _LINEAR, _EMBEDDING = "Linear", "Embedding"
 
 
 def to_parallelize_plan(
-    plan: PlanContent, module: nn.Module | ModelFacts, axis: str | None = None
+    plan: PlanContent, module: nn.Module | ModelMetadata, axis: str | None = None
 ) -> dict[str, ParallelStyle]:
     """Module FQN to style; see ``ShardingPlan.to_parallelize_plan``."""
     found = resolve(plan, module)
@@ -29,17 +29,17 @@ def to_parallelize_plan(
     problems = cut_elsewhere(found, axis, "a parallelize_plan") + sharder_problems(found, "a parallelize_plan")
     problems += _tied_problems(found, axis)
     styles: dict[str, ParallelStyle] = {}
-    for path, tensors in tensors_by_module(found.facts).items():
+    for path, tensors in tensors_by_module(found.metadata).items():
         cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
         if all(dim is None for dim in cut.values()):
             continue
         kinds = [found.layouts[t.name].terms[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
-        wrong = _refusal(path, found.facts.modules.get(path, ""), cut, kinds, axis)
+        wrong = _refusal(path, found.metadata.modules.get(path, ""), cut, kinds, axis)
         if wrong is not None:
             problems.append(wrong)
             continue
         try:
-            styles[path] = _style(found.facts.modules[path], cut["weight"], output_of(plan, path, axis))
+            styles[path] = _style(found.metadata.modules[path], cut["weight"], output_of(plan, path, axis))
         except PlanError as error:
             problems.extend(error.problems)
     problems += _unused_outputs(plan, styles)
@@ -47,15 +47,15 @@ def to_parallelize_plan(
     return styles
 
 
-def tensors_by_module(facts: ModelFacts) -> dict[str, list[TensorFacts]]:
+def tensors_by_module(metadata: ModelMetadata) -> dict[str, list[TensorMetadata]]:
     """FQN of each module that has tensors of its own to those tensors."""
-    found: dict[str, list[TensorFacts]] = {}
-    for tensor in facts.tensors:
+    found: dict[str, list[TensorMetadata]] = {}
+    for tensor in metadata.tensors:
         found.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
     return found
 
 
-def cut_dim(layout: Layout | None, tensor: TensorFacts, axis: str) -> int | None:
+def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | None:
     """The dim of ``tensor`` that ``axis`` cuts, counted from the front, or None."""
     if layout is None:
         return None
@@ -64,7 +64,7 @@ def cut_dim(layout: Layout | None, tensor: TensorFacts, axis: str) -> int | None
 
 
 def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
-    """What ``output_plan`` says about the module: ``"whole"``, ``"last"`` (its last dim is cut), or None for nothing.
+    """Return the entry of ``output_plan``: ``"whole"``, ``"last"`` (last dim sharded), or None.
 
     Raises:
         PlanError: When it says something else.
@@ -121,7 +121,7 @@ def _style(kind: str, dim: int | None, output: str | None) -> Any:
 
 def _tied_problems(found: Resolution, axis: str) -> list[Problem]:
     problems = []
-    for tensor in found.facts.parameters:
+    for tensor in found.metadata.parameters:
         if len(tensor.aliases) > 1 and cut_dim(found.layouts.get(tensor.name), tensor, axis) is not None:
             said = f"{' = '.join(tensor.aliases)}: parallelize_module makes a parameter of its own for each module"
             problems.append(not_expressible(tensor.name, said, "use plan.apply, which keeps them tied"))

@@ -1,4 +1,4 @@
-"""What all conversions share: the axis they are about, and how they refuse."""
+"""Common parts of all conversions: their mesh axis, and refusals."""
 
 from __future__ import annotations
 

@@ -10,17 +10,21 @@ recompute or allocate otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
+from shard_spec.estimate.batch import Batch, forward_inputs
 from shard_spec.estimate.roles import data_axes_of, role
 from shard_spec.plan.resolve import Resolution, resolve
 
@@ -60,17 +64,17 @@ class ActivationEstimate:
 def estimate_activations(
     plan: PlanContent,
     module: nn.Module,
-    inputs: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    batch: Batch,
     *,
     data_axes: Iterable[str] | None = None,
+    dtype: str | None = None,
 ) -> ActivationEstimate:
     """The estimate for one forward; see ``ShardingPlan.activations``."""
     found = resolve(plan, module)
     if found.mesh is None:
         raise PlanError(Problem("several-meshes", found="no single mesh", hint="put all layouts on one mesh"))
-    model_axes = set(found.mesh.axis_names) - set(data_axes_of(found.mesh, data_axes))
-    state, effects = _meta_state(module, found, model_axes)
+    mesh, data = found.mesh, data_axes_of(found.mesh, data_axes)
+    state, effects = _meta_state(module, found, set(mesh.axis_names) - set(data), dtype)
     flow = _Flow(effects)
     blocks = _Blocks(module)
     kept: dict[int, tuple[int, nn.Module | None]] = {}  # memory -> local bytes, block that keeps it
@@ -91,9 +95,9 @@ def estimate_activations(
             whole += tensor.untyped_storage().nbytes()
         return tensor
 
-    mesh = found.mesh
-    arguments, named = flow.inputs((tuple(inputs), dict(kwargs or {})))
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), on_every_operator(flow.run), blocks:
+    arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
+    kept_by = saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.enable_grad(), kept_by, on_every_operator(flow.run), _FusedAttention(), blocks:
         output = torch.func.functional_call(module, state, arguments, named)
     del output
     local = sum(size for size, _ in kept.values())
@@ -105,6 +109,42 @@ def estimate_activations(
     outside = by_block.pop(None, 0) + sum(map(local_bytes, blocks.inputs.values()))
     checkpointed = outside + max(by_block.values(), default=0)
     return ActivationEstimate(local, whole, len(kept), min(local, checkpointed), blocks.count)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention without dropout as a fused kernel, which keeps queries, keys, values, output and one sum a row.
+
+    On the meta device torch would pick its unfused formula, which keeps every score.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            fused = self._fused(*args, **(kwargs or {}))
+            if fused is not None:
+                return fused
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _fused(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,  # the kernel reads shared heads where they lie
+    ) -> torch.Tensor | None:
+        equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
+            return None
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = attn_mask.to(query.dtype)  # the kernel adds it, and keeps it in the dtype of the scores
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )
+        output: torch.Tensor = found[0]
+        return output
 
 
 class _Blocks:
@@ -161,7 +201,12 @@ class _Flow:
         """Run one operator and note what it made."""
         if operator is torch.ops.aten._local_scalar_dense.default and id(args[0]) in self.values:
             return self.values[id(args[0])].item()
-        result = operator(*args, **kwargs)
+        if operator is torch.ops.aten._grouped_mm.default:
+            # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it keeps the originals.
+            halves = (each.to(torch.bfloat16) for each in args[:2])
+            result = operator(*halves, *args[2:], **kwargs).to(args[0].dtype)
+        else:
+            result = operator(*args, **kwargs)
         self._follow_values(operator, args, kwargs, result)
         axes: frozenset[str] = frozenset()
         gone: frozenset[str] = frozenset()
@@ -195,21 +240,22 @@ class _Flow:
 
 
 def _meta_state(
-    module: nn.Module, found: Resolution, model_axes: set[str]
+    module: nn.Module, found: Resolution, model_axes: set[str], dtype: str | None
 ) -> tuple[dict[str, torch.Tensor], dict[int, tuple[frozenset[str], frozenset[str]]]]:
     """Parameters and buffers on meta, and what each one's cuts do to what is computed with it."""
     state: dict[str, torch.Tensor] = {}
     effects = {}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, tensor in tensors.items():
-        facts = found.tensor(name)
-        meta = torch.empty(facts.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        metadata = found.tensor(name)
+        kept = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
+        meta = torch.empty(metadata.shape, dtype=kept, device="meta", requires_grad=tensor.requires_grad)
         state[name] = meta
         made, whole = set(), set()
-        layout = found.layouts.get(facts.name)
+        layout = found.layouts.get(metadata.name)
         for axis in model_axes if layout is not None else ():
             assert layout is not None
-            kind = role(facts, layout, axis)
+            kind = role(metadata, layout, axis)
             if kind == "row":
                 whole.add(axis)
             elif kind != "whole":

@@ -7,17 +7,19 @@ Parameters and gradients are counted to the byte. Activations follow from the ro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.batch import Batch, num_tokens
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
 from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.report.text import communication_parts, joined
 
@@ -60,7 +62,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Communication:
-    """What one step moves.
+    """Bytes that one step moves.
 
     Attributes:
         mesh: The mesh of the axes.
@@ -109,35 +111,35 @@ class Communication:
 
 def communication(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
-    batch: int | Sequence[int] | None = None,
-    topology: Topology | None = None,
+    module: nn.Module | ModelMetadata,
+    batch: Batch | None = None,
     *,
+    topology: Topology | None = None,
     data_axes: Iterable[str] | None = None,
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """What a step moves; see ``ShardingPlan.communication``."""
+    """Return what a step moves; see ``ShardingPlan.communication``."""
     return communication_of(
-        resolve(plan, module), batch, topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
+        resolve(plan, module), batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
     )
 
 
 def communication_of(
     found: Resolution,
-    batch: int | Sequence[int] | None = None,
-    topology: Topology | None = None,
+    batch: Batch | None = None,
     *,
+    topology: Topology | None = None,
     data_axes: Iterable[str] | None = None,
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """What a step of a resolved plan moves."""
+    """Return what a step of a resolved plan moves."""
     mesh = _one_mesh(found)
     data = data_axes_of(mesh, data_axes)
-    step = _Step(mesh, data, _tokens(batch), dtype)
+    step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
     transfers: list[Transfer] = []
-    for tensor in found.facts.parameters:
+    for tensor in found.metadata.parameters:
         layout = found.layouts.get(tensor.name)
         if layout is not None:
             for axis, size in mesh.axes.items():
@@ -151,14 +153,14 @@ def communication_of(
 
 @dataclass(frozen=True)
 class _Step:
-    """What all transfers of a step have in common."""
+    """Settings that all transfers of a step share."""
 
     mesh: MeshSpec
     data_axes: tuple[str, ...]
     tokens: int | None
     dtype: str | None
 
-    def item_bytes(self, tensor: TensorFacts) -> int:
+    def item_bytes(self, tensor: TensorMetadata) -> int:
         return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
 
     @property
@@ -168,7 +170,7 @@ class _Step:
             parts *= self.mesh.axis_size(axis)
         return -(-(self.tokens or 0) // parts)
 
-    def along_data(self, tensor: TensorFacts, layout: Layout, axis: str) -> list[Transfer]:
+    def along_data(self, tensor: TensorMetadata, layout: Layout, axis: str) -> list[Transfer]:
         """Gather before each use and scatter the gradient where cut; reduce the gradient where whole."""
         local = _largest_local_bytes(layout, tensor, self.item_bytes(tensor))
         size = self.mesh.axis_size(axis)
@@ -189,11 +191,11 @@ class _Step:
 
 
 def _activations(found: Resolution, step: _Step) -> list[Transfer]:
-    """What crosses the model axes: after row cuts forward, before column cuts backward, at the ends of the model."""
+    """Return transfers along model axes: after row-sharded weights, before column-sharded ones, at the model's ends."""
     transfers: list[Transfer] = []
     weights = [
         (tensor, found.layouts[tensor.name])
-        for tensor in found.facts.parameters
+        for tensor in found.metadata.parameters
         if tensor.name in found.layouts and weight_dims(tensor) is not None
     ]
     for axis, size in step.mesh.axes.items():
@@ -229,7 +231,7 @@ def _parent(name: str) -> str:
     return ".".join(name.split(".")[:-2])
 
 
-def _largest_local_bytes(layout: Layout, tensor: TensorFacts, item_bytes: int) -> int:
+def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
     if all(term.kind in "RSP" for term in layout.terms):
         numel = 1
@@ -250,15 +252,6 @@ def _one_mesh(found: Resolution) -> MeshSpec:
             )
         )
     return meshes[0]
-
-
-def _tokens(batch: int | Sequence[int] | None) -> int | None:
-    if batch is None or isinstance(batch, int):
-        return batch
-    tokens = 1
-    for size in batch:
-        tokens *= int(size)
-    return tokens
 
 
 def _seconds(

@@ -17,7 +17,7 @@ from shard_spec.estimate.topology import Link, Topology
 
 @runtime_checkable
 class CostModel(Protocol):
-    """What planners ask. Implement these six to bring your own measurements; every answer is in seconds.
+    """Times of compute and collectives, in seconds. Implement these six methods to bring your own measurements.
 
     A link with one rank must cost 0. `num_bytes` is always the full tensor as one group sees it, that is what each rank
     holds after an all-gather, before a reduce-scatter, before and after an all-reduce, before and after an all-to-all.

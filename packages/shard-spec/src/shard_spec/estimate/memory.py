@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.estimate.activations import estimate_activations
+from shard_spec.estimate.batch import Batch
 from shard_spec.estimate.optimizers import OptimizerLike, OptimizerState, optimizer_state
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
 from shard_spec.report.text import joined, memory_parts
 
@@ -24,12 +27,12 @@ PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes per rank. The static part is exact: what the tensors themselves occupy, without the allocator's rounding.
+    """Bytes per rank, without the allocator's rounding. All parts are exact but activations, an estimate.
 
     Attributes:
         ranks: The ranks, ascending.
-        parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"`` and ``"master"`` (copies) to the bytes
-            on each rank of ``ranks``.
+        parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
+            batch, ``"activations"`` to the bytes on each rank of ``ranks``.
         optimizer: What was counted as optimizer state.
         uncounted: Modules whose parameters a Sharder shards: nobody knows how, they are not in the sums.
     """
@@ -70,7 +73,7 @@ class Memory:
         """The ``count`` tensors that take most bytes on ``rank``, everything that is kept for them included."""
         assert self._resolution is not None
         found = []
-        for tensor in self._resolution.facts.tensors:
+        for tensor in self._resolution.metadata.tensors:
             layout = self._resolution.layouts.get(tensor.name)
             if layout is not None and layout.mesh.coordinate(rank) is not None:
                 numel = _numel(layout.local_shape(rank, tensor.shape))
@@ -101,17 +104,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """What is kept for a parameter, beside itself."""
+    """Settings of what is kept for a parameter beside itself."""
 
     state: OptimizerState
     gradients: str | bool
     dtype: str | None
 
-    def item_bytes(self, tensor: TensorFacts) -> int:
+    def item_bytes(self, tensor: TensorMetadata) -> int:
         """Bytes of one stored element: ``dtype`` replaces that of floating tensors, as ``module.to(dtype)`` does."""
         return ITEM_BYTES[self.dtype] if self.dtype and tensor.is_floating else tensor.item_bytes
 
-    def bytes_of(self, tensor: TensorFacts, numel: int) -> dict[str, int]:
+    def bytes_of(self, tensor: TensorMetadata, numel: int) -> dict[str, int]:
         """Bytes by part for ``numel`` local elements of ``tensor``."""
         own = numel * self.item_bytes(tensor)
         if tensor.kind == "buffer":
@@ -130,14 +133,24 @@ class MemorySettings:
 
 def memory(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
-    optimizer: OptimizerLike = "adamw",
+    module: nn.Module | ModelMetadata,
+    batch: Batch | None = None,
     *,
+    optimizer: OptimizerLike = "adamw",
     grads: bool | str = True,
     dtype: str | None = None,
+    data_axes: Iterable[str] | None = None,
+    checkpointing: bool = False,
 ) -> Memory:
     """Bytes per rank of ``module`` under ``plan``; see ``ShardingPlan.memory``."""
-    return memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
+    static = memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
+    if batch is None:
+        return static
+    if isinstance(module, ModelMetadata):
+        raise PlanError(Problem("no-forward", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+    found = estimate_activations(plan, module, batch, data_axes=data_axes, dtype=dtype)
+    size = found.checkpointed_bytes if checkpointing else found.local_bytes
+    return replace(static, parts={**static.parts, "activations": (size,) * len(static.ranks)})
 
 
 def memory_of(
@@ -165,13 +178,13 @@ def memory_of(
     return Memory(ranks, parts, settings.state, uncounted, resolution, settings)
 
 
-def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorFacts]]:
-    """How many tensors there are of each layout, shape, dtype and kind."""
-    groups: Counter[tuple[Layout, TensorFacts]] = Counter()
-    for tensor in resolution.facts.tensors:
+def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:
+    """Count the tensors of each layout, shape, dtype and kind."""
+    groups: Counter[tuple[Layout, TensorMetadata]] = Counter()
+    for tensor in resolution.metadata.tensors:
         layout = resolution.layouts.get(tensor.name)
         if layout is not None:
-            like = TensorFacts("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
+            like = TensorMetadata("", tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, ("",))
             groups[layout, like] += 1
     return groups
 

@@ -1,4 +1,4 @@
-"""What optimizers keep for each parameter, in bytes."""
+"""Bytes that optimizers keep for each parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps for each parameter that gets a gradient.
+    """State that an optimizer keeps for each parameter with a gradient.
 
     Attributes:
         name: What reports call it.
@@ -53,7 +53,7 @@ OPTIMIZERS = {
 
 
 def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
-    """What ``optimizer`` keeps: by name, as stated, or read off a torch optimizer's class and settings.
+    """Return the state of ``optimizer``: by name, as stated, or from a torch optimizer's class and settings.
 
     Raises:
         PlanError: ``unknown-optimizer``, with the names that are known.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import TensorFacts
+from shard_spec.plan.metadata import TensorMetadata
 
 DATA_AXIS_NAMES = frozenset(
     {"dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "dp_replicate", "dp_shard", "dp_shard_cp", "batch"}
@@ -32,20 +32,20 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
     return given
 
 
-def weight_dims(tensor: TensorFacts) -> tuple[int, int] | None:
+def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
     """(output dim, input dim) of a weight that multiplies activations, or None for every other tensor."""
     if len(tensor.shape) != 2 or not tensor.name.rsplit(".", 1)[-1].startswith("weight"):
         return None
     return _LINEAR.get(tensor.module_type) or _EMBEDDING.get(tensor.module_type)
 
 
-def is_embedding(tensor: TensorFacts) -> bool:
-    """Whether the tensor is looked up in, not multiplied with."""
+def is_embedding(tensor: TensorMetadata) -> bool:
+    """Return whether the tensor is looked up in, not multiplied with."""
     return tensor.module_type in _EMBEDDING
 
 
-def role(tensor: TensorFacts, layout: Layout, axis: str) -> str:
-    """What ``axis`` cuts: ``"column"`` (output features), ``"row"`` (input features), ``"cut"`` (else), ``"whole"``."""
+def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
+    """Return what ``axis`` shards: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
     term = layout.terms[layout.mesh.axis_index(axis)]
     if term.dim is None or layout.mesh.axis_size(axis) == 1:
         return "whole"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What the ranks of one mesh axis have between them.
+    """Link between the ranks of one mesh axis.
 
     Args:
         size: number of ranks in the group.
@@ -104,7 +104,7 @@ class Topology:
     def _fewest_ranks_of_a_group_on_a_host(
         self, size: int, stride: int, world_size: int, ranks: Sequence[int] | None
     ) -> int:
-        """How many ranks the worst group has on its most thinly used host."""
+        """Return the fewest ranks that any group has on one of its hosts."""
         if ranks is None and stride * size <= self.ranks_per_host and self.ranks_per_host % (stride * size) == 0:
             return size  # a whole number of groups fits in a host: no need to look at each
         fewest = size

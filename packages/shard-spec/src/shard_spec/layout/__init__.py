@@ -1,1 +1,1 @@
-"""Where a tensor lies: named axes of ranks, placements along them, and the boxes that follow. No torch is imported."""
+"""Layouts: named axes of ranks, placements along them, and the boxes that follow. No torch is imported."""

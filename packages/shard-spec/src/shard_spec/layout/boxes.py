@@ -80,7 +80,7 @@ class Box:
         return _box(tuple(offsets), tuple(sizes))
 
     def contains(self, index: Sequence[int]) -> bool:
-        """Whether the element at ``index`` of the global tensor lies in this box."""
+        """Return whether the element at ``index`` of the global tensor lies in this box."""
         return all(
             offset <= at < offset + size for offset, size, at in zip(self.offsets, self.sizes, index, strict=True)
         )

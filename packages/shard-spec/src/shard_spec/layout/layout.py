@@ -25,7 +25,7 @@ Cut = tuple[int, int, Term]
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """How one tensor lies on the ranks of a mesh: one placement for each axis.
+    """Layout of one tensor on the ranks of a mesh: one placement for each axis.
 
     Args:
         mesh: The axes and ranks.
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank of the mesh holds the whole tensor."""
+        """True if every rank of the mesh holds the whole tensor."""
         return all(term.kind == "R" for term in self.terms)
 
     @property
@@ -145,7 +145,7 @@ class Layout:
         return tuple(local)
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """Where the local tensor of ``rank`` begins in the global one; an empty dim begins at its end, as in DTensor.
+        """Return the offsets of the local tensor of ``rank``; an empty dim begins at its end, as in DTensor.
 
         Raises:
             PlanError: As :meth:`local_shape`, and ``several-boxes`` where the local tensor is not one box.
@@ -208,7 +208,7 @@ class Layout:
         return self._along(rank, "P")
 
     def is_primary(self, rank: int) -> bool:
-        """Whether ``rank`` is the first of its replicas: the one that writes, counts or sends for all of them."""
+        """Return whether ``rank`` is the first of its replicas, which writes, counts or sends for all of them."""
         coordinate = self._coordinate(rank)
         return all(at == 0 for at, term in zip(coordinate, self.terms, strict=True) if term.kind == "R")
 
@@ -219,7 +219,7 @@ class Layout:
         return canonical(self, tuple(shape))
 
     def equivalent_to(self, other: Layout, shape: Sequence[int]) -> bool:
-        """Whether both put the same bytes on the same ranks (and the same reductions), whatever their syntax."""
+        """Return whether both put the same bytes on the same ranks (and the same reductions), whatever their syntax."""
         return equivalent(self, other, tuple(shape))
 
     # ---- inside -----------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def _owner_coordinate(layout: Layout, index: tuple[int, ...], shape: tuple[int, 
 
 
 def _locate(term: Term, length: int, count: int, position: int) -> tuple[int, int, int]:
-    """Which rank along the axis holds ``position`` of a stretch, where in its local stretch, and how long that is."""
+    """Return the rank that holds ``position``, the offset in its local stretch, and the stretch's length."""
     candidates: Sequence[int] = range(count)
     if term.kind == "S":
         candidates = (position // -(-length // count),)
@@ -450,7 +450,7 @@ def _cuts_like_shard(term: Term, length: int, count: int) -> bool:
 
 
 def equivalent(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether both layouts put the same bytes on the same ranks, and leave the same reductions to do."""
+    """Return whether both layouts put the same bytes on the same ranks, and leave the same reductions to do."""
     plain_one, plain_other = canonical(one, shape), canonical(other, shape)
     if plain_one == plain_other:
         return True

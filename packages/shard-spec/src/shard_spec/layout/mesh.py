@@ -110,7 +110,7 @@ class MeshSpec:
         return self.shape[self.axis_index(name)]
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where ``rank`` lies on each axis, or None when it is not on the mesh."""
+        """Return the coordinate of ``rank`` on each axis, or None when it is not on the mesh."""
         if self.rank_list is None:
             position: int | None = rank if 0 <= rank < self.world_size else None
         else:

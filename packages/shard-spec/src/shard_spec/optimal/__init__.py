@@ -10,14 +10,14 @@ from shard_spec.optimal.highs import HighsAnswer, solve_highs
 from shard_spec.optimal.memory_cap import CappedSolution, InfeasibleError, least_memory, solve_capped
 from shard_spec.optimal.model import StepModel
 from shard_spec.optimal.operations import Operation, Structure, structure_of
-from shard_spec.optimal.planner import OptimalPlanner, Price
+from shard_spec.optimal.planner import OptimalPlanner, PlanCost
 from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem, Solution
 from shard_spec.optimal.workload import Workload
 
 __all__ = [
     "OptimalPlanner",
     "Workload",
-    "Price",
+    "PlanCost",
     "StepModel",
     "Operation",
     "Structure",

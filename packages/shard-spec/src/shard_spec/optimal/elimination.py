@@ -77,7 +77,7 @@ class Eliminator:
         return [Solution(found, self.problem.evaluate(found)) for found in assignments]
 
     def _fixed_part(self, step: Step) -> list[Tensor]:
-        """What does not change between calls: the node's own costs and its edges, as ``[node, *neighbours, 1]``.
+        """Return what does not change between calls: the node's costs and edges, as ``[node, *neighbours, 1]``.
 
         Added up where the sum is small; a list of views where it would take memory for every step.
         """

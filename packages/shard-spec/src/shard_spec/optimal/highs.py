@@ -18,7 +18,7 @@ from shard_spec.optimal.problem import PairwiseProblem
 
 @dataclass(frozen=True)
 class HighsAnswer:
-    """What HiGHS says. `assignment` is empty if it found none in time; then `objective` is infinite."""
+    """Answer of HiGHS. `assignment` is empty if it found none in time; then `objective` is infinite."""
 
     assignment: tuple[int, ...]
     objective: float

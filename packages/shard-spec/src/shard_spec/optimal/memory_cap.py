@@ -241,7 +241,7 @@ class _Search:
         return max(0.0, more / fewer)
 
     def _below(self, found: tuple[int, ...], cheap: tuple[int, ...], price: float) -> bool:
-        """Whether `found` is really better than `cheap` at `price`, not just by the rounding of charges."""
+        """Return whether `found` is really better than `cheap` at `price`, not just by the rounding of charges."""
         saved = self.problem.evaluate(cheap) - self.problem.evaluate(found)
         saved += price * (self.problem.memory_of(cheap) - self.problem.memory_of(found))
         return saved > self.problem.num_nodes * QUANTUM

@@ -109,7 +109,7 @@ class Mixer:
     # ---- single nodes ----
 
     def _single_changes(self, start: Solution) -> Solution:
-        """Changes one node at a time while that saves cost and fits."""
+        """Transaction one node at a time while that saves cost and fits."""
         problem, best = self.problem, start
         chosen = torch.tensor(start.assignment)
         room = self.limit - problem.memory_of(start.assignment)

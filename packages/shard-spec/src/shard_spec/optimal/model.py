@@ -16,10 +16,10 @@ from shard_spec.estimate.topology import Link, Topology
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.operations import Operation
 from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
-from shard_spec.optimal.states import Way, cuts, moving
+from shard_spec.optimal.states import Strategy, cuts, moving
 from shard_spec.optimal.workload import Workload
 
-Ways = tuple[Way, ...]  # one per axis
+StrategyPerAxis = tuple[Strategy, ...]  # one per axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class StepModel:
         return tuple(self.topology.link(self.mesh.axes, axis, ranks) for axis in self.mesh.axis_names)
 
     @cached_property
-    def choices(self) -> tuple[tuple[Ways, ...], ...]:
+    def choices(self) -> tuple[tuple[StrategyPerAxis, ...], ...]:
         """For each operation, the combinations of ways that its sizes allow."""
         return tuple(tuple(self._allowed(operation)) for operation in self.operations)
 
@@ -77,7 +77,7 @@ class StepModel:
 
     # ---- what is allowed ----
 
-    def _allowed(self, operation: Operation) -> list[Ways]:
+    def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
         """Combinations whose batch, sequence and channels divide."""
         found = []
         for ways in itertools.product(operation.ways, repeat=self.mesh.ndim):
@@ -96,11 +96,11 @@ class StepModel:
 
     # ---- seconds ----
 
-    def _seconds(self, operation: Operation, ways: Ways) -> float:
+    def _seconds(self, operation: Operation, ways: StrategyPerAxis) -> float:
         """Matmuls forward and backward, weights gathered and gradients summed."""
         return self._compute_seconds(operation, ways) + self._weight_seconds(operation, ways)
 
-    def _compute_seconds(self, operation: Operation, ways: Ways) -> float:
+    def _compute_seconds(self, operation: Operation, ways: StrategyPerAxis) -> float:
         workload = self.workload
         forward = 2.0 * workload.tokens * operation.matmul_elements
         if operation.scores:
@@ -110,7 +110,7 @@ class StepModel:
         shares = math.prod(size for way, size in zip(ways, self.mesh.shape, strict=True) if way.divides_work)
         return self.cost_model.compute(forward * passes / shares, self.topology)
 
-    def _weight_seconds(self, operation: Operation, ways: Ways) -> float:
+    def _weight_seconds(self, operation: Operation, ways: StrategyPerAxis) -> float:
         if not operation.matmul_elements and not operation.parameters:
             return 0.0
         seconds = 0.0
@@ -130,7 +130,9 @@ class StepModel:
                 seconds += self.cost_model.all_reduce(num_bytes / stored, link)
         return seconds * (1 - self.workload.overlap)
 
-    def _moving_table(self, sources: Sequence[Ways], readers: Sequence[Ways], width: int, passes: int) -> Tensor:
+    def _moving_table(
+        self, sources: Sequence[StrategyPerAxis], readers: Sequence[StrategyPerAxis], width: int, passes: int
+    ) -> Tensor:
         """``[source ways, reader ways]``: the activation forward, its gradient backward."""
         num_bytes = float(self.workload.tokens * width * self.workload.activation_bytes)
         cache: dict[object, float] = {}
@@ -160,7 +162,7 @@ class StepModel:
 
     # ---- bytes ----
 
-    def _bytes(self, operation: Operation, ways: Ways) -> int:
+    def _bytes(self, operation: Operation, ways: StrategyPerAxis) -> int:
         """Weights with gradients and optimizer state, and the output if it is kept for backward."""
         stored = math.prod(size for way, size in zip(ways, self.mesh.shape, strict=True) if way.weight != "-")
         total = -(-operation.num_elements * self.workload.state_bytes // stored)
@@ -173,7 +175,7 @@ class StepModel:
     # ---- hand-written plans ----
 
     def assignment(self, recipe: Mapping[str, str]) -> tuple[int, ...]:
-        """What experts write by hand, in this model.
+        """Return the assignment of a hand-written recipe in this model.
 
         Args:
             recipe: axis to ``"data"`` (batch cut, weights whole), ``"fsdp"`` (batch cut, weights cut), ``"megatron"``
@@ -220,18 +222,18 @@ def _first_of(names: Sequence[str], operation: Operation) -> str:
     return next(name for name in names if name in have)
 
 
-def _redundant(ways: Ways, sizes: Sequence[int]) -> bool:
-    """Whether ranks do the same work with the same weight; only where nothing divides."""
+def _redundant(ways: StrategyPerAxis, sizes: Sequence[int]) -> bool:
+    """Return whether ranks do the same work with the same weight; only where nothing divides."""
     return any(way.name == "whole" and size > 1 for way, size in zip(ways, sizes, strict=True))
 
 
-def _kept_by(ways: Ways) -> tuple[bool, ...]:
+def _kept_by(ways: StrategyPerAxis) -> tuple[bool, ...]:
     """Along which axes a table or head cuts its weight (always by rows of the vocabulary)."""
     return tuple(way.weight != "-" for way in ways)
 
 
 def _alike(operation: Operation) -> tuple[object, ...]:
-    """What decides about an operation's own cost."""
+    """Return the key of an operation's own cost."""
     return (
         operation.num_elements,
         operation.matmul_elements,

@@ -10,12 +10,12 @@ from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.optimal import states
-from shard_spec.optimal.states import Way
+from shard_spec.optimal.states import Strategy
 from shard_spec.planners.base import together
 from shard_spec.planners.megatron.analysis import Analysis, analyse
+from shard_spec.planners.megatron.blocks import Cut, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Options
 from shard_spec.planners.megatron.heads import read_attribute
-from shard_spec.planners.megatron.units import Cut, Unit, UnitKind
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
 
@@ -42,7 +42,7 @@ class Operation:
     """
 
     name: str
-    ways: tuple[Way, ...]
+    ways: tuple[Strategy, ...]
     cuts: tuple[Cut, ...] = ()
     parameters: tuple[tuple[str, int], ...] = ()
     matmul_elements: int = 0
@@ -64,7 +64,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of a model: its operations, and what the recognisers remarked or did not understand."""
+    """Structure of a model: its operations, remarks of the recognisers, and what they did not understand."""
 
     operations: tuple[Operation, ...]
     notes: tuple[Problem, ...] = ()
@@ -90,7 +90,7 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
     allowed: dict[str, set[int]] = {}
     for degree, analysis in analyses.items():
         for unit in analysis.units:
-            if unit.num_pieces % degree == 0 or unit.kind in (UnitKind.EMBEDDING, UnitKind.HEAD):
+            if unit.num_pieces % degree == 0 or unit.kind in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD):
                 allowed.setdefault(unit.name, set()).add(degree)
     builder = _Builder(module, {name: frozenset(found) for name, found in allowed.items()})
     return Structure(builder.build(base), together((*base.left_whole.values(), *base.notes)), base.unrecognised)
@@ -109,17 +109,17 @@ class _Builder:
 
     def build(self, analysis: Analysis) -> tuple[Operation, ...]:
         units = sorted(analysis.units, key=lambda unit: min(self.order[cut.name] for cut in unit.cuts))
-        blocks = [unit for unit in units if unit.kind not in (UnitKind.EMBEDDING, UnitKind.HEAD)]
+        blocks = [unit for unit in units if unit.kind not in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD)]
         if not blocks:
             found = "no attention or feed-forward block was recognised"
             hint = "OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand"
             raise PlanError(Problem("nothing-to-optimise", found=found, hint=hint))
         width = self._stream_width(blocks[0])
-        stream = self._embeddings([unit for unit in units if unit.kind is UnitKind.EMBEDDING], width)
+        stream = self._embeddings([unit for unit in units if unit.kind is TPBlockKind.EMBEDDING], width)
         for unit in blocks:
             stream = self._block(unit, stream)
         for unit in units:
-            if unit.kind is UnitKind.HEAD:
+            if unit.kind is TPBlockKind.HEAD:
                 self._head(unit, stream)
         for name in (*analysis.unrecognised, *(set(analysis.left_whole) & set(analysis.matmul_bytes))):
             self._apart(name)
@@ -139,7 +139,7 @@ class _Builder:
         self.operations.append(replace(operation, parameters=tuple(kept), tied_to=tied_to))
         return index
 
-    def _embeddings(self, units: Sequence[Unit], width: int) -> int:
+    def _embeddings(self, units: Sequence[TPBlock], width: int) -> int:
         stream = -1
         for unit in units:
             if self.first_name[id(self.parameters[unit.rows[0].name])] in self.owner:
@@ -162,7 +162,7 @@ class _Builder:
             Operation(name, states.STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
         )
 
-    def _block(self, unit: Unit, stream: int) -> int:
+    def _block(self, unit: TPBlock, stream: int) -> int:
         width = self._stream_width(unit)
         share = self._active_share(unit)
         column_weights = self._elements(cut for cut in unit.columns if self.parameters[cut.name].dim() > 1)
@@ -186,7 +186,7 @@ class _Builder:
             )
         )
         inside = column
-        if unit.kind is UnitKind.ATTENTION:
+        if unit.kind is TPBlockKind.ATTENTION:
             inside = self._add(
                 Operation(
                     f"{unit.name} scores",
@@ -213,7 +213,7 @@ class _Builder:
         )
         return self._stream(f"{unit.name} -> stream", row, stream, width)
 
-    def _head(self, unit: Unit, stream: int) -> None:
+    def _head(self, unit: TPBlock, stream: int) -> None:
         elements = self._elements(unit.columns)
         matmul = max(count for _, count in elements)
         width = self.operations[stream].width_out
@@ -240,7 +240,7 @@ class _Builder:
     def _elements(self, cuts: Iterable[Cut]) -> tuple[tuple[str, int], ...]:
         return tuple((cut.name, self.parameters[cut.name].numel()) for cut in cuts)
 
-    def _stream_width(self, unit: Unit) -> int:
+    def _stream_width(self, unit: TPBlock) -> int:
         """Channels of the residual stream: what a row writes."""
         (row,) = unit.rows
         shape = self.parameters[row.name].shape
@@ -248,9 +248,9 @@ class _Builder:
         experts = shape[0] if len(shape) == 3 else 1
         return math.prod(shape) // shape[dim] // experts
 
-    def _active_share(self, unit: Unit) -> float:
+    def _active_share(self, unit: TPBlock) -> float:
         """Share of the unit's weights that a token meets: 1, or active experts of all."""
-        if unit.kind is not UnitKind.EXPERTS:
+        if unit.kind is not TPBlockKind.EXPERTS:
             return 1.0
         num_experts = self.parameters[unit.rows[0].name].shape[0]
         name: str | None = unit.name

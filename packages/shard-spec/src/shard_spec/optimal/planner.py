@@ -17,11 +17,11 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal.elimination import solve_exact
 from shard_spec.optimal.memory_cap import InfeasibleError, least_memory, solve_capped
-from shard_spec.optimal.model import StepModel, Ways
+from shard_spec.optimal.model import StepModel, StrategyPerAxis
 from shard_spec.optimal.operations import Operation, Structure, structure_of
 from shard_spec.optimal.workload import Workload
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
-from shard_spec.planners.certificate import Certificate
+from shard_spec.planners.optimality_bound import OptimalityBound
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +30,8 @@ _SECTIONS = re.compile(r"I\((\d+), \[([\d, ]+)\]\)")
 
 
 @dataclass(frozen=True)
-class Price:
-    """What one plan costs in the model."""
+class PlanCost:
+    """Cost of one plan in the model."""
 
     seconds: float
     memory_bytes: int
@@ -81,15 +81,15 @@ class OptimalPlanner(LayoutPlanner):
         """The pairwise model of one training step of `module`."""
         return self._model(self._structure(module))
 
-    def price(self, module: nn.Module, recipe: Mapping[str, str]) -> Price:
-        """What a hand-written plan costs in the same model; see `StepModel.assignment` for recipes.
+    def price(self, module: nn.Module, recipe: Mapping[str, str]) -> PlanCost:
+        """Return the cost of a hand-written plan in the same model; see `StepModel.assignment` for recipes.
 
         For example ``planner.price(model, {"dp": "fsdp", "tp": "megatron"})``.
         """
         model = self.model(module)
         assignment = model.assignment(recipe)
         problem = model.problem
-        return Price(problem.evaluate(assignment), problem.memory_of(assignment), model.words(assignment))
+        return PlanCost(problem.evaluate(assignment), problem.memory_of(assignment), model.words(assignment))
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         """Solves the model and reads the layouts off."""
@@ -108,7 +108,7 @@ class OptimalPlanner(LayoutPlanner):
     def _model(self, structure: Structure) -> StepModel:
         return StepModel(structure.operations, self.mesh, self.topology, self.cost_model, self.workload)
 
-    def _solved(self, module: nn.Module, model: StepModel) -> tuple[tuple[int, ...], Certificate]:
+    def _solved(self, module: nn.Module, model: StepModel) -> tuple[tuple[int, ...], OptimalityBound]:
         problem = model.problem
         free = solve_exact(problem)
         if problem.memory_of(free.assignment) <= self.memory_limit and math.isfinite(free.objective):
@@ -122,7 +122,7 @@ class OptimalPlanner(LayoutPlanner):
                 raise self._does_not_fit(module, error) from error
             assignment, objective, bound = capped.assignment, capped.objective, capped.lower_bound
             method = "exact elimination, Lagrangian bound"
-        certificate = Certificate(
+        certificate = OptimalityBound(
             objective=objective,
             lower_bound=bound,
             method=method,
@@ -169,7 +169,7 @@ class OptimalPlanner(LayoutPlanner):
         )
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
-        """Changes that were tried and do fit."""
+        """Transaction that were tried and do fit."""
         fitting = []
         structures: dict[tuple[int, ...], Structure] = {}
 
@@ -197,7 +197,7 @@ class OptimalPlanner(LayoutPlanner):
         return fitting
 
 
-def layouts_of(operation: Operation, ways: Ways, mesh: MeshSpec) -> dict[str, Layout]:
+def layouts_of(operation: Operation, ways: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
     """The layouts of an operation's parameters.
 
     Columns and rows cut first, in mesh order. Then rows are stored cut, by the last axis first, so that the first

@@ -1,4 +1,4 @@
-"""How an activation lies along one mesh axis, what each operation reads and writes, and what moving costs.
+"""Layouts of activations along one mesh axis, what operations read and write, and the cost of moving.
 
 An activation of ``[batch, sequence, channels]`` is, along each axis of the mesh, in one *state*:
 
@@ -21,11 +21,11 @@ CUT = "bsh"
 
 
 @dataclass(frozen=True)
-class Way:
-    """What one operation does along one axis.
+class Strategy:
+    """Strategy of one operation along one axis.
 
     Attributes:
-        name: as in `Certificate.choices`.
+        name: as in `OptimalityBound.choices`.
         reads: state of its input.
         writes: state of its output.
         weight: ``"-"`` none or whole, ``"fsdp"`` rows stored cut and gathered when needed, ``"column"`` or ``"row"``.
@@ -52,29 +52,34 @@ class Way:
 
     @property
     def divides_work(self) -> bool:
-        """Whether each rank does only its share of the operations."""
+        """True if each rank does only its share of the operations."""
         return self.reads in CUT or self.writes in CUT or self.weight in ("column", "row")
 
     @property
     def sums_weight_gradient(self) -> bool:
-        """Whether ranks see different tokens with one weight, so that its gradient has to be summed over them."""
+        """True if ranks see different tokens with one weight, so that its gradient has to be summed over them."""
         return self.reads in "bs"
 
 
 _TOKENS = (
-    Way("batch", "b", "b"),
-    Way("batch+fsdp", "b", "b", "fsdp"),
-    Way("sequence", "s", "s"),
-    Way("sequence+fsdp", "s", "s", "fsdp"),
+    Strategy("batch", "b", "b"),
+    Strategy("batch+fsdp", "b", "b", "fsdp"),
+    Strategy("sequence", "s", "s"),
+    Strategy("sequence+fsdp", "s", "s", "fsdp"),
 )
-_WHOLE = Way("whole", "r", "r")
+_WHOLE = Strategy("whole", "r", "r")
 
-STREAM = (Way("batch", "b", "b"), Way("sequence", "s", "s"), _WHOLE)
-COLUMN = (*_TOKENS, Way("column", "r", "h", "column", reads_grad="p"), _WHOLE)
-ATTENTION = (Way("batch", "b", "b"), Way("heads", "h", "h"), _WHOLE)
-ROW = (*_TOKENS, Way("row", "h", "p", "row", writes_grad="r"), _WHOLE)
-TABLE = (*_TOKENS, Way("vocabulary", "r", "p", "row", writes_grad="r"), _WHOLE)
-APART = (Way("batch", "b", "b"), Way("batch+fsdp", "b", "b", "fsdp"), Way("fsdp", "r", "r", "fsdp"), _WHOLE)
+STREAM = (Strategy("batch", "b", "b"), Strategy("sequence", "s", "s"), _WHOLE)
+COLUMN = (*_TOKENS, Strategy("column", "r", "h", "column", reads_grad="p"), _WHOLE)
+ATTENTION = (Strategy("batch", "b", "b"), Strategy("heads", "h", "h"), _WHOLE)
+ROW = (*_TOKENS, Strategy("row", "h", "p", "row", writes_grad="r"), _WHOLE)
+TABLE = (*_TOKENS, Strategy("vocabulary", "r", "p", "row", writes_grad="r"), _WHOLE)
+APART = (
+    Strategy("batch", "b", "b"),
+    Strategy("batch+fsdp", "b", "b", "fsdp"),
+    Strategy("fsdp", "r", "r", "fsdp"),
+    _WHOLE,
+)
 
 
 def cuts(states: Sequence[str], sizes: Sequence[int]) -> int:

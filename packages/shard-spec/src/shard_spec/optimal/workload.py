@@ -1,4 +1,4 @@
-"""What a training step works on: the numbers that the parameters do not say."""
+"""Workload of a training step: the numbers that parameters do not give."""
 
 from __future__ import annotations
 

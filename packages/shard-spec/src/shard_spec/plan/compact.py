@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
     from shard_spec.layout.mesh import MeshSpec
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
 
 
-def compact_rules(plan: PlanContent, module: nn.Module | ModelFacts) -> tuple[dict[str, Any], MeshSpec | None]:
+def compact_rules(plan: PlanContent, module: nn.Module | ModelMetadata) -> tuple[dict[str, Any], MeshSpec | None]:
     """Return rules with globs that mean the same for ``module``, and their mesh."""
     found = resolve(plan, module)
-    names = [alias for tensor in found.facts.tensors for alias in tensor.aliases]
+    names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
     groups: dict[str, list[str]] = {}
     rules = {}
-    for tensor in found.facts.tensors:
+    for tensor in found.metadata.tensors:
         layout = found.layouts.get(tensor.name)
         if layout is None:
             continue

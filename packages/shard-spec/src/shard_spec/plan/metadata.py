@@ -38,7 +38,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class TensorMetadata:
     """One parameter or buffer of a model: its global shape and what it is.
 
     Attributes:
@@ -74,7 +74,7 @@ class TensorFacts:
 
     @property
     def is_floating(self) -> bool:
-        """Whether the dtype can have a gradient."""
+        """True if the dtype can have a gradient."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @property
@@ -87,10 +87,10 @@ class TensorFacts:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelMetadata:
     """All tensors of a model, and the types of its modules.
 
-    Build it with :func:`facts_of` from a module (on any device, the meta device included), or from shapes alone.
+    Build it with :func:`metadata_of` from a module (on any device, the meta device included), or from shapes alone.
 
     Attributes:
         tensors: Parameters and buffers; a tied one stands there once.
@@ -98,7 +98,7 @@ class ModelFacts:
         problems: What is wrong with the model itself (uninitialized parameters, ...).
     """
 
-    tensors: tuple[TensorFacts, ...]
+    tensors: tuple[TensorMetadata, ...]
     modules: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
@@ -107,23 +107,23 @@ class ModelFacts:
         object.__setattr__(self, "modules", dict(self.modules))
 
     @property
-    def parameters(self) -> tuple[TensorFacts, ...]:
+    def parameters(self) -> tuple[TensorMetadata, ...]:
         """The tensors that are parameters."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == "parameter")
 
     @property
-    def buffers(self) -> tuple[TensorFacts, ...]:
+    def buffers(self) -> tuple[TensorMetadata, ...]:
         """The tensors that are buffers."""
         return tuple(tensor for tensor in self.tensors if tensor.kind == "buffer")
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> ModelFacts:
+    def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> ModelMetadata:
         """Facts of parameters that are known by name and shape only."""
-        return cls(tuple(TensorFacts(name, tuple(shape), dtype) for name, shape in shapes.items()))
+        return cls(tuple(TensorMetadata(name, tuple(shape), dtype) for name, shape in shapes.items()))
 
 
-def facts_of(model: nn.Module | ModelFacts) -> ModelFacts:
-    """Read the facts of ``model``; what already is ``ModelFacts`` is returned as it is.
+def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
+    """Read the metadata of ``model``; what already is ``ModelMetadata`` is returned as it is.
 
     A parameter that is a DTensor, or that remembers what it is a shard of (``_sharding_info``), counts with its global
     shape.
@@ -131,12 +131,12 @@ def facts_of(model: nn.Module | ModelFacts) -> ModelFacts:
     Raises:
         TypeError: When ``model`` is neither.
     """
-    if isinstance(model, ModelFacts):
+    if isinstance(model, ModelMetadata):
         return model
     from torch import nn
 
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a plan is about an nn.Module or ModelFacts, not {type(model).__qualname__}")
+        raise TypeError(f"a plan is about an nn.Module or ModelMetadata, not {type(model).__qualname__}")
     seen: dict[int, list[Any]] = {}  # id of the tensor -> [tensor, kind, names, class of its module]
     modules: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -148,10 +148,10 @@ def facts_of(model: nn.Module | ModelFacts) -> ModelFacts:
                     entry[2].append(f"{path}.{name}" if path else name)
     problems: list[Problem] = []
     found = tuple(_each_tensor(seen.values(), problems))
-    return ModelFacts(found, modules, tuple(problems))
+    return ModelMetadata(found, modules, tuple(problems))
 
 
-def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Iterable[TensorFacts]:
+def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Iterable[TensorMetadata]:
     from torch.nn.parameter import is_lazy
 
     for tensor, kind, names, module_type in entries:
@@ -165,7 +165,7 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
                 )
             )
             continue
-        yield TensorFacts(
+        yield TensorMetadata(
             name=names[0],
             shape=global_shape(tensor),
             dtype=str(tensor.dtype).removeprefix("torch."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ModelFacts, TensorFacts, facts_of
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.rules import Rule
 from shard_spec.plan.values import spec_layout
 
@@ -24,7 +24,7 @@ class Resolution(Mapping[str, Layout]):
     """The layout of every tensor of one model, by FQN; a tied tensor can be asked for under each of its names.
 
     Attributes:
-        facts: The model.
+        metadata: The model.
         layouts: First FQN of each tensor to its layout; tensors that a Sharder shards are not in it.
         rule_of: First FQN of each tensor to the pattern that decided, ``""`` where none did.
         matched: First FQN of each tensor to all patterns that matched.
@@ -33,7 +33,7 @@ class Resolution(Mapping[str, Layout]):
         problems: Always empty in what ``resolve`` returns.
     """
 
-    facts: ModelFacts
+    metadata: ModelMetadata
     layouts: dict[str, Layout]
     rule_of: dict[str, str]
     matched: dict[str, tuple[str, ...]]
@@ -54,17 +54,17 @@ class Resolution(Mapping[str, Layout]):
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of FQNs that name one tensor."""
-        return tuple(tensor.aliases for tensor in self.facts.tensors if len(tensor.aliases) > 1)
+        return tuple(tensor.aliases for tensor in self.metadata.tensors if len(tensor.aliases) > 1)
 
     @property
     def parameters(self) -> dict[str, Layout]:
         """The parameters' layouts."""
-        return {t.name: self.layouts[t.name] for t in self.facts.parameters if t.name in self.layouts}
+        return {t.name: self.layouts[t.name] for t in self.metadata.parameters if t.name in self.layouts}
 
     @property
     def buffers(self) -> dict[str, Layout]:
         """The buffers' layouts."""
-        return {t.name: self.layouts[t.name] for t in self.facts.buffers if t.name in self.layouts}
+        return {t.name: self.layouts[t.name] for t in self.metadata.buffers if t.name in self.layouts}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -72,16 +72,16 @@ class Resolution(Mapping[str, Layout]):
         meshes = {layout.mesh for layout in self.layouts.values()}
         return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
 
-    def tensor(self, name: str) -> TensorFacts:
-        """The facts of the tensor called ``name`` (any of its names)."""
+    def tensor(self, name: str) -> TensorMetadata:
+        """The metadata of the tensor called ``name`` (any of its names)."""
         first = self._first_name.get(name, name)
-        for tensor in self.facts.tensors:
+        for tensor in self.metadata.tensors:
             if tensor.name == first:
                 return tensor
         raise KeyError(name)
 
 
-def resolve(plan: PlanContent, module: nn.Module | ModelFacts) -> Resolution:
+def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     """The layout of every tensor of ``module``.
 
     Raises:
@@ -92,24 +92,24 @@ def resolve(plan: PlanContent, module: nn.Module | ModelFacts) -> Resolution:
     return found
 
 
-def examine(plan: PlanContent, module: nn.Module | ModelFacts) -> Resolution:
+def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     """Resolve as far as possible, and note every problem on the way instead of stopping at the first."""
-    facts = facts_of(module)
-    problems = list(facts.problems)
+    metadata = metadata_of(module)
+    problems = list(metadata.problems)
     problems += [problem for rule in plan.rules for problem in rule.problems]
     usable = [rule for rule in plan.rules if rule.pattern is not None]
-    sharders = _place_sharders([rule for rule in usable if rule.kind == "sharder"], facts, problems)
+    sharders = _place_sharders([rule for rule in usable if rule.kind == "sharder"], metadata, problems)
     index = _RuleIndex([rule for rule in usable if rule.kind != "sharder"])
     made = _Layouts(problems)
     decided: dict[str, tuple[Rule | None, Layout | None]] = {}
     matched: dict[str, tuple[str, ...]] = {}
-    for tensor in facts.tensors:
+    for tensor in metadata.tensors:
         rules = _matching(index, tensor)
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
         if _taken_by_sharder(tensor, rules, sharders, problems):
             continue
         decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
-    problems += _unmatched(index, facts)
+    problems += _unmatched(index, metadata)
     mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
     default = None if mesh is None else Layout.replicated(mesh)
     if default is None and not problems and any(rule is None for rule, _ in decided.values()):
@@ -121,14 +121,14 @@ def examine(plan: PlanContent, module: nn.Module | ModelFacts) -> Resolution:
         if chosen is not None:
             layouts[name] = chosen
     return Resolution(
-        facts=facts,
+        metadata=metadata,
         layouts=layouts,
         rule_of={name: rule.key if rule else "" for name, (rule, _) in decided.items()},
         matched=matched,
         sharders=sharders,
         mesh=mesh,
         problems=tuple(problems),
-        _first_name={alias: tensor.name for tensor in facts.tensors for alias in tensor.aliases},
+        _first_name={alias: tensor.name for tensor in metadata.tensors for alias in tensor.aliases},
     )
 
 
@@ -160,7 +160,7 @@ class _Layouts:
         self.problems = problems
         self.good: set[tuple[Layout, tuple[int, ...]]] = set()
 
-    def of(self, rule: Rule, tensor: TensorFacts) -> Layout | None:
+    def of(self, rule: Rule, tensor: TensorMetadata) -> Layout | None:
         """The layout that ``rule`` gives ``tensor``, or None after noting why there is none."""
         layout = rule.layout
         if rule.kind == "spec":
@@ -183,14 +183,14 @@ class _Layouts:
         return layout
 
 
-def _matching(index: _RuleIndex, tensor: TensorFacts) -> dict[str, list[Rule]]:
+def _matching(index: _RuleIndex, tensor: TensorMetadata) -> dict[str, list[Rule]]:
     """For each name of the tensor that some rule mentions, those rules."""
     found = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
     return {alias: rules for alias, rules in found.items() if rules}
 
 
 def _decide(
-    tensor: TensorFacts, rules: dict[str, list[Rule]], made: _Layouts, strict: bool, problems: list[Problem]
+    tensor: TensorMetadata, rules: dict[str, list[Rule]], made: _Layouts, strict: bool, problems: list[Problem]
 ) -> tuple[Rule | None, Layout | None]:
     """The rule that decides about ``tensor`` and its layout; (None, None) where no rule mentions it."""
     if not rules:
@@ -269,7 +269,7 @@ def _same_value(rule: Rule, other: Rule) -> bool:
     return rule.value is other.value or bool(rule.value == other.value)
 
 
-def _partial(tensor: TensorFacts, layout: Layout) -> Problem:
+def _partial(tensor: TensorMetadata, layout: Layout) -> Problem:
     return Problem(
         "partial-parameter",
         tensor.name,
@@ -279,28 +279,28 @@ def _partial(tensor: TensorFacts, layout: Layout) -> Problem:
     )
 
 
-def _unmatched(index: _RuleIndex, facts: ModelFacts) -> list[Problem]:
-    return [_matches_nothing(rule.key, facts) for rule in index.rules if rule.key not in index.used]
+def _unmatched(index: _RuleIndex, metadata: ModelMetadata) -> list[Problem]:
+    return [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
 
 
-def _matches_nothing(key: str, facts: ModelFacts) -> Problem:
-    if key in facts.modules:
+def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
+    if key in metadata.modules:
         hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
     else:
         import difflib
 
-        names = [alias for tensor in facts.tensors for alias in tensor.aliases]
+        names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
         close = difflib.get_close_matches(key, names[:5000], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
     return Problem("matches-nothing", key, found="no parameter or buffer has a name like this", hint=hint)
 
 
-def _place_sharders(rules: list[Rule], facts: ModelFacts, problems: list[Problem]) -> dict[str, Any]:
+def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[Problem]) -> dict[str, Any]:
     """FQN of module -> Sharder, for every Sharder that stands at a place where one may stand."""
     placed: dict[str, Any] = {}
     for rule in rules:
         assert rule.pattern is not None
-        paths = [path for path in facts.modules if rule.pattern.matches(path)]
+        paths = [path for path in metadata.modules if rule.pattern.matches(path)]
         if rule.key == "" or "" in paths:
             hint = "name a submodule; the root cannot be replaced in place"
             problems.append(Problem("sharder-at-root", rule.key, found="a Sharder for the root module", hint=hint))
@@ -323,7 +323,7 @@ def _place_sharders(rules: list[Rule], facts: ModelFacts, problems: list[Problem
 
 
 def _taken_by_sharder(
-    tensor: TensorFacts, rules: dict[str, list[Rule]], sharders: dict[str, Any], problems: list[Problem]
+    tensor: TensorMetadata, rules: dict[str, list[Rule]], sharders: dict[str, Any], problems: list[Problem]
 ) -> bool:
     if not sharders:
         return False

@@ -81,7 +81,7 @@ def document_of(plan: PlanContent) -> dict[str, Any]:
 
 
 def digest_text(plan: PlanContent) -> str:
-    """What a plan's digest is taken of: its document; what a file cannot hold counts by its class."""
+    """Return the text that a plan's digest hashes: its document; values that no file can hold count by class."""
     return dump(_document(plan, []))
 
 

@@ -64,7 +64,7 @@ def _yaml_loader() -> Any:
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
-        """What JSON can say, each key once, without aliases and tags, and not deep."""
+        """Loader of what JSON can hold: each key once, no aliases or tags, bounded depth."""
 
         yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # PyYAML's own way
         depth = 0

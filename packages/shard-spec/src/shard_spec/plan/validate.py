@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.memory import memory_of
-from shard_spec.plan.metadata import ModelFacts
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def validate(
     plan: PlanContent,
-    module: nn.Module | ModelFacts,
+    module: nn.Module | ModelMetadata,
     *,
     world_size: int | None = None,
     memory_limit: int | None = None,
@@ -28,8 +28,8 @@ def validate(
     """Every problem of ``plan`` for ``module``; see ``ShardingPlan.validate``."""
     found = examine(plan, module)
     problems = list(found.problems)
-    problems += _output_problems(plan, found.facts)
-    problems += _local_problems(plan, found.facts)
+    problems += _output_problems(plan, found.metadata)
+    problems += _local_problems(plan, found.metadata)
     if world_size is not None:
         problems += _world_problems(found, world_size)
     if memory_limit is not None:
@@ -43,10 +43,10 @@ def _module_not_found(argument: str, path: object) -> Problem:
     return Problem("module-not-found", name, found=f"{argument} names no module of the model", hint=hint)
 
 
-def _output_problems(plan: PlanContent, facts: ModelFacts) -> list[Problem]:
+def _output_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]:
     problems = []
     for path, value in (plan.output_plan or {}).items():
-        if facts.modules and path not in facts.modules:
+        if metadata.modules and path not in metadata.modules:
             problems.append(_module_not_found("output_plan", path))
         if is_spec(value):
             continue
@@ -62,11 +62,11 @@ def _output_problems(plan: PlanContent, facts: ModelFacts) -> list[Problem]:
     return problems
 
 
-def _local_problems(plan: PlanContent, facts: ModelFacts) -> list[Problem]:
+def _local_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]:
     names = plan.return_local_tensor or ()
     problems = []
-    if facts.modules:
-        problems += [_module_not_found("return_local_tensor", name) for name in names if name not in facts.modules]
+    if metadata.modules:
+        problems += [_module_not_found("return_local_tensor", name) for name in names if name not in metadata.modules]
     for name, count in Counter(names).items():
         if count > 1:
             found = f"return_local_tensor names it {count} times"

@@ -1,4 +1,4 @@
-"""What may stand on the right of a rule, and how it becomes a layout."""
+"""Values of a rule, and their layouts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PlanValue: TypeAlias = "LayoutLike | ShardingSpec | Sharder | Any"
 
 
 def is_spec(value: object) -> bool:
-    """Whether ``value`` is a sharding spec: ours, a user's subclass, or one of torch's own."""
+    """Return whether ``value`` is a sharding spec: ours, a user's subclass, or one of torch's own."""
     return not isinstance(value, type) and callable(getattr(value, "build_metadata", None))
 
 
 def is_sharder(value: object) -> bool:
-    """Whether ``value`` is a Sharder: shards a whole module by itself."""
+    """Return whether ``value`` is a Sharder: shards a whole module by itself."""
     plain = isinstance(value, Layout | str | Mapping | Sequence)
     return not plain and not isinstance(value, type) and not is_spec(value) and callable(getattr(value, "shard", None))
 
 
 def is_placement(value: object) -> bool:
-    """Whether ``value`` is a single placement."""
+    """Return whether ``value`` is a single placement."""
     if isinstance(value, UnevenShard | BlockShard | InterleavedShard):
         return True
     types = sys.modules.get("torch.distributed.tensor.placement_types")

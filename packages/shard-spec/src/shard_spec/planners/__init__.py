@@ -2,9 +2,9 @@
 
 from shard_spec.planners.balanced import BalancedPlanner
 from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
-from shard_spec.planners.certificate import Certificate
 from shard_spec.planners.fully_shard import FullyShardPlanner
 from shard_spec.planners.megatron import MegatronPlanner
+from shard_spec.planners.optimality_bound import OptimalityBound
 
 __all__ = [
     "ShardingPlanner",
@@ -12,7 +12,7 @@ __all__ = [
     "ComposedPlanner",
     "compose",
     "PlannedSharding",
-    "Certificate",
+    "OptimalityBound",
     "MegatronPlanner",
     "FullyShardPlanner",
     "BalancedPlanner",

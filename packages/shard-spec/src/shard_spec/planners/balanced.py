@@ -13,7 +13,7 @@ from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
-from shard_spec.planners.certificate import Certificate
+from shard_spec.planners.optimality_bound import OptimalityBound
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +44,7 @@ class BalancedPlanner(LayoutPlanner):
         cut: ``"whole"`` tables or ``"rows"``.
         tables: patterns of the parameters to deal; by default the weights of all ``nn.Embedding`` and
             ``nn.EmbeddingBag``.
-        together: groups of patterns; what one group's patterns match goes to one rank (only whole tables).
+        colocate: groups of patterns; what one group's patterns match goes to one rank (only whole tables).
         memory_limit: bytes that a rank has for the tables.
 
     Raises:
@@ -61,19 +61,19 @@ class BalancedPlanner(LayoutPlanner):
         cost: Literal["bytes"] | Cost = "bytes",
         cut: Literal["whole", "rows"] = "whole",
         tables: Sequence[str] | None = None,
-        together: Sequence[Sequence[str]] = (),
+        colocate: Sequence[Sequence[str]] = (),
         memory_limit: int | None = None,
     ) -> None:
         super().__init__(mesh)
         self.axis, self.num_ranks = axis, self.mesh.axis_size(axis)
         if cut not in ("whole", "rows"):
             raise ValueError(f"cut={cut!r}: choose 'whole' or 'rows'.")
-        if cut == "rows" and together:
+        if cut == "rows" and colocate:
             found = "cut='rows' cuts tables wherever shares end"
-            raise PlanError(Problem("setting-without-effect", "together", found=found, hint="use cut='whole'"))
+            raise PlanError(Problem("setting-without-effect", "colocate", found=found, hint="use cut='whole'"))
         self.cost, self.cut, self.memory_limit = cost, cut, memory_limit
         self.tables = None if tables is None else tuple(tables)
-        self.together = tuple(tuple(group) for group in together)
+        self.colocate = tuple(tuple(group) for group in colocate)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
         """Deals the tables out."""
@@ -97,7 +97,7 @@ class BalancedPlanner(LayoutPlanner):
         layouts = {
             name: Layout(self.mesh, {self.axis: f"U(0, [{', '.join(map(str, rows))}])"}) for name, rows in sizes.items()
         }
-        certificate = Certificate(
+        certificate = OptimalityBound(
             objective=max(loads),
             lower_bound=min(bound, max(loads)),
             unit="bytes" if self.cost == "bytes" else "cost",
@@ -126,8 +126,8 @@ class BalancedPlanner(LayoutPlanner):
 
     def _groups(self, tables: Mapping[str, nn.Parameter], costs: Mapping[str, float]) -> list[Group]:
         groups, taken, problems = [], set[str](), []
-        for patterns in self.together:
-            names = tuple(_matched(patterns, tables, "together"))
+        for patterns in self.colocate:
+            names = tuple(_matched(patterns, tables, "colocate"))
             problems += [
                 Problem("in-two-groups", name, found=f"{patterns} matches it too", hint="name it in one group")
                 for name in names
@@ -228,7 +228,7 @@ def rows_by_share(rows: Mapping[str, int], costs: Mapping[str, float], num_ranks
 
 
 def _matched(patterns: Sequence[str], parameters: Mapping[str, nn.Parameter], argument: str) -> dict[str, nn.Parameter]:
-    """What `patterns` match, in the order of the model; every pattern has to match something."""
+    """Return the names that `patterns` match, in model order; every pattern has to match something."""
     read = [Pattern(text) for text in patterns]
     problems = [
         Problem("matches-nothing", pattern.text, found=f"{argument}= means nothing", hint="correct the pattern")
@@ -245,5 +245,5 @@ def _row_bytes(table: nn.Parameter) -> int:
 
 
 def _where(rows: Sequence[int]) -> str:
-    """Which ranks hold how many rows, in words."""
+    """Return the rows of each rank as text."""
     return ", ".join(f"{count} rows on {rank}" for rank, count in enumerate(rows) if count) or "no rows"

@@ -18,7 +18,7 @@ from shard_spec.sharding_plan import ShardingPlan
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_spec.planners.certificate import Certificate
+    from shard_spec.planners.optimality_bound import OptimalityBound
 
 MeshLike = MeshSpec | Mapping[str, int] | str
 
@@ -28,7 +28,7 @@ class ShardingPlanner(abc.ABC):
 
     @abc.abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """How `module` is to be sharded over the ranks.
+        """Return the plan that shards `module` over the ranks.
 
         Args:
             module: the module; a planner reads its structure, shapes and configuration, never its values, so that it
@@ -42,7 +42,7 @@ class ShardingPlanner(abc.ABC):
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a planner of this package decided.
+    """Decisions of a planner of this package.
 
     Attributes:
         layouts: FQN to layout, for parameters that are cut along an axis of this planner.
@@ -54,7 +54,7 @@ class Decisions:
     layouts: Mapping[str, Layout]
     notes: tuple[Problem, ...] = ()
     unrecognised: Mapping[str, Problem] = field(default_factory=dict)
-    certificate: Certificate | None = None
+    certificate: OptimalityBound | None = None
 
 
 class PlannedSharding(ShardingPlan):
@@ -68,7 +68,7 @@ class PlannedSharding(ShardingPlan):
 
     notes: tuple[Problem, ...]
     unrecognised: Mapping[str, Problem]
-    certificate: Certificate | None
+    certificate: OptimalityBound | None
 
     def __init__(self, rules: Mapping[str, str], mesh: MeshSpec, decisions: Decisions) -> None:
         super().__init__(rules, mesh=mesh)
@@ -102,7 +102,7 @@ class LayoutPlanner(ShardingPlanner):
 
     @abc.abstractmethod
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:
-        """What to cut along this planner's axes, where `given` says what is already cut along others."""
+        """Decide what to shard along this planner's axes; `given` holds what is sharded along others."""
 
     def build_plan(self, module: nn.Module) -> PlannedSharding:
         """The plan, with `notes`, `unrecognised` and `certificate` on it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.memory import memory_of
-from shard_spec.plan.metadata import ModelFacts
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import _document
 from shard_spec.report.text import table
@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What changes from one plan to another.
+    """Transaction from one plan to another.
 
     Attributes:
         settings: Mesh, strictness, output plan and local outputs that differ.
@@ -45,7 +45,7 @@ class PlanDiff:
     memory: tuple[int, int] | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything differs: with a model whether a tensor or setting does, without one whether a rule does."""
+        """Return whether anything differs: with a model a tensor or setting, without one a rule."""
         return bool(self.settings) or bool(self.rules if self.tensors is None else self.tensors)
 
     def to_json(self) -> str:
@@ -76,8 +76,8 @@ def _shown(side: str | None) -> str:
     return "-" if side is None else side
 
 
-def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts | None = None) -> PlanDiff:
-    """What changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
+def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
+    """Return the changes from ``plan`` to ``other``; see ``ShardingPlan.diff``."""
     before, after = _document(plan, []), _document(other, [])
     settings = tuple(
         Change(key, json.dumps(before[key]), json.dumps(after[key]))
@@ -104,12 +104,12 @@ def _text(value: Any) -> str:
 
 
 def _model_changes(
-    plan: PlanContent, other: PlanContent, module: nn.Module | ModelFacts
+    plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadata
 ) -> tuple[tuple[Change, ...], tuple[int, int]]:
     before, after = resolve(plan, module), resolve(other, module)
     changes = []
     same: dict[Any, bool] = {}
-    for tensor in before.facts.tensors:
+    for tensor in before.metadata.tensors:
         old, new = before.layouts.get(tensor.name), after.layouts.get(tensor.name)
         if old is None or new is None:
             if old is not new:

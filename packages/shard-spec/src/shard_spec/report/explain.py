@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.rules import Rule
 from shard_spec.report.text import Parts, Table, human_ranks, joined, table
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent
 
 
-def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelFacts | None = None) -> str:
+def explain(plan: PlanContent, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
     """The plan, or what it does with one tensor, in words; see ``ShardingPlan.explain``."""
     if name is None:
         return _explain_plan(plan) if module is None else joined(explain_model(plan, examine(plan, module)))
@@ -39,8 +39,8 @@ def _explain_plan(plan: PlanContent) -> str:
 
 def explain_model(plan: PlanContent, found: Resolution) -> Parts:
     """One line for each group of tensors that differ only in the numbers of their FQNs."""
-    groups: dict[tuple[str, ...], list[TensorFacts]] = {}
-    for tensor in found.facts.tensors:
+    groups: dict[tuple[str, ...], list[TensorMetadata]] = {}
+    for tensor in found.metadata.tensors:
         layout = found.layouts.get(tensor.name)
         if tensor.kind == "buffer" and layout is not None and layout.is_replicated:
             continue
@@ -72,7 +72,7 @@ def _explain_name(plan: PlanContent, name: str) -> str:
 
 
 def _nearest(name: str, found: Resolution) -> str:
-    names = [alias for tensor in found.facts.tensors for alias in tensor.aliases]
+    names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
     near = difflib.get_close_matches(name, names, n=3)
     return f"did you mean {', '.join(near)}?" if near else "give its fully qualified name"
 
@@ -104,7 +104,7 @@ def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
     return "\n".join(lines + _problem_lines(p for p in found.problems if p.name in tensor.aliases))
 
 
-def _layout_lines(layout: Layout, tensor: TensorFacts) -> list[str]:
+def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
     lines = [f"layout {layout} on mesh {layout.mesh}"]
     for axis, term in zip(layout.mesh.axis_names, layout.terms, strict=True):
         size = layout.mesh.axis_size(axis)
@@ -124,7 +124,7 @@ def _layout_lines(layout: Layout, tensor: TensorFacts) -> list[str]:
     return lines
 
 
-def _local_text(layout: Layout | None, tensor: TensorFacts) -> str:
+def _local_text(layout: Layout | None, tensor: TensorMetadata) -> str:
     if layout is None:
         return "?"
     first, last = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ModelFacts, TensorFacts
+from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.report.text import human_count, human_ranks
 
@@ -35,7 +35,7 @@ _MAX_ROWS, _MAX_RANKS = 200, 64
 
 def html_report(
     plan: PlanContent,
-    module: ModelFacts,
+    module: ModelMetadata,
     memory: Memory,
     communication: Communication | None = None,
     activations: ActivationEstimate | None = None,
@@ -46,7 +46,7 @@ def html_report(
 
     Args:
         plan: The plan.
-        module: The model's facts.
+        module: The model's metadata.
         memory: ``plan.memory(...)``.
         communication: ``plan.communication(...)``, where there is one mesh.
         activations: ``plan.activations(...)``, where there is a batch.
@@ -69,15 +69,15 @@ def html_report(
 
 
 def _summary(plan: PlanContent, found: Resolution) -> str:
-    numel = sum(tensor.numel for tensor in found.facts.parameters)
-    return f"{len(found.facts.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
+    numel = sum(tensor.numel for tensor in found.metadata.parameters)
+    return f"{len(found.metadata.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
 
 
 def _cards(
     found: Resolution, memory: Memory, communication: Communication | None, activations: ActivationEstimate | None
 ) -> str:
     """The numbers that people ask for first."""
-    numel = sum(tensor.numel for tensor in found.facts.parameters)
+    numel = sum(tensor.numel for tensor in found.metadata.parameters)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
     entries = [
         (human_count(numel), "parameters"),
@@ -101,7 +101,7 @@ def _cards(
 def _local_numel(found: Resolution, memory: Memory) -> int:
     """Elements of parameters on the fullest rank."""
     rank = memory.ranks[memory.totals.index(memory.max_bytes)]
-    held = [(found.layouts[tensor.name], tensor.shape) for tensor in found.facts.parameters]
+    held = [(found.layouts[tensor.name], tensor.shape) for tensor in found.metadata.parameters]
     return sum(
         prod(layout.local_shape(rank, shape)) for layout, shape in held if layout.mesh.coordinate(rank) is not None
     )
@@ -117,10 +117,10 @@ def _problems(found: Resolution) -> str:
 # ---- the picture of the plan ----------------------------------------------------------------------------------------
 
 
-def stems(found: Resolution) -> dict[tuple[str, str, tuple[int, ...]], list[TensorFacts]]:
+def stems(found: Resolution) -> dict[tuple[str, str, tuple[int, ...]], list[TensorMetadata]]:
     """Tensors that differ only in numbers of their FQNs, lie alike and have one shape, as one row."""
-    groups: dict[tuple[str, str, tuple[int, ...]], list[TensorFacts]] = {}
-    for tensor in found.facts.tensors:
+    groups: dict[tuple[str, str, tuple[int, ...]], list[TensorMetadata]] = {}
+    for tensor in found.metadata.tensors:
         layout = found.layouts.get(tensor.name)
         if tensor.kind == "buffer" and (layout is None or layout.is_replicated):
             continue
@@ -164,7 +164,7 @@ def _picture(found: Resolution) -> str:
 
 
 def _cell(
-    layout: Layout | None, tensor: TensorFacts, rank: int, hues: dict[str, int], place: tuple[int, int, int, int]
+    layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int], place: tuple[int, int, int, int]
 ) -> str:
     x, y, width, height = place
     coordinate = None if layout is None else layout.mesh.coordinate(rank)

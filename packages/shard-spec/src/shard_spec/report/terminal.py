@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.memory import Memory
     from shard_spec.plan.content import PlanContent
-    from shard_spec.plan.metadata import ModelFacts
+    from shard_spec.plan.metadata import ModelMetadata
 
 
-def show(plan: PlanContent, facts: ModelFacts, memory: Memory, communication: Communication | None) -> None:
+def show(plan: PlanContent, metadata: ModelMetadata, memory: Memory, communication: Communication | None) -> None:
     """Print a plan, its memory and its communication, each under a title."""
-    sections = [("plan", explain_model(plan, examine(plan, facts))), ("memory on each rank", memory_parts(memory))]
+    sections = [("plan", explain_model(plan, examine(plan, metadata))), ("memory on each rank", memory_parts(memory))]
     if communication is not None:
         sections.append(("communication of a step", communication_parts(communication)))
     console = _console() if sys.stdout.isatty() else None

@@ -78,6 +78,8 @@ def memory_parts(memory: Memory) -> Parts:
     shown = rows if len(rows) <= 16 else [*rows[:15], [f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
     said: Parts = [Table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))]
     said.append(f"optimizer: {memory.optimizer.name}")
+    if "activations" in parts:
+        said.append("activations are an estimate")
     if memory.uncounted:
         said.append(f"not counted (sharded by a Sharder): {', '.join(memory.uncounted)}")
     return said

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ShardingSpec(abc.ABC):
-    """How one tensor is cut into shards, and on which device each shard lies.
+    """Sharding of one tensor into shards, and the device of each.
 
     Subclass it for a scheme of your own: ``build_metadata`` is the only method to write. Make the subclass picklable
     and free of state that differs between ranks; every rank asks it the same question and has to get the same answer.
@@ -71,7 +71,7 @@ class ShardingSpec(abc.ABC):
         return tuple(box for box in self.boxes(shape).get(rank, ()) if box.numel)
 
     def equivalent_to(self, other: ShardingSpec, shape: Sequence[int]) -> bool:
-        """Whether both put the same elements of a tensor of ``shape`` on the same ranks: -1 and 1 are one dim of two.
+        """Return whether both put the same elements of a tensor of ``shape`` on the same ranks; -1 is 1 of two dims.
 
         Torch compares dims as they are written, and takes -1 -> 1 for a change of layout.
         """

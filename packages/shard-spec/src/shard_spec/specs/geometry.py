@@ -1,4 +1,4 @@
-"""Whether boxes cut a tensor properly: no overlap, no hole, nothing outside; and whether they form a grid."""
+"""Checks that boxes tile a tensor: no overlap, no hole, nothing outside; and that they form a grid."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
 
 
 def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -> list[Problem]:
-    """What keeps ``boxes`` (without overlaps) from being a cut of a tensor of ``shape``."""
+    """Return why ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
     shape = tuple(shape)
     if any(box.ndim != len(shape) for box in boxes):
         found = sorted({box.ndim for box in boxes})

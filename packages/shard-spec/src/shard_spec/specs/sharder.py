@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Sharder(abc.ABC):
-    """What a spec for each parameter cannot say: takes a module, returns the module that stands in its place.
+    """Sharding of a full module by its own code: takes a module, returns its replacement.
 
     In a plan its key is the FQN of a submodule. ``shard_module`` calls ``shard`` on every rank, in the order of the
     FQNs, and puts what it returns where the submodule was.

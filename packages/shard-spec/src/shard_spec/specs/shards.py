@@ -12,7 +12,7 @@ from shard_spec.specs.devices import DeviceLike, RemoteDevice
 
 @dataclass(frozen=True, init=False)
 class ShardMetadata:
-    """Where one shard begins in the global tensor, how large it is and on which device it lies.
+    """Offset, size and device of one shard of the global tensor.
 
     Args:
         shard_offsets: First index in each dim of the global tensor.

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.batch import BatchFacts, exchange_facts
-from shard_spec.apply.cut import WeightCut
-from shard_spec.apply.exchange import RowExchange, spread
-from shard_spec.apply.gates import gate
-from shard_spec.apply.session import Session
+from shard_spec.apply.exchange import RowExchange, gather_rows
+from shard_spec.apply.forward_context import ForwardContext
+from shard_spec.apply.gradients import masked_identity
+from shard_spec.apply.input_metadata import BatchMetadata, all_gather_input_metadata
+from shard_spec.apply.weight_sharding import WeightSharding
 from shard_spec.apply.wrapping import unwrap, whole, wrap
 from shard_spec.layout.layout import Layout
 
@@ -25,7 +25,7 @@ class ShardedForward:
     Attributes:
         module: The module whose forward it is.
         name: Its FQN, for errors.
-        session: What it shares with the other modules of one ``shard_module`` call.
+        context: What it shares with the other modules of one ``shard_module`` call.
         cut: How the weight lies, or None where only the bias is sharded.
     """
 
@@ -34,43 +34,43 @@ class ShardedForward:
     tensors: ClassVar[tuple[str, ...]]
     """The parameters that may be sharded under it."""
 
-    def __init__(self, module: nn.Module, name: str, session: Session, weight: Layout | None) -> None:
+    def __init__(self, module: nn.Module, name: str, context: ForwardContext, weight: Layout | None) -> None:
         self.module = module
         self.name = name
-        self.session = session
+        self.context = context
         rows, columns = module._parameters["weight"].shape  # type: ignore[union-attr]  # these modules have one
-        self.cut = None if weight is None else WeightCut(weight, (rows, columns), session.group.ranks)
+        self.sharding = None if weight is None else WeightSharding(weight, (rows, columns), context.group.ranks)
 
     def __repr__(self) -> str:
-        layout = "replicated" if self.cut is None else str(self.cut.layout)
+        layout = "replicated" if self.sharding is None else str(self.sharding.layout)
         return f"{type(self).__name__}({self.name!r}, weight={layout})"
 
     # ---- input ------------------------------------------------------------------------------------------------
 
-    def facts(self, *tensors: torch.Tensor | None, problem: str = "") -> BatchFacts:
-        """What all ranks pass; a collective. See ``exchange_facts``."""
-        return exchange_facts(tensors, self.session, self.name, problem)
+    def gather_metadata(self, *tensors: torch.Tensor | None, problem: str = "") -> BatchMetadata:
+        """Gather what all ranks pass; a collective. See ``all_gather_input_metadata``."""
+        return all_gather_input_metadata(tensors, self.context, self.name, problem)
 
     def stand_in(self) -> torch.Tensor:
-        """What is passed to ``facts`` in place of an input that cannot be taken."""
+        """Return an empty input for ``metadata`` in place of one that cannot be taken."""
         return torch.empty(0, device=self.device)
 
     @property
     def device(self) -> torch.device:
-        """Where the weight lies; it is not looked at before the ranks have compared their modules."""
+        """Device of the weight; not read before the ranks have compared their modules."""
         found = next((each.device for each in self.module.parameters(recurse=False)), None)
         return found or torch.device("cpu")
 
     def whole_rows(self, rows: tuple[int, ...], width: int) -> RowExchange:
         """The exchange that gives every rank all rows whole."""
-        size = self.session.group.size
-        primary = (True,) * size if self.cut is None else self.cut.primary
-        return RowExchange(self.session.group.group, rows, ((0, width),) * size, width, primary)
+        size = self.context.group.size
+        primary = (True,) * size if self.sharding is None else self.sharding.primary
+        return RowExchange(self.context.group.group, rows, ((0, width),) * size, width, primary)
 
     def gathered(self, tensor: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
         """All ranks' rows of a tensor of any number of dims, on every rank; gradients are summed over the ranks."""
         flat = tensor.unsqueeze(-1)
-        return spread(flat, self.whole_rows(rows, 1)).squeeze(-1)
+        return gather_rows(flat, self.whole_rows(rows, 1)).squeeze(-1)
 
     def global_input(self, value: DTensor) -> torch.Tensor:
         """A DTensor input as a whole plain tensor on every rank; the ranks' gradients are parts of one sum.
@@ -79,12 +79,12 @@ class ShardedForward:
             PlanError: ``other-ranks`` when it lies on other ranks than the weight.
         """
         ranks = sorted(value.device_mesh.mesh.flatten().tolist())
-        if ranks != sorted(self.session.group.ranks):
+        if ranks != sorted(self.context.group.ranks):
             hint = "redistribute the input onto the ranks of the module's weight, or pass this rank's rows"
-            found = f"a DTensor on ranks {ranks}; the module is sharded over {sorted(self.session.group.ranks)}"
+            found = f"a DTensor on ranks {ranks}; the module is sharded over {sorted(self.context.group.ranks)}"
             raise PlanError(Problem("other-ranks", self.name, found=found, hint=hint))
-        counts = self.cut is None or self.cut.primary[self.session.group.rank]
-        return gate(whole(value, parts=True), forward=True, backward=counts)
+        counts = self.sharding is None or self.sharding.primary[self.context.group.rank]
+        return masked_identity(whole(value, parts=True), forward=True, backward=counts)
 
     # ---- weight and output ------------------------------------------------------------------------------------
 
@@ -110,10 +110,10 @@ class ShardedForward:
                 the ranks hold parts of a sum.
             width: Global size of the last dim.
         """
-        assert self.cut is not None
+        assert self.sharding is not None
         weight = self.module.weight
         assert isinstance(weight, DTensor)
-        placements = self.cut.placements({cut_dim: Shard(local.dim() - 1), 1 - cut_dim: Partial()}, Replicate())
+        placements = self.sharding.placements({cut_dim: Shard(local.dim() - 1), 1 - cut_dim: Partial()}, Replicate())
         return wrap(local, weight.device_mesh, placements, (*local.shape[:-1], width))
 
 

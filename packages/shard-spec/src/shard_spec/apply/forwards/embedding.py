@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.exchange import collect
+from shard_spec.apply.exchange import scatter_rows
 from shard_spec.apply.forwards.base import ShardedForward, rows_problem
 from shard_spec.apply.forwards.lookup import check_ids, look_up, renormalize
 
@@ -24,17 +24,17 @@ class ShardedEmbedding(ShardedForward):
     @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
-        assert self.cut is not None
+        assert self.sharding is not None
         if isinstance(input, DTensor):
-            return self.global_output(self._look_up(self.global_input(input)), 1, self.cut.shape[1])
+            return self.global_output(self._look_up(self.global_input(input)), 1, self.sharding.shape[1])
         problem = rows_problem(input, self.device, 1) or ids_problem(input)
-        facts = self.facts(self.stand_in() if problem else input, problem=problem)
-        wide = self._look_up(self.gathered(input, facts.rows()))
-        return collect(wide, self.cut.exchange(self.session.group.group, facts.rows(), 1))
+        metadata = self.gather_metadata(self.stand_in() if problem else input, problem=problem)
+        wide = self._look_up(self.gathered(input, metadata.rows()))
+        return scatter_rows(wide, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """All ids in this rank's piece: ``[*ids.shape, my_columns]``."""
-        module, cut, group = self.module, self.cut, self.session.group
+        module, cut, group = self.module, self.sharding, self.context.group
         assert isinstance(module, nn.Embedding)
         assert cut is not None
         check_ids(ids, module.num_embeddings, self.name)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.exchange import collect, spread
+from shard_spec.apply.exchange import gather_rows, scatter_rows
 from shard_spec.apply.forwards.base import ShardedForward, rows_problem
 from shard_spec.apply.forwards.embedding import ids_problem
 from shard_spec.apply.forwards.lookup import check_ids, look_up, renormalize
@@ -62,38 +62,38 @@ class ShardedEmbeddingBag(ShardedForward):
         problem = problem or _problem(module, input, offsets, per_sample_weights)
         bags = None if problem else _flat(module, input, offsets, per_sample_weights)
         ids = self.stand_in() if bags is None else bags.ids
-        facts = self.facts(
+        metadata = self.gather_metadata(
             self.stand_in() if bags is None else bags.offsets,
             ids,
             None if bags is None else bags.weights,
             problem=problem,
         )
         assert bags is not None
-        all_ids = self.gathered(bags.ids, facts.rows(1))
+        all_ids = self.gathered(bags.ids, metadata.rows(1))
         check_ids(all_ids, module.num_embeddings, self.name)
         table = self._table(all_ids)
         weights = bags.weights
-        if weights is not None and facts.any_requires_grad(2) and not weights.requires_grad:
+        if weights is not None and metadata.any_requires_grad(2) and not weights.requires_grad:
             weights = weights.detach().requires_grad_()  # its backward communicates: all ranks have to run it
         if module.mode == "max":
-            return self._max(bags, all_ids, table, facts.rows(1))
-        return self._sum(_Bags(bags.ids, bags.offsets, weights), all_ids, table, facts.rows(0), facts.rows(1))
+            return self._max(bags, all_ids, table, metadata.rows(1))
+        return self._sum(_Bags(bags.ids, bags.offsets, weights), all_ids, table, metadata.rows(0), metadata.rows(1))
 
     def _table(self, all_ids: torch.Tensor) -> torch.Tensor:
         module = self.module
         assert isinstance(module, nn.EmbeddingBag)
-        assert self.cut is not None
+        assert self.sharding is not None
         if module.max_norm is not None:
-            group = self.session.group.group
+            group = self.context.group.group
             with torch.no_grad():
-                renormalize(self.local_weight(), all_ids, self.cut, group, module.max_norm, module.norm_type)
+                renormalize(self.local_weight(), all_ids, self.sharding, group, module.max_norm, module.norm_type)
         return self.local_weight()
 
     def _look_up(self, all_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         module = self.module
         assert isinstance(module, nn.EmbeddingBag)
-        assert self.cut is not None
-        rows = self.cut.rows[self.session.group.rank]
+        assert self.sharding is not None
+        rows = self.sharding.rows[self.context.group.rank]
         return look_up(all_ids, table, rows, module.num_embeddings, module.padding_idx)
 
     def _sum(
@@ -104,17 +104,17 @@ class ShardedEmbeddingBag(ShardedForward):
         num_bags: tuple[int, ...],
         num_tokens: tuple[int, ...],
     ) -> torch.Tensor:
-        module, group = self.module, self.session.group
+        module, group = self.module, self.context.group
         assert isinstance(module, nn.EmbeddingBag)
-        assert self.cut is not None
+        assert self.sharding is not None
         found = self._look_up(all_ids, table)
         if module.padding_idx is not None:
             found = found.masked_fill((all_ids == module.padding_idx).unsqueeze(-1), 0)
         if bags.weights is not None:
-            found = found * spread(bags.weights.unsqueeze(-1), self.whole_rows(num_tokens, 1))
+            found = found * gather_rows(bags.weights.unsqueeze(-1), self.whole_rows(num_tokens, 1))
         bag_of_token = self.gathered(bags.of_token + sum(num_bags[: group.rank]), num_tokens)
         wide = found.new_zeros(sum(num_bags), found.shape[-1]).index_add(0, bag_of_token, found)
-        summed = collect(wide, self.cut.exchange(group.group, num_bags, 1))
+        summed = scatter_rows(wide, self.sharding.exchange(group.group, num_bags, 1))
         if module.mode == "sum":
             return summed
         counted = torch.ones_like(bags.ids) if module.padding_idx is None else (bags.ids != module.padding_idx).long()
@@ -124,11 +124,11 @@ class ShardedEmbeddingBag(ShardedForward):
     def _max(
         self, bags: _Bags, all_ids: torch.Tensor, table: torch.Tensor, num_tokens: tuple[int, ...]
     ) -> torch.Tensor:
-        module, group = self.module, self.session.group
+        module, group = self.module, self.context.group
         assert isinstance(module, nn.EmbeddingBag)
-        assert self.cut is not None
+        assert self.sharding is not None
         wide = self._look_up(all_ids, table)
-        tokens = collect(wide, self.cut.exchange(group.group, num_tokens, 1))
+        tokens = scatter_rows(wide, self.sharding.exchange(group.group, num_tokens, 1))
         num = tokens.shape[0]
         places = torch.arange(num, device=tokens.device)
         padding = None

@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.exchange import spread
+from shard_spec.apply.exchange import gather_rows
 from shard_spec.apply.forwards.base import ShardedForward, rows_problem, whole_parameter
-from shard_spec.apply.gates import gate
+from shard_spec.apply.gradients import masked_identity
 from shard_spec.apply.wrapping import unwrap
 
 
@@ -32,7 +32,7 @@ class ShardedLinear(ShardedForward):
         module = self.module
         assert isinstance(module, nn.Linear)
         own = module._parameters["bias"]
-        if self.cut is None:
+        if self.sharding is None:
             return F.linear(input, module.weight, None if own is None else whole_parameter(own))
         wide = self._wide_input(input, module.in_features)
         bias = None if own is None else whole_parameter(own)
@@ -41,34 +41,34 @@ class ShardedLinear(ShardedForward):
 
     def _wide_input(self, input: torch.Tensor, in_features: int) -> torch.Tensor:
         """All rows with the columns that this rank's piece of the weight meets."""
-        assert self.cut is not None
+        assert self.sharding is not None
         if isinstance(input, DTensor):
             return self._from_dtensor(input)
         problem = rows_problem(input, self.device, 2)
         if not problem and input.shape[-1] != in_features:
             problem = f"an input of shape {list(input.shape)} for {in_features} input features"
-        facts = self.facts(self.stand_in() if problem else input, problem=problem)
-        self.session.note(facts.rows())
-        if facts.any_requires_grad() and not input.requires_grad:
+        metadata = self.gather_metadata(self.stand_in() if problem else input, problem=problem)
+        self.context.note(metadata.rows())
+        if metadata.any_requires_grad() and not input.requires_grad:
             input = input.detach().requires_grad_()  # its backward communicates: all ranks have to run it
-        return spread(input, self.cut.exchange(self.session.group.group, facts.rows(), 1))
+        return gather_rows(input, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
 
     def _from_dtensor(self, input: DTensor) -> torch.Tensor:
-        assert self.cut is not None
+        assert self.sharding is not None
         weight = self.module.weight
         assert isinstance(weight, DTensor)
         last = input.dim() - 1
         if input.device_mesh == weight.device_mesh:
-            wanted = self.cut.placements({0: Replicate(), 1: Shard(last)}, Replicate())
-            grads = self.cut.placements({0: Partial(), 1: Shard(last)}, Replicate())
+            wanted = self.sharding.placements({0: Replicate(), 1: Shard(last)}, Replicate())
+            grads = self.sharding.placements({0: Partial(), 1: Shard(last)}, Replicate())
             return unwrap(input.redistribute(placements=wanted), grads)
-        start, size = self.cut.columns[self.session.group.rank]
+        start, size = self.sharding.columns[self.context.group.rank]
         return self.global_input(input).narrow(last, start, size)
 
     def _local_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """The part of the bias for this rank's output features: added once to each sum, counted once by replicas."""
-        assert self.cut is not None
-        me = self.session.group.rank
-        start, size = self.cut.rows[me]
-        adds = self.cut.leads(me, 1)
-        return gate(bias.narrow(0, start, size), forward=adds, backward=adds and self.cut.primary[me])
+        assert self.sharding is not None
+        me = self.context.group.rank
+        start, size = self.sharding.rows[me]
+        adds = self.sharding.is_first_replica(me, 1)
+        return masked_identity(bias.narrow(0, start, size), forward=adds, backward=adds and self.sharding.primary[me])

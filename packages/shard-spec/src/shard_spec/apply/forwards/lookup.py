@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from shard_spec.apply.cut import WeightCut
+from shard_spec.apply.weight_sharding import WeightSharding
 
 
 def check_ids(ids: torch.Tensor, num_embeddings: int, name: str) -> None:
@@ -68,7 +68,7 @@ def look_up(
 def renormalize(
     table: torch.Tensor,
     ids: torch.Tensor,
-    cut: WeightCut,
+    cut: WeightSharding,
     group: dist.ProcessGroup,
     max_norm: float,
     norm_type: float,
@@ -95,7 +95,7 @@ def renormalize(
         table.detach()[mine] *= scale.to(table.dtype).unsqueeze(-1)
 
 
-def _norms(table: torch.Tensor, cut: WeightCut, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
+def _norms(table: torch.Tensor, cut: WeightSharding, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
     """The norm of every row of the global table, on every rank."""
     me = dist.get_rank(group)
     start, size = cut.rows[me]

@@ -5,8 +5,8 @@ before, `verify` after the fact).
 """
 
 from shard_spec.planners.megatron.analysis import Analysis
+from shard_spec.planners.megatron.blocks import Cut, Evidence, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.planner import MegatronPlanner
-from shard_spec.planners.megatron.units import Cut, Evidence, Unit, UnitKind
 from shard_spec.planners.megatron.verify import verify_units
 
-__all__ = ["MegatronPlanner", "Analysis", "Unit", "UnitKind", "Cut", "Evidence", "verify_units"]
+__all__ = ["MegatronPlanner", "Analysis", "TPBlock", "TPBlockKind", "Cut", "Evidence", "verify_units"]

@@ -10,18 +10,18 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import find_attention, not_lent
+from shard_spec.planners.megatron.blocks import Cut, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Context, Options
 from shard_spec.planners.megatron.linear import join
 from shard_spec.planners.megatron.mlp import find_mlps
 from shard_spec.planners.megatron.others import find_experts, find_multihead_attention, find_vocabulary
-from shard_spec.planners.megatron.units import Cut, Found, Unit, UnitKind
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `MegatronPlanner` understood of a model.
+    """Analysis of a model by `MegatronPlanner`.
 
     Attributes:
         units: regions that are cut, in module order.
@@ -31,7 +31,7 @@ class Analysis:
         matmul_bytes: bytes of each matmul weight (linears, expert weights, attention projections, heads) by FQN.
     """
 
-    units: tuple[Unit, ...]
+    units: tuple[TPBlock, ...]
     left_whole: Mapping[str, Problem]
     unrecognised: Mapping[str, Problem]
     notes: tuple[Problem, ...]
@@ -79,10 +79,10 @@ def analyse(module: nn.Module, options: Options) -> Analysis:
     return Analysis(units, left_whole, unrecognised, notes, matmul)
 
 
-def _gradient_notes(units: tuple[Unit, ...]) -> list[Problem]:
+def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
     notes = []
     for unit in units:
-        if unit.kind is UnitKind.EXPERTS:
+        if unit.kind is TPBlockKind.EXPERTS:
             notes.append(
                 Problem(
                     "partial-activation",

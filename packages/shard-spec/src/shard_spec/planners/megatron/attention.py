@@ -9,12 +9,12 @@ from torch import nn
 
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
+from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
 from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
 from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 from shard_spec.planners.megatron.probe import Slices, probe
-from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
 
 # How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").
@@ -45,7 +45,7 @@ class Projections:
 
     @property
     def fused(self) -> bool:
-        """Whether q, k and v come out of one linear."""
+        """True if q, k and v come out of one linear."""
         return len(self.inputs) == 1
 
 
@@ -59,7 +59,7 @@ class Heads:
 
 
 def find_attention(context: Context, name: str) -> Found | None:
-    """What is to be done with the attention whose q, k and v are direct children of the module called `name`."""
+    """Decide about the attention whose q, k and v are direct children of the module called `name`."""
     projections = _projections(context, name)
     if projections is None:
         return None
@@ -83,7 +83,7 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
     kept = []
     for one in found:
         borrower = None if one.unit is None else borrowers.get(type(context.modules[one.unit.name]))
-        if one.unit is None or borrower is None or one.unit.kind is not UnitKind.ATTENTION:
+        if one.unit is None or borrower is None or one.unit.kind is not TPBlockKind.ATTENTION:
             kept.append(one)
             continue
         problem = Problem(
@@ -298,7 +298,7 @@ def _possible_orders(
         if order is not None:
             return (order,), Evidence.LIBRARY
     if context.options.fused is not None:
-        return (context.options.fused,), Evidence.TOLD
+        return (context.options.fused,), Evidence.USER_SPECIFIED
     if heads.num_kv_heads == heads.num_heads:
         return ("sections", "heads"), None
     return ("sections", "groups"), None
@@ -333,7 +333,7 @@ def _evidence(
     head_dim: int,
     known: Evidence | None = None,
 ) -> Evidence | Problem:
-    """Whether the region may be cut: by knowledge, by probing, by names; else why not."""
+    """Return whether the region may be cut: by knowledge, by probing, by names; else why not."""
     holder = context.modules[projections.holder]
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:
@@ -360,8 +360,8 @@ def _evidence(
         return doubt(inner.numbers[0], (1,))
     if library:
         return Evidence.LIBRARY
-    if known is Evidence.TOLD:
-        return Evidence.TOLD
+    if known is Evidence.USER_SPECIFIED:
+        return Evidence.USER_SPECIFIED
     if projections.fused:
         return Problem("fused-order-unknown", projections.scope, found=reason)
     return Evidence.NAMED
@@ -374,10 +374,10 @@ def _unit(
     inner: Inner,
     evidence: Evidence,
     whole: tuple[str, ...] = (),
-) -> Unit:
+) -> TPBlock:
     out = projections.out
-    return Unit(
-        UnitKind.ATTENTION,
+    return TPBlock(
+        TPBlockKind.ATTENTION,
         projections.scope,
         columns=columns,
         rows=(Cut(out.weight_name, f"S({out.in_dim})"),),

@@ -1,4 +1,4 @@
-"""What the recognisers know about the model and what they have to decide."""
+"""Context of the recognisers: what is known of the model, and what they decide."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def leaf(name: str) -> str:
 
 
 def from_library(module: nn.Module) -> bool:
-    """Whether the module's class comes from torch or transformers, whose arrangements are known and tested."""
+    """Return whether the module's class comes from torch or transformers, whose arrangements are known and tested."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers")

@@ -1,4 +1,4 @@
-"""How many heads an attention module has, from its attributes and its model's configuration."""
+"""Head counts of an attention module, from its attributes and its model's configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shard_spec.planners.megatron import names
 
 @dataclass(frozen=True)
 class DeclaredHeads:
-    """What is declared; ``None`` where nothing is."""
+    """Declared counts; ``None`` where nothing is declared."""
 
     num_heads: int | None = None
     num_kv_heads: int | None = None

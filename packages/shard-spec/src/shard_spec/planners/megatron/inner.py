@@ -9,9 +9,9 @@ from typing import Protocol
 from torch import nn
 
 from shard_spec._shared.problems import Problem
+from shard_spec.planners.megatron.blocks import Cut
 from shard_spec.planners.megatron.context import Context, from_library
 from shard_spec.planners.megatron.linear import LinearView, join
-from shard_spec.planners.megatron.units import Cut
 
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
 
@@ -21,7 +21,7 @@ _AFTER_THE_OUTPUT = {"AlbertAttention": ("LayerNorm.weight", "LayerNorm.bias")}
 
 
 class HeadCounts(Protocol):
-    """What is needed of an attention's heads."""
+    """Head counts and sizes of one attention."""
 
     @property
     def num_heads(self) -> int: ...
@@ -93,7 +93,7 @@ def _after_the_output(holder: nn.Module) -> tuple[str, ...]:
 
 
 def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool:
-    """Whether a vector is clearly a norm of the stream, before q, k and v (its size is not the size of all heads)."""
+    """Return whether a vector is clearly a norm before q, k and v (its size is not that of all heads)."""
     return (
         len(shape) == 1
         and shape[0] not in (heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim)

@@ -29,7 +29,7 @@ class LinearView:
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias of ``[out_features]``."""
+        """True if there is a bias of ``[out_features]``."""
         return self.module._parameters.get("bias") is not None
 
     @property

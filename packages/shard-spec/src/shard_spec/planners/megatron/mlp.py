@@ -10,10 +10,10 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
+from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Context, from_library
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 from shard_spec.planners.megatron.probe import Slices, probe
-from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
 
 # Modules that act on each channel alone, or not at all.
 _ELEMENTWISE = (
@@ -33,12 +33,12 @@ class FeedForward:
 
     @property
     def fused(self) -> bool:
-        """Whether gate and up come out of one linear."""
+        """True if gate and up come out of one linear."""
         return len(self.columns) == 1 and self.columns[0].out_features == 2 * self.row.in_features
 
 
 def find_mlps(context: Context, name: str) -> list[Found]:
-    """What is to be done with the feed-forward blocks whose linears are children of the module called `name`."""
+    """Decide about the feed-forward blocks whose linears are children of the module called `name`."""
     module = context.modules[name]
     if isinstance(module, nn.Sequential):
         return [_decide(context, block, Evidence.LIBRARY) for block in _sequential(context, name, module)]
@@ -140,8 +140,8 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         notes = [unverified(block.scope)] if evidence is Evidence.NAMED else []
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
-        unit = Unit(
-            UnitKind.MLP,
+        unit = TPBlock(
+            TPBlockKind.MLP,
             block.scope,
             columns=tuple(cut for view in block.columns for cut in column_cuts(view, pattern)),
             rows=(Cut(block.row.weight_name, f"S({block.row.in_dim})"),),
@@ -204,7 +204,7 @@ def _evidence(
     if block.by_name and not block.fused:
         return Evidence.NAMED
     if block.fused and context.options.fused is not None:
-        return Evidence.TOLD
+        return Evidence.USER_SPECIFIED
     return Problem(
         "not-recognised",
         block.scope,

@@ -1,4 +1,4 @@
-"""What model authors call the parts of a transformer block.
+"""Names that model authors give to the parts of a transformer block.
 
 A name alone decides nothing: the shapes have to fit, and for modules that are not from a known library the dataflow
 is probed (see `probe`). Names only say where to look.

@@ -7,11 +7,11 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts
+from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Context, from_library, leaf
 from shard_spec.planners.megatron.heads import declared_vocab_sizes
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join
 from shard_spec.planners.megatron.mlp import uneven
-from shard_spec.planners.megatron.units import Cut, Evidence, Found, Unit, UnitKind
 
 # Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
 _TRANSPOSED = {"Llama4TextExperts": True}
@@ -41,8 +41,8 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
         **dict.fromkeys(("bias_k", "bias_v"), "S(2)"),
     }
     return Found(
-        Unit(
-            UnitKind.ATTENTION,
+        TPBlock(
+            TPBlockKind.ATTENTION,
             name,
             columns=tuple(Cut(join(name, key), placements[key]) for key in own if key in placements),
             rows=(Cut(join(name, "out_proj.weight"), "S(1)"),),
@@ -83,8 +83,8 @@ def find_experts(context: Context, name: str) -> Found | None:
     if "gate_up_proj_bias" in weights:
         columns.append(Cut(join(name, "gate_up_proj_bias"), pattern.format(dim=1)))
     return Found(
-        Unit(
-            UnitKind.EXPERTS,
+        TPBlock(
+            TPBlockKind.EXPERTS,
             name,
             columns=tuple(columns),
             rows=(Cut(join(name, "down_proj"), f"S({in_dim})"),),
@@ -138,8 +138,8 @@ def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
             found, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
         return Found(left_whole=((weight, Problem("embedding-kept-whole", name, found=found, hint=hint)),))
     notes = (uneven(name, module.num_embeddings, tp_size),) if module.num_embeddings % tp_size else ()
-    unit = Unit(
-        UnitKind.EMBEDDING,
+    unit = TPBlock(
+        TPBlockKind.EMBEDDING,
         name,
         columns=(),
         rows=(Cut(weight, "S(0)"),),
@@ -155,8 +155,8 @@ def _head(context: Context, view: LinearView) -> Found:
         problem = Problem("head-kept-whole", view.name, found=f"{view.out_features} outputs with tp={tp_size}")
         return Found(left_whole=((view.weight_name, problem),))
     notes = (uneven(view.name, view.out_features, tp_size),) if view.out_features % tp_size else ()
-    unit = Unit(
-        UnitKind.HEAD,
+    unit = TPBlock(
+        TPBlockKind.HEAD,
         view.name,
         columns=column_cuts(view, "S({dim})"),
         rows=(),

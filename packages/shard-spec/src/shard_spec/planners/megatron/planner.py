@@ -70,7 +70,7 @@ class MegatronPlanner(LayoutPlanner):
             self.mesh.axis_size(expert_axis)
 
     def analyse(self, module: nn.Module) -> Analysis:
-        """What was recognised, what was not, and why; the plan is made of this."""
+        """Return what was recognised, what was not, and why; the plan follows from it."""
         return analyse(module, self.options)
 
     def decide(self, module: nn.Module, given: Mapping[str, Layout]) -> Decisions:

@@ -29,7 +29,7 @@ Slices = Sequence[Tensor]  # for each rank the indices of its channels
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a probe.
+    """Result of a probe.
 
     Attributes:
         separate: ``None`` if the forward could not be run.
@@ -104,7 +104,7 @@ def probe(
     head_dim: int | None = None,
     doubted: Iterable[str] = (),
 ) -> Verdict:
-    """Whether slice ``r`` of the row's input depends on nothing but slices ``r`` of the columns' outputs.
+    """Return whether slice ``r`` of the row's input depends on nothing but slices ``r`` of the columns' outputs.
 
     Args:
         module: the smallest module that holds the columns and the row.
@@ -137,7 +137,7 @@ def probe(
 
 
 def _acts(clone: nn.Module, name: str, run: Callable[[], Tensor], baseline: Tensor) -> bool:
-    """Whether other values of a parameter change what the row reads; what stands in for a linear changes as a whole."""
+    """Return whether other values of a parameter change what the row reads; a replaced linear changes at once."""
     path, _, leaf = name.rpartition(".")
     owner = clone.get_submodule(path)
     if isinstance(owner, _Source | _Sink):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from shard_spec._shared.problems import Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.planners.megatron.units import Cut, Unit
+from shard_spec.planners.megatron.blocks import Cut, TPBlock
 
 
 def verify_units(
-    module: nn.Module, units: tuple[Unit, ...], tp_size: int, call: Callable[[nn.Module], Tensor]
+    module: nn.Module, units: tuple[TPBlock, ...], tp_size: int, call: Callable[[nn.Module], Tensor]
 ) -> tuple[Problem, ...]:
     """Every unit whose summands mix slices, or that the call does not exercise; empty if all is well.
 
@@ -45,7 +45,7 @@ class _Rank:
     """One rank's summands. The model's rows are cut for as long as `problems` runs."""
 
     def __init__(
-        self, twin: nn.Module, units: tuple[Unit, ...], rank: int, tp_size: int, call: Callable[[nn.Module], Tensor]
+        self, twin: nn.Module, units: tuple[TPBlock, ...], rank: int, tp_size: int, call: Callable[[nn.Module], Tensor]
     ) -> None:
         self._units, self._rank, self._tp_size = units, rank, tp_size
         self._run: Callable[[], Tensor] = lambda: call(twin)
@@ -91,7 +91,7 @@ class _Rank:
             if _same(alone, self._with_other_columns((unit,), own=True))
         ]
 
-    def _with_other_columns(self, units: tuple[Unit, ...], own: bool) -> Tensor:
+    def _with_other_columns(self, units: tuple[TPBlock, ...], own: bool) -> Tensor:
         """The output after the rank's own columns of `units`, or all the others', were replaced."""
         cuts = [cut for unit in units for cut in (*unit.columns, *unit.inner)]
         kept = {cut.name: self._parameters[cut.name].clone() for cut in cuts}

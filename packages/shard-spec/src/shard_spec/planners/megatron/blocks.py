@@ -1,4 +1,4 @@
-"""What the recognisers find: groups of parameters that have to be cut together.
+"""Units of the recognisers: groups of parameters that are sharded together.
 
 Vocabulary of this folder. A *column* linear is cut along its outputs and needs no communication before it; a *row*
 linear is cut along its inputs and its outputs are summed. Between them lies the *region*, where every rank works on
@@ -14,8 +14,8 @@ from enum import StrEnum
 from shard_spec._shared.problems import Problem
 
 
-class UnitKind(StrEnum):
-    """What a unit is."""
+class TPBlockKind(StrEnum):
+    """Kind of a unit."""
 
     ATTENTION = "attention"
     MLP = "mlp"
@@ -29,14 +29,14 @@ class Evidence(StrEnum):
 
     ``LIBRARY``: a class of torch or transformers whose arrangement is known. ``PROBED``: its forward was run on small
     random tensors, and no slice depended on another. ``NAMED``: names and shapes only, the forward could not be run.
-    ``BY_NATURE``: cutting rows of a vocabulary needs no evidence. ``TOLD``: the caller said so.
+    ``BY_NATURE``: cutting rows of a vocabulary needs no evidence. ``USER_SPECIFIED``: the caller said so.
     """
 
     LIBRARY = "library"
     PROBED = "probed"
     NAMED = "named"
     BY_NATURE = "by-nature"
-    TOLD = "told"
+    USER_SPECIFIED = "told"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Unit:
+class TPBlock:
     """A region with its columns and rows.
 
     Attributes:
@@ -67,7 +67,7 @@ class Unit:
         evidence: why cutting is right.
     """
 
-    kind: UnitKind
+    kind: TPBlockKind
     name: str
     columns: tuple[Cut, ...]
     rows: tuple[Cut, ...]
@@ -85,7 +85,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Found:
-    """What one recogniser says about one place: a unit, or why the parameters there stay whole, and remarks.
+    """Finding of one recogniser at one place: a unit, or why the parameters stay replicated, and remarks.
 
     Attributes:
         unit: the unit, if it may be cut.
@@ -93,6 +93,6 @@ class Found:
         notes: remarks that concern no refusal.
     """
 
-    unit: Unit | None = None
+    unit: TPBlock | None = None
     left_whole: tuple[tuple[str, Problem], ...] = ()
     notes: tuple[Problem, ...] = ()

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.session import GroupRef
+from shard_spec.apply.forward_context import GroupRef
 from shard_spec.layout.layout import Layout
 
 
 class MeshKey(NamedTuple):
-    """What tells one mesh from another: names and sizes of the axes, ranks row-major."""
+    """Identity of a mesh: names and sizes of the axes, ranks row-major."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class MeshKey(NamedTuple):
         return found
 
 
-class MeshBook:
+class MeshCache:
     """The meshes of one call: one for each shape, order of ranks and axis names, made once."""
 
     def __init__(self, group: GroupRef, device_type: str) -> None:
@@ -53,8 +53,8 @@ class MeshBook:
         Raises:
             PlanError: On every rank, before anything else: ``rank-order-needs-newer-torch``, ``cannot-make-groups``.
         """
-        keys = list(dict.fromkeys([self._line_key(), *map(_key_of, layouts)]))
-        wanted = [members for key in keys if not self._is_line(key) for groups in key.axis_groups for members in groups]
+        keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
+        wanted = [members for key in keys if not self._is_flat(key) for groups in key.axis_groups for members in groups]
         if wanted:
             self._check(wanted)
         for key in keys:
@@ -73,14 +73,14 @@ class MeshBook:
             raise PlanError(Problem("mesh-not-prepared", found=found, hint=hint))
         return self._meshes[key]
 
-    def line(self) -> DeviceMesh:
+    def flat_mesh(self) -> DeviceMesh:
         """The 1-D mesh in the order of the group."""
-        return self._meshes[self._line_key()]
+        return self._meshes[self._flat_key()]
 
-    def _line_key(self) -> MeshKey:
+    def _flat_key(self) -> MeshKey:
         return MeshKey(("shard",), (self.group.size,), self.group.ranks)
 
-    def _is_line(self, key: MeshKey) -> bool:
+    def _is_flat(self, key: MeshKey) -> bool:
         return len(key.shape) == 1 and key.ranks == self.group.ranks
 
     def _check(self, wanted: list[list[int]]) -> None:
@@ -100,7 +100,7 @@ class MeshBook:
             raise PlanError(Problem("cannot-make-groups", "process_group", found=found, hint=hint))
 
     def _make(self, key: MeshKey) -> DeviceMesh:
-        if self._is_line(key):
+        if self._is_flat(key):
             return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.names)
         own = [self._own_group(groups) for groups in key.axis_groups]
         if len(own) == 1:

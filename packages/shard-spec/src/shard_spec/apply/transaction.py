@@ -1,4 +1,4 @@
-"""Changes: every change a call makes to a module, so that all of them can be taken back."""
+"""Transaction: every change that a call makes to a module, so that all of them can be taken back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 
-class Changes:
+class Transaction:
     """A log of changes; ``roll_back`` undoes them, last first.
 
-    It keeps what was there before. Call ``forget`` when the call has succeeded, so that the old tensors can be freed.
+    It keeps what was there before. Call ``commit`` when the call has succeeded, so that the old tensors can be freed.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Changes:
         with torch.no_grad():
             tensor.copy_(value)
 
-    def note(self, undo: Callable[[], None]) -> None:
+    def on_rollback(self, undo: Callable[[], None]) -> None:
         """Remember how to take back a change that the caller makes itself."""
         self._undo.append(undo)
 
@@ -64,7 +64,7 @@ class Changes:
         while self._undo:
             self._undo.pop()()
 
-    def forget(self) -> None:
+    def commit(self) -> None:
         """Keep the changes and drop what was there before."""
         self._undo.clear()
 

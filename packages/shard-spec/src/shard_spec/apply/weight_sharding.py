@@ -1,4 +1,4 @@
-"""WeightCut: how the two dims of a weight lie on the ranks of a group, as the sharded forwards ask for it."""
+"""WeightSharding: how the two dims of a weight lie on the ranks of a group, as the sharded forwards ask for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WeightCut:
+class WeightSharding:
     """A two-dimensional weight cut over a group; every interval is contiguous.
 
     Attributes:
@@ -48,8 +48,8 @@ class WeightCut:
         """For each rank of the group, whether it stands for its replicas."""
         return tuple(self.layout.is_primary(rank) for rank in self.ranks)
 
-    def leads(self, rank: int, dim: int) -> bool:
-        """Whether ``rank`` of the group is the first among the ranks that share its interval of the other dim."""
+    def is_first_replica(self, rank: int, dim: int) -> bool:
+        """Return whether ``rank`` of the group is the first of those that share its interval of the other dim."""
         coordinate = self.layout.mesh.coordinate(self.ranks[rank])
         assert coordinate is not None
         return all(at == 0 for at, term in zip(coordinate, self._terms, strict=True) if term == dim)

@@ -1,4 +1,4 @@
-"""ModuleActions: what ``shard_module`` is about to do to one module, decided without communication."""
+"""ExecutionPlan: what ``shard_module`` is about to do to one module, decided without communication."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.agreement import Outcome, attempt
 from shard_spec.apply.devices import device_of
 from shard_spec.apply.forwards.base import ShardedForward
 from shard_spec.apply.rank_checks import layout_problems, order_problems, ranks_of
-from shard_spec.apply.readers import forward_for, reader_problem
+from shard_spec.apply.rank_state import RankState, capture_errors
 from shard_spec.apply.shard_tensor import rank_problems, source_problems
+from shard_spec.apply.supported_modules import forward_for, unsupported_forward
 from shard_spec.apply.tensors import TensorAction, read_tensors
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.layout.mesh import MeshSpec
@@ -31,8 +31,8 @@ from shard_spec.specs import ShardingSpec, as_sharder, as_spec
 
 
 @dataclass(frozen=True)
-class ModuleActions:
-    """What is done to each tensor and module.
+class ExecutionPlan:
+    """Actions on each tensor and module.
 
     Attributes:
         tensors: One entry for each tensor that is scattered or broadcast; a tied one stands there once.
@@ -79,9 +79,9 @@ class ModuleActions:
         )
 
     @property
-    def outcome(self) -> Outcome:
-        """What the ranks compare."""
-        return Outcome(self.lines, self.problems)
+    def outcome(self) -> RankState:
+        """Header that the ranks compare."""
+        return RankState(self.lines, self.problems)
 
     @property
     def digest(self) -> str:
@@ -100,7 +100,7 @@ class ModuleActions:
 
 def plan_module(
     module: nn.Module, plan: Any, group: dist.ProcessGroup, src_rank: int, *, whole: bool = True
-) -> ModuleActions:
+) -> ExecutionPlan:
     """Decide what to do to ``module``; changes and sends nothing.
 
     Args:
@@ -127,7 +127,7 @@ def plan_module(
     device, more = device_of(module, plan, found, group)
     problems += more
     forwards = _forwards(module, tensors)
-    return ModuleActions(
+    return ExecutionPlan(
         tensors=tensors,
         forwards=forwards,
         options={path: _options(module.get_submodule(path)) for path in forwards},
@@ -142,15 +142,15 @@ def plan_module(
     )
 
 
-def plan_together(work: Callable[[], ModuleActions]) -> tuple[ModuleActions | None, Outcome]:
-    """What ``work`` plans, and what to compare with the other ranks: also when it raises on this one."""
+def plan_on_all_ranks(work: Callable[[], ExecutionPlan]) -> tuple[ExecutionPlan | None, RankState]:
+    """Return what ``work`` plans, and what to compare between ranks: also when it raises on this one."""
 
-    def both() -> tuple[ModuleActions, Outcome]:
+    def both() -> tuple[ExecutionPlan, RankState]:
         actions = work()
         return actions, actions.outcome
 
-    done, failed = attempt(both)
-    return (None, Outcome((), failed)) if done is None else done
+    done, failed = capture_errors(both)
+    return (None, RankState((), failed)) if done is None else done
 
 
 def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
@@ -177,7 +177,7 @@ def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
     problems = []
     for fqn in action.names:
         path, _, name = fqn.rpartition(".")
-        problem = reader_problem(module, path, name, fqn)
+        problem = unsupported_forward(module, path, name, fqn)
         if problem is not None:
             problems.append(problem)
     return problems
@@ -240,9 +240,9 @@ def _options(module: nn.Module) -> str:
 
 
 def _earlier_layout(module: nn.Module) -> Layout | None:
-    """How the weight lies after an earlier call."""
+    """Return the layout of the weight after an earlier call."""
     forward = module.__dict__.get("forward")
-    return forward.cut.layout if isinstance(forward, ShardedForward) and forward.cut is not None else None
+    return forward.sharding.layout if isinstance(forward, ShardedForward) and forward.sharding is not None else None
 
 
 def _wanted_text(wanted: ShardingSpec | Layout) -> str:

@@ -1,4 +1,4 @@
-"""Session: what the sharded modules of one ``shard_module`` call know together while the model runs."""
+"""ForwardContext: what the sharded modules of one ``shard_module`` call know together while the model runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 
 if TYPE_CHECKING:
-    from shard_spec.apply.roster import Roster, Sight
+    from shard_spec.apply.module_tracker import ModuleScan, ModuleTracker
 
 
 class GroupRef:
@@ -42,8 +42,8 @@ class GroupRef:
         self.group = _torch_compat.group_of_name(state["name"])
 
 
-class Session:
-    """How many rows each rank passed, so that this rank's rows can be found again in a sharded output.
+class ForwardContext:
+    """Rows that each rank passed, to find this rank's rows again in a sharded output.
 
     A DTensor knows its total number of rows, not who passed how many. The root module opens a frame for each of its
     forwards; what is noted inside is kept until the next one opens, for recomputation in backward. A submodule that is
@@ -54,25 +54,25 @@ class Session:
         self.group = group
         self._splits: dict[int, list[tuple[int, ...]]] = {}
         self._depth = 0
-        self.sight: Sight | None = None
-        self._roster: Roster | None = None
+        self.scan: ModuleScan | None = None
+        self._roster: ModuleTracker | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"group": self.group, "_splits": {}, "_depth": 0, "sight": None, "_roster": None}
+        return {"group": self.group, "_splits": {}, "_depth": 0, "scan": None, "_roster": None}
 
-    def open(self, roster: Roster, sight: Sight) -> None:
-        """Begin a forward of the root module, of which ``sight`` was found."""
+    def open(self, tracker: ModuleTracker, scan: ModuleScan) -> None:
+        """Begin a forward of the root module, of which ``scan`` was found."""
         if self._depth == 0:
             self._splits = {}
-            self.sight, self._roster = sight, roster
+            self.scan, self._roster = scan, tracker
         self._depth += 1
 
     def agreed(self) -> None:
-        """All ranks found the same: see ``Sight``."""
-        if self.sight is not None and self.sight.open:
+        """All ranks found the same: see ``ModuleScan``."""
+        if self.scan is not None and self.scan.open:
             assert self._roster is not None
-            self._roster.take_in(self.sight)
-            self.sight = replace(self.sight, newcomers=())
+            self._roster.adopt(self.scan)
+            self.scan = replace(self.scan, untracked=())
 
     def close(self) -> None:
         """End a forward of the root module."""
@@ -87,7 +87,7 @@ class Session:
             splits.append(rows)
 
     def rows(self, total: int, name: str) -> tuple[int, ...]:
-        """Who passed how many of ``total`` rows to the sharded modules before ``name``.
+        """Return each rank's share of ``total`` rows that entered the sharded modules before ``name``.
 
         Raises:
             PlanError: On every rank: ``unknown-split`` when no sharded module saw a batch of so many rows,

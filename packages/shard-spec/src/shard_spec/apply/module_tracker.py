@@ -1,7 +1,7 @@
-"""Roster: who stands in a sharded module. Looked through at each forward of the root, so that nothing new goes unseen.
+"""ModuleTracker: modules and parameters of a sharded module, scanned at each forward of the root.
 
-What came after the call was not agreed on: its values may differ between the ranks, and nobody sums its gradients. It
-is taken in once the ranks have found that they all have the same: ``exchange_facts`` compares ``Sight.word``.
+What was added after the call was not compared: its values may differ between the ranks, and its gradients are not
+summed. It is adopted once all ranks have the same: ``all_gather_input_metadata`` compares ``ModuleScan.word``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.agreement import Outcome
-from shard_spec.apply.replicas import SumGradient, summed_over, sums_over
-from shard_spec.apply.session import GroupRef
+from shard_spec.apply.forward_context import GroupRef
+from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
+from shard_spec.apply.rank_state import RankState
 from shard_spec.apply.sources import fingerprint
 from shard_spec.apply.tensors import is_sharded
 
 
 @dataclass
-class Member:
+class TrackedModule:
     """One module, as it was when the ranks last agreed.
 
     Attributes:
@@ -39,33 +39,33 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What one look found.
+class ModuleScan:
+    """Result of one scan of the module.
 
     Attributes:
         word: A number that is equal on ranks whose modules are alike.
         lines: The same as text.
-        newcomers: What the ranks have not agreed on yet: the module, the name, and ``"whole"`` or ``"buffer"``.
+        untracked: What the ranks have not agreed on yet: the module, the name, and ``"whole"`` or ``"buffer"``.
         problems: What cannot be right on any rank.
     """
 
     word: int
     lines: tuple[str, ...]
-    newcomers: tuple[tuple[nn.Module, str, str], ...]
+    untracked: tuple[tuple[nn.Module, str, str], ...]
     problems: tuple[Problem, ...]
 
     @property
     def open(self) -> bool:
-        """Whether the ranks have something to agree on."""
-        return bool(self.newcomers or self.problems)
+        """True if the ranks have something to agree on."""
+        return bool(self.untracked or self.problems)
 
     @property
-    def outcome(self) -> Outcome:
-        """What the ranks compare where the words differ."""
-        return Outcome(self.lines, self.problems)
+    def outcome(self) -> RankState:
+        """Header that the ranks compare where their checksums differ."""
+        return RankState(self.lines, self.problems)
 
 
-class Roster:
+class ModuleTracker:
     """The members of one sharded module, and the gradient hooks on those that are whole.
 
     Copies of a module and parameters that start to need a gradient later get their hooks at the next look. So do
@@ -87,10 +87,10 @@ class Roster:
         replicas = dict(root.named_parameters(remove_duplicate=False))
         summed = {id(replicas[name]) for name in names}
         self._members = [
-            Member(each, {name: _kind(p, summed) for name, p in _own(each)}, tuple(each._buffers))
+            TrackedModule(each, {name: _kind(p, summed) for name, p in _own(each)}, tuple(each._buffers))
             for _, each in _walk(root)
         ]
-        self._by_id: dict[int, Member] = {}
+        self._by_id: dict[int, TrackedModule] = {}
         self._seen: dict[tuple[int, str], int] = {}
         self._handles: list[Any] = []
         self._hooked: dict[int, int] = {}  # by the parameter's id, the address of what was hooked
@@ -98,13 +98,13 @@ class Roster:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_by_id": {}, "_seen": {}, "_handles": [], "_hooked": {}}
 
-    def look(self, root: nn.Module) -> Sight:
+    def scan(self, root: nn.Module) -> ModuleScan:
         """Look through ``root``; members that need their gradient hook get it. Sends nothing."""
-        first = not self._by_id  # a new roster, or a copy
+        first = not self._by_id  # a new tracker, or a copy
         if first:
             self._by_id = {id(member.module): member for member in self._members}
         lines: list[str] = []
-        newcomers: list[tuple[nn.Module, str, str]] = []
+        untracked: list[tuple[nn.Module, str, str]] = []
         problems: list[Problem] = []
         for path, module in _walk(root):
             member = self._by_id.get(id(module))
@@ -116,7 +116,7 @@ class Roster:
                     hint = "undo() first, or put the sharded parameter back"
                     problems.append(Problem("not-sharded", fqn, found="it was sharded, and is whole now", hint=hint))
                 elif plain and self._is_new(module, name, kind, parameter, first):
-                    newcomers.append((module, name, "whole"))
+                    untracked.append((module, name, "whole"))
                     line += f", new, with values {fingerprint(parameter)}"
                 elif plain and kind == "whole":
                     self._hook(parameter)
@@ -127,17 +127,17 @@ class Roster:
                 for name, buffer in module._buffers.items():
                     saved = name not in module._non_persistent_buffers_set  # others are what a forward keeps for itself
                     if buffer is not None and name not in known and saved and not is_sharded(buffer):
-                        newcomers.append((module, name, "buffer"))
+                        untracked.append((module, name, "buffer"))
                         lines.append(f"{path}{name}: new, with values {fingerprint(buffer)}")
         word = 1 << 32 | zlib.crc32("\n".join(lines).encode())
-        return Sight(word, tuple(lines), tuple(newcomers), tuple(problems))
+        return ModuleScan(word, tuple(lines), tuple(untracked), tuple(problems))
 
-    def take_in(self, sight: Sight) -> None:
-        """All ranks have the same: newcomers are members, and their gradients are summed from now on."""
-        for module, name, kind in sight.newcomers:
+    def adopt(self, scan: ModuleScan) -> None:
+        """All ranks have the same: untracked are members, and their gradients are summed from now on."""
+        for module, name, kind in scan.untracked:
             member = self._by_id.get(id(module))
             if member is None:
-                member = self._by_id[id(module)] = Member(module)
+                member = self._by_id[id(module)] = TrackedModule(module)
                 self._members.append(member)
             if kind == "buffer":
                 member.buffers = tuple(module._buffers)
@@ -155,7 +155,7 @@ class Roster:
         self._handles.clear()
 
     def _is_new(self, module: nn.Module, name: str, kind: str, parameter: nn.Parameter, first: bool) -> bool:
-        """Whether the ranks never compared this parameter."""
+        """Return whether the ranks never compared this parameter."""
         if not kind:
             return self.everything and not _managed_elsewhere(parameter, self.group)
         if kind != "whole":
@@ -176,7 +176,7 @@ class Roster:
 
 
 def _managed_elsewhere(parameter: nn.Parameter, group: GroupRef) -> bool:
-    """Whether another call of ``shard_module``, over other ranks, sums the gradient of this parameter."""
+    """Return whether another call of ``shard_module``, over other ranks, sums the gradient of this parameter."""
     return any(each.group is not group.group for each in summed_over(parameter))
 
 

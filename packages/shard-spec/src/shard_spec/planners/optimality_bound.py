@@ -1,4 +1,4 @@
-"""How good a plan provably is."""
+"""Proven quality of a plan."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Certificate:
-    """What an optimising planner proves about its plan, under its own cost model.
+class OptimalityBound:
+    """Proof of an optimising planner about its plan, under its own cost model.
 
     Attributes:
         objective: modelled cost of the plan (seconds a step, or bytes for balancing).
@@ -29,7 +29,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """How far the plan can be from the best one, as a share of the objective; 0 means proven optimal."""
+        """Largest distance from the best plan, as a share of the objective; 0 means proven optimal."""
         if self.objective == self.lower_bound:
             return 0.0
         return (self.objective - self.lower_bound) / abs(self.objective)

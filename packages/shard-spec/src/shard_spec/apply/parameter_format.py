@@ -1,4 +1,4 @@
-"""What a parameter becomes: a DTensor where its placements can say the layout, else a local parameter or a problem."""
+"""Choice of a parameter's format: a DTensor where placements describe the layout, else a local one, or a problem."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Expression:
-    """How one layout is held.
+class ParameterFormat:
+    """Format in which one layout is held.
 
     Attributes:
         kind: ``"dtensor"``; or ``"local"``: a plain parameter that carries ``_sharding_info``.
@@ -38,10 +38,10 @@ class Expression:
         return tuple(dtensor_placement(term) for term in self.terms)
 
 
-def express(
+def choose_format(
     layout: Layout, shape: tuple[int, ...], name: str, *, local: bool = False, strided: bool = False
-) -> Expression | Problem:
-    """How a tensor of ``shape`` under ``layout`` is held, or why it cannot be.
+) -> ParameterFormat | Problem:
+    """Return the format of a tensor of ``shape`` under ``layout``, or the problem that prevents one.
 
     Args:
         layout: It fits ``shape``.
@@ -56,7 +56,7 @@ def express(
         return Problem("partial-parameter", name, found=str(layout), hint="replicate or shard what is stored")
     if kinds <= {"R", "S"} and not plain.order:
         # The axes as written, not canonical ones: an axis of one rank keeps its shard.
-        return Expression("dtensor", tuple(_written(term, len(shape)) for term in layout.terms))
+        return ParameterFormat("dtensor", tuple(_written(term, len(shape)) for term in layout.terms))
     if kinds <= {"R", "S"}:
         return _in_order(layout, shape, name, strided)
     special = [at for at, term in enumerate(plain.terms) if term.kind not in "RS"]
@@ -68,11 +68,11 @@ def express(
         and all(other.kind == "R" for at, other in enumerate(plain.terms) if at != special[0])
     ):
         assert term.dim is not None
-        return Expression("local", plain.terms, tuple(size for _, size in sections(term.arg, shape[term.dim])))
+        return ParameterFormat("local", plain.terms, tuple(size for _, size in sections(term.arg, shape[term.dim])))
     return Problem("not-expressible", name, term.dim, axis, f"{layout}: {_why(term.kind)}", _hint(term.kind, local))
 
 
-def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> Expression | Problem:
+def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
     """Axes that cut one dim in an order of their own, as in FSDP over tensor parallelism."""
     hint = "let the axes cut in mesh order, or turn the axes of the mesh around"
     terms, why = dtensor_terms(layout, shape)
@@ -83,7 +83,7 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
         hint += "; or use torch >= 2.13"
     if why is not None:
         return Problem("order-not-expressible", name, found=f"{layout}: {why}", hint=hint)
-    return Expression("dtensor", terms)
+    return ParameterFormat("dtensor", terms)
 
 
 def _written(term: Term, ndim: int) -> Term:

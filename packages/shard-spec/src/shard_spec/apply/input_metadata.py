@@ -1,4 +1,4 @@
-"""What every rank has to know of the others' inputs before a forward communicates.
+"""Metadata of all ranks' inputs, gathered before a forward communicates.
 
 Each call of a sharded forward starts with one small all_gather of shapes, dtypes and grad modes. It costs one
 latency and makes the rest safe: uneven local batches are right, and inputs that do not fit together raise the same
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.agreement import Outcome, agree
-from shard_spec.apply.session import Session
+from shard_spec.apply.forward_context import ForwardContext
+from shard_spec.apply.rank_state import RankState, raise_on_all_ranks
 
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims
@@ -26,7 +26,7 @@ _BAD_INPUT, _BAD_MODULE = 1, 2
 
 
 @dataclass(frozen=True)
-class InputFacts:
+class InputMetadata:
     """One tensor as one rank passes it."""
 
     dtype: torch.dtype
@@ -38,34 +38,34 @@ class InputFacts:
 
 
 @dataclass(frozen=True)
-class BatchFacts:
-    """What all ranks pass to one call.
+class BatchMetadata:
+    """Inputs that all ranks pass to one call.
 
     Attributes:
         inputs: For each rank of the group its tensors, in the order of the arguments; None where one is left out.
     """
 
-    inputs: tuple[tuple[InputFacts | None, ...], ...]
+    inputs: tuple[tuple[InputMetadata | None, ...], ...]
 
     def rows(self, at: int = 0) -> tuple[int, ...]:
         """Rows (dim 0) of tensor ``at`` on each rank."""
         found = [rank[at] for rank in self.inputs]
-        return tuple(0 if facts is None or not facts.shape else facts.shape[0] for facts in found)
+        return tuple(0 if metadata is None or not metadata.shape else metadata.shape[0] for metadata in found)
 
     def any_requires_grad(self, at: int = 0) -> bool:
-        """Whether tensor ``at`` needs a gradient on some rank: then its backward runs on all of them."""
+        """Return whether tensor ``at`` needs a gradient on some rank: then its backward runs on all of them."""
         found = [rank[at] for rank in self.inputs]
-        return any(facts is not None and facts.requires_grad for facts in found)
+        return any(metadata is not None and metadata.requires_grad for metadata in found)
 
 
-def exchange_facts(
-    tensors: Sequence[torch.Tensor | None], session: Session, name: str, problem: str = ""
-) -> BatchFacts:
+def all_gather_input_metadata(
+    tensors: Sequence[torch.Tensor | None], context: ForwardContext, name: str, problem: str = ""
+) -> BatchMetadata:
     """Tell all ranks what this rank passes; a collective.
 
     Args:
         tensors: The arguments; concatenated along dim 0 over the ranks they have to make sense.
-        session: The ranks, and what the root module was made of when its forward began.
+        context: The ranks, and what the root module was made of when its forward began.
         name: FQN of the module, for errors.
         problem: What this rank finds wrong with its own input; the call then raises on every rank.
 
@@ -74,10 +74,10 @@ def exchange_facts(
             missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of the ranks
             differ, ``not-sharded`` where somebody put a whole parameter in the place of a piece.
     """
-    group, sight = session.group.group, session.sight
+    group, scan = context.group.group, context.scan
     given = next(tensor for tensor in tensors if tensor is not None)
-    wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(sight is not None and sight.problems)
-    line = [wrong_here, int(torch.is_grad_enabled()), _autocast(given.device.type), 0 if sight is None else sight.word]
+    wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(scan is not None and scan.problems)
+    line = [wrong_here, int(torch.is_grad_enabled()), _autocast(given.device.type), 0 if scan is None else scan.word]
     for tensor in tensors:
         line += _encode(tensor)
     table = _all_gather_line(line, group, given.device)
@@ -87,8 +87,8 @@ def exchange_facts(
     )
     if any(row[0] & _BAD_MODULE for row in table) or len({row[3] for row in table} - {0}) > 1:
         # Every rank is here, so there is time to ask what differs.
-        agree(group, Outcome() if sight is None else sight.outcome, f"the forward of {name}")
-    session.agreed()
+        raise_on_all_ranks(group, RankState() if scan is None else scan.outcome, f"the forward of {name}")
+    context.agreed()
     wrong = [rank for rank, row in enumerate(table) if row[0] & _BAD_INPUT]
     if wrong:
         # Every rank is here, so there is time to ask what is wrong.
@@ -103,16 +103,16 @@ def exchange_facts(
         casts = [None if row[2] < 0 else str(_dtypes()[row[2]]).removeprefix("torch.") for row in table]
         raise PlanError(_bad(name, f"autocast by rank: {casts}", "use autocast alike on every rank or on none"))
     for at in range(len(tensors)):
-        kinds = {None if facts[at] is None else (facts[at].dtype, facts[at].shape[1:]) for facts in inputs}  # type: ignore[union-attr]  # None is handled first
+        kinds = {None if metadata[at] is None else (metadata[at].dtype, metadata[at].shape[1:]) for metadata in inputs}  # type: ignore[union-attr]  # None is handled first
         if len(kinds) > 1:
-            shown = "; ".join(f"rank {rank} passes {_show(facts)}" for rank, facts in enumerate(inputs))
+            shown = "; ".join(f"rank {rank} passes {_show(metadata)}" for rank, metadata in enumerate(inputs))
             hint = "local batches are concatenated along dim 0: dtypes and the other dims have to be equal"
             raise PlanError(_bad(name, shown, hint))
-    return BatchFacts(inputs)
+    return BatchMetadata(inputs)
 
 
-def _show(facts: tuple[InputFacts | None, ...]) -> str:
-    return ", ".join("nothing" if each is None else str(each) for each in facts)
+def _show(metadata: tuple[InputMetadata | None, ...]) -> str:
+    return ", ".join("nothing" if each is None else str(each) for each in metadata)
 
 
 def _bad(name: str, found: str, hint: str) -> Problem:
@@ -140,10 +140,10 @@ def _encode(tensor: torch.Tensor | None) -> list[int]:
     return [_dtypes().index(tensor.dtype), tensor.dim(), int(tensor.requires_grad), *shape, *padding]
 
 
-def _decode(fields: Sequence[int]) -> InputFacts | None:
+def _decode(fields: Sequence[int]) -> InputMetadata | None:
     if fields[0] < 0:
         return None
-    return InputFacts(_dtypes()[fields[0]], tuple(fields[3 : 3 + fields[1]]), bool(fields[2]))
+    return InputMetadata(_dtypes()[fields[0]], tuple(fields[3 : 3 + fields[1]]), bool(fields[2]))
 
 
 def _all_gather_line(line: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

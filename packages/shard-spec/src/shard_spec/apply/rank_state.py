@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankState:
     """Result of planning on one rank.
 
     Attributes:
@@ -44,7 +44,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     return group
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
+def capture_errors(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
     """Return the value of ``work``, or its problems, so that a failing rank still meets its peers."""
     try:
         return work(), ()
@@ -52,11 +52,11 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
         return None, problems_of(error)
 
 
-def agree(group: dist.ProcessGroup, outcome: Outcome, subject: str) -> None:
+def raise_on_all_ranks(group: dist.ProcessGroup, state: RankState, subject: str) -> None:
     """Return when no rank found a problem and all are about to do the same; a collective.
 
     Raises:
         PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the lines that differ.
     """
-    error = PlanError(outcome.problems) if outcome.problems else None
-    assert_consistent(group, subject, outcome.lines, error, hint="pass the same to every rank of the group")
+    error = PlanError(state.problems) if state.problems else None
+    assert_consistent(group, subject, state.lines, error, hint="pass the same to every rank of the group")
