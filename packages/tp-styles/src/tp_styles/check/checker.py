@@ -440,6 +440,8 @@ def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: An
     mode = (hook.scope.module.training, torch.is_grad_enabled())
     if mode in hook.scope.done or IN_ORIGINAL.get():
         return hook.error is not None  # after a graph break the hook is traced again, by itself
+    if any(isinstance(value, torch.Tensor) and is_fake(value) for value in values):  # export without a tracer of frames
+        return False
     with outside_of_tracing():
         try:
             hook.checker(hook, values[:num_args], dict(zip(names.split(","), values[num_args:], strict=bool(names))))
