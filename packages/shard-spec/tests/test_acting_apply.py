@@ -84,7 +84,7 @@ def test_scatter_on_two_axes_sends_every_element_once(ranks: Ranks) -> None:
     before = dict(module.named_parameters())
     plan = ShardingPlan(RULES, mesh=MeshSpec({"dp": 2, "tp": 2}))
     with ranks.record() as log:
-        handle = apply_plan(plan, module, mesh, src_rank=2)
+        handle = apply_plan(module, mesh, plan, src_rank=2)
     assert pieces_match(module, full, mesh) == 9
     assert module.tied is module.up
     assert {"up.weight", "tied.weight"} <= set(module.state_dict())
@@ -114,7 +114,7 @@ def test_local_source_sends_nothing_and_finds_different_values(ranks: Ranks) -> 
     rules = {"up.weight": "S(0)", "down.weight": "S(1)"}
     module = block()
     with ranks.record() as log:
-        handle = apply_plan(ShardingPlan(rules), module, mesh, source="local")
+        handle = apply_plan(module, mesh, ShardingPlan(rules), source="local")
     assert set(log.ops) == {"all_gather"}  # the agreement
     assert pieces_match(module, block(), mesh) == 9
     local = dtensor(module.up.weight).to_local()
@@ -126,7 +126,7 @@ def test_local_source_sends_nothing_and_finds_different_values(ranks: Ranks) -> 
             other.frozen[3] += 1e-6
     before = [id(p) for p in other.parameters()]
     with pytest.raises(PlanError, match=r"ranks-disagree.*values of frozen"):
-        apply_plan(ShardingPlan(rules), other, mesh, source="local")
+        apply_plan(other, mesh, ShardingPlan(rules), source="local")
     assert [id(p) for p in other.parameters()] == before
 
 
@@ -149,7 +149,7 @@ def test_meta_source(ranks: Ranks) -> None:
     def made(mesh: DeviceMesh, init: Any, seed: int = 0, rules: dict[str, Any] = RULES) -> dict[str, torch.Tensor]:
         with torch.device("meta"):
             module = Block()
-        handle = apply_plan(ShardingPlan(rules), module, mesh, source="meta", init=init, seed=seed)
+        handle = apply_plan(module, mesh, ShardingPlan(rules), source="meta", init=init, seed=seed)
         assert not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
         assert module.tied is module.up
         handle.undo()
@@ -167,7 +167,7 @@ def test_meta_source(ranks: Ranks) -> None:
     assert all(t.isnan().all() if t.is_floating_point() else (t == 0).all() for t in empty.values())
     with torch.device("meta"):
         linear = nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10))
-    apply_plan(ShardingPlan({"0.*": "tp:S(0)"}), linear, grids[0], source="meta", init="reset_parameters")
+    apply_plan(linear, grids[0], ShardingPlan({"0.*": "tp:S(0)"}), source="meta", init="reset_parameters")
     weight = dtensor(linear[0].weight).full_tensor()
     assert weight.abs().max() <= 6**-0.5
     assert weight.std() > 0.1
@@ -175,7 +175,7 @@ def test_meta_source(ranks: Ranks) -> None:
     with torch.device("meta"):
         module = Block()
     with pytest.raises(PlanError, match="no-reset-parameters") as error:
-        apply_plan(ShardingPlan(RULES), module, grids[0], source="meta", init="reset_parameters")
+        apply_plan(module, grids[0], ShardingPlan(RULES), source="meta", init="reset_parameters")
     assert {problem.name for problem in error.value.problems} == {"frozen", "scale", "ids"}
 
 
@@ -186,7 +186,7 @@ def test_a_fused_weight_becomes_a_local_parameter(ranks: Ranks) -> None:
     qkv = nn.Linear(4, 12)
     full = copy.deepcopy(qkv)
     rule = InterleavedShard(0, (8, 2, 2))
-    handle = apply_plan(ShardingPlan({"weight": rule, "bias": rule}), qkv, mesh, src_rank=1)
+    handle = apply_plan(qkv, mesh, ShardingPlan({"weight": rule, "bias": rule}), src_rank=1)
     layout = Layout(MeshSpec({"tp": ranks.world_size}), [rule])
     parts = [full.weight[box.slices()] for box in layout.boxes(ranks.rank, (12, 4))]
     assert type(qkv.weight).__name__ == "LocalParameter"
@@ -237,7 +237,7 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     def refused(rules: dict[str, Any], *found: str, on: Any = mesh, plan: Any = (), **kwargs: Any) -> str:
         before = {name: (id(t), t.detach().clone()) for name, t in module.named_parameters()}
         with ranks.record(allow_empty=True) as log, pytest.raises(PlanError) as error:
-            apply_plan(ShardingPlan(rules, *plan), module, on, **kwargs)
+            apply_plan(module, on, ShardingPlan(rules, *plan), **kwargs)
         assert set(log.ops) <= {"all_gather"}
         assert {problem.code for problem in error.value.problems} == set(found)
         for name, parameter in module.named_parameters():
@@ -281,7 +281,7 @@ def test_apply_refuses_before_anything_moves(ranks: Ranks) -> None:
     before = {id(p) for p in module.parameters()}
     for source in ("local", "scatter"):
         with pytest.raises(PlanError, match="meta-on-source"):
-            apply_plan(ShardingPlan(RULES), module, mesh, source=source)
+            apply_plan(module, mesh, ShardingPlan(RULES), source=source)
     assert {id(p) for p in module.parameters()} == before
 
 
@@ -294,11 +294,11 @@ def test_a_permuted_device_mesh_is_refused(ranks: Ranks) -> None:
     mine = rows[2:] if ranks.rank == 0 else rows[:2]
     assert DTensor.from_local(mine, permuted, [Shard(0)]).full_tensor().tolist() == [2.0, 3.0, 0.0, 1.0]
     with pytest.raises(PlanError, match="mesh-order"):
-        apply_plan(ShardingPlan({"up.weight": "S(0)"}), block(), permuted)
+        apply_plan(block(), permuted, ShardingPlan({"up.weight": "S(0)"}))
     group = dist.new_group([1, 0], sort_ranks=False)
     ordered = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("tp",))
     module = block()
-    apply_plan(ShardingPlan({"up.weight": "S(0)"}), module, ordered, src_rank=1)
+    apply_plan(module, ordered, ShardingPlan({"up.weight": "S(0)"}), src_rank=1)
     assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
 
 
@@ -312,7 +312,7 @@ def test_axes_in_an_order_of_their_own_train_as_one_process_does(ranks: Ranks) -
     plan = ShardingPlan(rules, mesh=MeshSpec({"dp": 2, "tp": 2}))
     full, module = block(), block()
     resolved = plan.resolve(full)
-    handle = apply_plan(plan, module, mesh, src_rank=1)
+    handle = apply_plan(module, mesh, plan, src_rank=1)
     compared = 0
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         whole = {**dict(full.named_parameters()), **dict(full.named_buffers())}[name]
@@ -388,7 +388,7 @@ def test_a_mesh_of_some_ranks(ranks: Ranks) -> None:
         mesh = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("tp",))
         module = block()
         plan = ShardingPlan({"up.weight": "tp:S(0)"}, mesh={"tp": 2})  # made for ranks 0 and 1
-        handle = apply_plan(plan, module, mesh, src_rank=1)
+        handle = apply_plan(module, mesh, plan, src_rank=1)
         assert dtensor(module.up.weight).to_local().shape == (5, 6)
         assert torch.equal(dtensor(module.up.weight).full_tensor(), block().up.weight)
         handle.undo()
@@ -420,7 +420,7 @@ def test_live_bytes_are_those_of_plan_memory(ranks: Ranks) -> None:
             module = block().to(torch.bfloat16) if mixed else block()
             plan = ShardingPlan(rules, mesh=spec)
             expected = plan.memory(module, optimizer=name).on(ranks.rank)
-            apply_plan(plan, module, mesh)
+            apply_plan(module, mesh, plan)
             x = torch.randn(3, 6, dtype=module.frozen.dtype)
             trained = [p for p in module.parameters() if p.requires_grad]
             stepped = [nn.Parameter(p.detach().float()) for p in trained] if mixed else trained
@@ -455,7 +455,7 @@ def test_reports(ranks: Ranks, tmp_path: Any) -> None:
     mesh = init_device_mesh(ranks.device.type, (2,), mesh_dim_names=("tp",))
     module = block()
     plan = ShardingPlan({"up.weight": "S(0)"})
-    handle = apply_plan(plan, module, mesh)
+    handle = apply_plan(module, mesh, plan)
     assert handle.plan is plan
     assert "up.weight" in handle.actions.explain("up.weight")
     assert handle.actions.digest in handle.report(tmp_path / f"{ranks.rank}.json").read_text()

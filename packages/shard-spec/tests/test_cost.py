@@ -65,7 +65,7 @@ def test_ragged_groups_count_their_thinnest_host() -> None:
 
 def test_ring_formulas() -> None:
     model = AlphaBetaCostModel(bw_efficiency=1.0, flops_efficiency=0.5)
-    link = Link(4, bandwidth=10.0, latency=1.0)
+    link = Link(4, bytes_per_second=10.0, latency_seconds=1.0)
     assert model.all_gather(400.0, link) == 3 * (1.0 + 10.0)
     assert model.reduce_scatter(400.0, link) == 33.0
     assert model.all_reduce(400.0, link) == 66.0
@@ -77,10 +77,10 @@ def test_ring_formulas() -> None:
 
 def test_nothing_to_send_costs_nothing() -> None:
     model = AlphaBetaCostModel()
-    alone = Link(1, bandwidth=10.0, latency=1.0)
+    alone = Link(1, bytes_per_second=10.0, latency_seconds=1.0)
     for operation in (model.all_gather, model.reduce_scatter, model.all_reduce, model.all_to_all, model.p2p):
         assert operation(100.0, alone) == 0.0
-        assert operation(0.0, Link(4, bandwidth=10.0, latency=1.0)) == 0.0
+        assert operation(0.0, Link(4, bytes_per_second=10.0, latency_seconds=1.0)) == 0.0
 
 
 def test_efficiencies_are_shares() -> None:

@@ -168,3 +168,12 @@ def test_predicted_bytes_of_a_step_are_those_of_a_real_one(family: Family) -> No
     assert {part: expected[part] for part in PARTS[:3]} == {part: real[part] for part in PARTS[:3]}
     assert real["activations"] > 100_000
     assert abs(expected["activations"] - real["activations"]) <= 0.001 * real["activations"]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_attention_inside_of_torchs_modules_is_counted_as_it_runs(weights: bool) -> None:
+    x = torch.randn(2, 10, 32)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    model: nn.Module = nn.MultiheadAttention(32, 4, batch_first=True) if weights else layer
+    inputs = (x, x, x) if weights else (x,)
+    assert ShardingPlan({}, mesh={"dp": 1}).activations(model, inputs).local_bytes == saved_bytes(model, *inputs)

@@ -253,7 +253,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every problem of every rank, before anything moved.
         """
-        return apply_plan(self, module, mesh, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
+        return apply_plan(module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
 
     # ---- files and other forms --------------------------------------------------------------------------------
 

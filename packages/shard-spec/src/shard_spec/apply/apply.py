@@ -51,9 +51,9 @@ from shard_spec.specs import as_sharder
 
 
 def apply_plan(
-    plan: PlanContent,
     module: nn.Module,
     mesh: DeviceMesh,
+    plan: PlanContent,
     *,
     source: Source = "scatter",
     src_rank: int = 0,
@@ -69,9 +69,9 @@ def apply_plan(
     business. Layouts that neither can say raise before anything moves.
 
     Args:
-        plan: Its mesh, where it has one, has the axes of ``mesh``.
         module: The module.
         mesh: The ranks.
+        plan: Its mesh, where it has one, has the axes of ``mesh``.
         source: ``"scatter"``: rank ``src_rank`` has the values, the others' are not looked at (and may be on meta).
             ``"local"``: every rank has all values; they are compared by checksum and nothing is sent.
             ``"meta"``: tensors on the meta device are made by ``init``; others are taken as with ``"local"``.

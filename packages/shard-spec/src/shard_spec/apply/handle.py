@@ -78,8 +78,8 @@ class ShardHandle:
         state = "undone" if self._undone else f"{len(self._placed)} tensors"
         return f"ShardHandle({type(self.module).__name__}, {state})"
 
-    def undo(self) -> None:
-        """Make the module whole again, with the values (and gradients) it has now; a collective.
+    def undo(self) -> nn.Module:
+        """Return the module unsharded again, with the values (and gradients) it has now; a collective.
 
         Parameters that somebody still holds, such as an optimizer made before, come back as the same objects; others
         as new ones. Tensors that were overwritten with the source's values keep these.
@@ -105,6 +105,7 @@ class ShardHandle:
                 mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
         self._undone = True
         self._placed, self._removals, self._checks = [], [], []
+        return self.module
 
     def report(self, path: str | Path) -> Path:
         """Write what was done to ``path``: JSON for a name that ends in ``.json``, else a self-contained HTML page."""

@@ -117,12 +117,23 @@ class _FusedAttention(TorchFunctionMode):
     On the meta device torch would pick its unfused formula, which keeps every score.
     """
 
+    def __enter__(self) -> Any:
+        # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one): these look
+        # the name up in their module.
+        self._unfused = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self._attention  # put back on leaving
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __exit__(self, *error: Any) -> None:
+        functional.scaled_dot_product_attention = self._unfused
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            fused = self._fused(*args, **(kwargs or {}))
-            if fused is not None:
-                return fused
-        return func(*args, **(kwargs or {}))
+        return (self._attention if func is self._unfused else func)(*args, **(kwargs or {}))
+
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fused = self._fused(*args, **kwargs)
+        return self._unfused(*args, **kwargs) if fused is None else fused
 
     @staticmethod
     def _fused(
@@ -185,13 +196,15 @@ class _Flow:
         self.effects = effects  # memory of a parameter -> (axes it makes cut, axes it makes whole)
         self.cut: dict[int, frozenset[str]] = {}
         self.alive: list[torch.Tensor] = []  # a memory's address means something only while the memory lives
+        self.given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
         self.values: dict[int, torch.Tensor] = {}  # id of an integer tensor on meta -> its values
 
     def inputs(self, value: Any) -> Any:
         """Return inputs on meta; integers keep their values, those that are on meta already count as zeros."""
         if isinstance(value, torch.Tensor):
-            meta = value.detach().to("meta")
-            self.alive.append(meta)
+            if id(value) in self.given:  # one tensor as query, key and value stays one
+                return self.given[id(value)]
+            meta = self.given[id(value)] = value.detach().to("meta")
             if not value.is_floating_point() and not value.is_complex() and value.numel() <= _MAX_VALUES:
                 self.values[id(meta)] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
             return meta

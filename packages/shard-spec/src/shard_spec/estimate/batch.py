@@ -24,7 +24,7 @@ def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
         return None
     if not _is_numbers(batch):
         given = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
-        given = given[0] if isinstance(given, tuple) else given
+        given = given[0] if isinstance(given, tuple | list) else given
         shape = getattr(given, "shape", None)
         if not shape:
             raise _unknown(batch)

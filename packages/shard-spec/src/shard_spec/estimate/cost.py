@@ -87,7 +87,7 @@ class AlphaBetaCostModel:
         """``alpha + b / bw``."""
         if link.size == 1 or num_bytes == 0:
             return 0.0
-        return link.latency + num_bytes / (self.bw_efficiency * link.bandwidth)
+        return link.latency_seconds + num_bytes / (self.bw_efficiency * link.bytes_per_second)
 
     def compute(self, num_flops: float, topology: Topology) -> float:
         """``flops / (efficiency * rate)``."""

@@ -13,22 +13,22 @@ class Link:
 
     Args:
         size: number of ranks in the group.
-        bandwidth: bytes per second that one rank can send while every rank of the group sends.
-        latency: seconds of one message that carries nothing.
+        bytes_per_second: what one rank can send while every rank of the group sends.
+        latency_seconds: time of one message that carries nothing.
         crosses_hosts: whether some of the messages leave the host.
     """
 
     size: int
-    bandwidth: float
-    latency: float
+    bytes_per_second: float
+    latency_seconds: float
     crosses_hosts: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"Link(size={self.size}): a group has at least one rank.")
-        _require_positive("Link", bandwidth=self.bandwidth)
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"Link(latency={self.latency}): give seconds, zero or more.")
+        _require_positive("Link", bytes_per_second=self.bytes_per_second)
+        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
+            raise ValueError(f"Link(latency_seconds={self.latency_seconds}): give zero or more.")
 
 
 @dataclass(frozen=True)
