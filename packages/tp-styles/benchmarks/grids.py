@@ -103,7 +103,7 @@ def families(mesh: DeviceMesh, names: list[str], kept: str | None) -> dict[str, 
     found: dict[str, Any] = {}
     for family in names:
         found[family] = {}
-        for way in ("auto_plan", "own"):
+        for way in ("auto_plan", "module"):
             try:
                 found[family][way] = hf_models.check_by(family, mesh, way)
             except Exception as error:  # a family that fails is a row that says so
@@ -132,7 +132,7 @@ def families_page(sizes: list[int], kept: Path | None) -> str:
 
     names = list(hf_models.FAMILIES)
     found = {size: families_found(size, names, kept) for size in sizes}
-    columns = [(size, way) for size in sizes for way in ("own", "auto_plan")]
+    columns = [(size, way) for size in sizes for way in ("module", "auto_plan")]
     full = [n for n in names if all(_enough(found[size][n]["auto_plan"]) for size in sizes)]
     experts = [n for n in full if "num_experts" in hf_models.FAMILIES[n]]
     latent = [n for n in full if "kv_lora_rank" in hf_models.FAMILIES[n]]

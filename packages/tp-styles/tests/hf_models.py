@@ -11,7 +11,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.collectives import TPGroup
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -116,7 +116,7 @@ def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[st
     Args:
         family: Model type.
         mesh: 1-D mesh.
-        way: `"auto_plan"`, or `"own"` for the model's own plan and nothing else.
+        way: `"auto_plan"`, or `"module"` for the model's own plan and nothing else.
         steps: Steps of SGD.
 
     Returns:
@@ -143,7 +143,7 @@ def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[st
     if steps:
         losses = [_train(m, ids, steps) for m in (model, alone)]
         torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), atol=1e-6, rtol=0)
-        axis = Axis(mesh)
+        axis = TPGroup(mesh)
         state = {name: models.whole_parameter(p, axis) for name, p in model.named_parameters()}
         models.assert_close(state, {name: p.detach() for name, p in alone.named_parameters()}, atol=1e-6)
     share, left = divided(alone, handle.plan)

@@ -12,7 +12,7 @@ import tp_models as models
 import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.collectives import TPGroup
 
 HEADS, SIZE, BATCH, TARGET, SOURCE = 4, 3, 2, 5, 7
 WIDTH = HEADS * SIZE
@@ -89,7 +89,7 @@ def check(cell: Cell, mesh: DeviceMesh) -> int:
     pairs = [(out, out_alone), *zip(inputs, inputs_alone, strict=True)]
     if weights_alone is not None:
         pairs.append((weights, weights_alone))
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     gradients = models.full_gradients(module, mesh)
     for name, parameter in alone.named_parameters():
         assert parameter.grad is not None

@@ -16,6 +16,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from tp_styles import legacy
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 def random_plan(rng: random.Random) -> dict[str, Any]:
     plan: dict[str, Any] = {}
     column = [tp.ColwiseParallel(), tp.ColwiseParallel(output_layouts=Replicate()), TorchColwise()]
-    column += [tp.FusedColwiseParallel(2), tp.ColwiseParallel(tp.make_input_replicate_1d, None)]
+    column += [tp.FusedColwiseParallel(2), legacy.ColwiseParallel(tp.make_input_replicate_1d, None)]
     for name in ("layers.0.mlp.up", "layers.*.attn.[qkv]", "**.up"):
         if rng.random() < 0.6:
             plan[name] = rng.choice(column)
@@ -128,7 +129,7 @@ def test_bad_calls(ranks: Ranks) -> None:
         tp.apply_plan(model, mesh, ["up"])  # type: ignore[arg-type]
     with pytest.raises(tp.PlanError, match="tp-size"):
         tp.apply_plan(model, mesh, tp.plan_styles(model, plan, 4))
-    with pytest.raises(tp.PlanError, match="plans-differ"):  # on both ranks, before anything is moved
+    with pytest.raises(tp.PlanError, match="ranks-disagree"):  # on both ranks, before anything is moved
         tp.apply_plan(model, mesh, plan if ranks.rank else {"up": tp.ColwiseParallel()})
     tp.apply_plan(model, mesh, plan)
     with pytest.raises(tp.PlanError, match="already-sharded"):

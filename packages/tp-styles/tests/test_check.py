@@ -233,7 +233,7 @@ class NoSum(tp.RowwiseParallel):
     def spec(self, info: Any, tp_size: int) -> Any:
         made = super().spec(info, tp_size)
         (flow,) = (one for one in made.outputs if one is not None)
-        return type(made)(**{**vars(made), "outputs": (type(flow)(**{**vars(flow), "source": Replicate()}),)})
+        return type(made)(**{**vars(made), "outputs": (type(flow)(**{**vars(flow), "src": Replicate()}),)})
 
 
 class Loss(nn.Module):
@@ -380,3 +380,90 @@ def test_a_loss_of_shards_inside_the_model(ranks: Ranks) -> None:
     alone = models.seeded(Loss).double()
     tp.apply_plan(model, mesh, {"head": COLUMN})
     torch.testing.assert_close(model(tokens()), alone(tokens()), atol=EXACT, rtol=0)
+
+
+class Outside(nn.Module):
+    """A scale that a region reaches through a closure, also when a re-entrant checkpoint runs it again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.elsewhere = torch.ones(16, dtype=torch.float64, requires_grad=True)
+        scale, elsewhere = self.scale, [self.elsewhere]
+
+        class Inner(Pair):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x * scale * elsewhere[0])
+
+        self.inner, self.reentrant = Inner(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return result
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_leaves_that_are_no_copies_get_one_gradient(ranks: Ranks, reentrant: bool) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    results = []
+    modes: tuple[Literal["first", "never"], ...] = ("first", "never")
+    for check in modes:
+        model: Any = models.seeded(lambda: Outside(reentrant).double())
+        tp.apply_plan(model, mesh, {"inner.up": COLUMN, "inner.down": ROW}, check=check)
+        for _ in range(2):
+            model(tokens().requires_grad_()).square().sum().backward()
+        results.append({**models.full_gradients(model, mesh), "elsewhere": model.elsewhere.grad})
+    assert models.assert_close(results[0], results[1], atol=0) > 500
+
+
+class Only(torch.autograd.Function):
+    """A function whose backward takes tensors of one width only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        ctx.width = width
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if gradient.shape[-1] != ctx.width:
+            raise RuntimeError("this kernel is compiled for shards")
+        return gradient * 2, None
+
+
+class FromOutside(nn.Module):
+    """A region that takes a shard from an attribute, which the module around it has put there."""
+
+    inner: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.inner = nn.Linear(16, 32), Pair(lambda x: x * self.inner.gate[0])
+        self.inner.gate = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.gate[:] = [self.side(x)]
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_unchecked_calls_are_reported(ranks: Ranks) -> None:
+    """Gradients that the original cannot give, and a region that cannot be run alone, are no equal ones."""
+    mesh = ranks.mesh((2,), ("tp",))
+    only: Any = Only
+    model: Any = models.seeded(lambda: Pair(lambda x: only.apply(x, 16))).double()
+    handle = tp.apply_plan(model, mesh, PAIR)
+    with pytest.warns(UserWarning, match=r"gradients of the sharded model are not checked.*compiled for shards"):
+        model(tokens().requires_grad_()).sum().backward()
+    assert "check of Pair (training, with gradients): unchecked: the original's backward raised" in handle.report()
+    with torch.no_grad():
+        model(tokens())
+    assert "check of Pair (training, without gradients): equal to the original" in handle.report()
+    model = models.seeded(FromOutside).double()
+    handle = tp.apply_plan(model, mesh, {"side": COLUMN, "inner.up": COLUMN, "inner.down": ROW})
+    model(tokens().requires_grad_()).sum().backward()
+    report = handle.report()
+    assert "check of inner (training, with gradients): unchecked: the original raised" in report, report
+    assert "check of FromOutside (training, with gradients): equal to the original" in report

@@ -66,18 +66,33 @@ def without_graph_breaks(ranks: Ranks) -> None:
     assert models.assert_close(found, models.full_gradients(model, mesh), atol=EXACT) > 1500
     fresh = models.seeded(lambda: nn.Sequential(models.MLP(), nn.Linear(8, 6)))
     tp.apply_plan(
-        fresh, mesh, {"0.up": tp.ColwiseParallel(), "0.down": tp.RowwiseParallel(), "1": tp.ColwiseParallel()}
+        fresh,
+        mesh,
+        {
+            "0.up": tp.ColwiseParallel(),
+            "0.down": tp.RowwiseParallel(),
+            "1": tp.ColwiseParallel(output_layouts=Shard(-1)),
+        },
     )
     logits = torch.compile(fresh, backend="aot_eager", fullgraph=True)(torch.randn(2, 8))
     assert type(logits) is torch.Tensor
 
 
 def a_fused_weight_that_is_declared_a_plain_one(ranks: Ranks) -> None:
-    """The first eager call is checked; the compiler's are not."""
-    model = models.seeded(models.Gated)
-    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"both": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
-    with pytest.raises(tp.PlanError, match="check-output"):
-        model(torch.ones(3, 8))
+    """The first call is checked while it is traced, with its own values."""
+    for compiles in (False, True):
+        model: Any = models.seeded(models.Gated)
+        tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"both": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+        run = torch.compile(model, backend="aot_eager") if compiles else model
+        with pytest.raises(tp.PlanError, match="check-output"):
+            run(torch.ones(3, 8))
+        torch.compiler.reset()
+    model = models.seeded(models.MLP)
+    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(3, 8))
+    assert "check of MLP (training, with gradients): equal to the original" in handle.report()
+    torch.compiler.reset()
 
 
 def draws_as_in_eager_training(ranks: Ranks) -> None:

@@ -43,11 +43,11 @@ def test_layouts_as_styles() -> None:
     assert found["layers.0.attn.proj"] == tp.RowwiseParallel()
     assert found["layers.1.mlp.up"] == tp.ColwiseParallel(output_layouts=Replicate())  # nobody takes a shard there
     assert len(found) == 2 + 2 * 5 + 1 + 3
-    assert type(found["layers.1.attn"]).__name__ == "RegionParallel"
+    assert type(found["layers.1.attn"]).__name__ == "TPBlockParallel"
     assert tp.plan_styles(model, found, 2).problems == ()
     (problem,) = tp.plan_styles(copy.deepcopy(model), {"layers.0.attn": found["layers.0.attn"]}, 4).problems
     assert problem.code == "tp-size"  # it was planned for two ranks
-    with pytest.raises(tp.PlanError, match=r"no-region\] 'layers.1.mlp.up'"):
+    with pytest.raises(tp.PlanError, match=r"no-region\] layers.1.mlp.up"):
         tp.from_sharding_plan(plan, model)
     assert tp.from_sharding_plan(plan, model, axis="dp", unproven="gather").keys() == {
         f"layers.{i}.mlp.up" for i in (0, 1)
@@ -246,7 +246,7 @@ def test_grouped_queries_with_norms(ranks: Ranks) -> None:
     styles = train(ranks, model, plan)
     few = keys < size
     assert {type(styles[f"layers.{i}.attn.k"]).__name__ for i in (0, 1)} == {
-        "PickedColwiseParallel" if few else "ColwiseParallel"
+        "ColwiseKVReplicated" if few else "ColwiseParallel"
     }
     assert ("kv-replicated" in {note.code for note in plan.notes}) == few
     key = model.get_parameter("layers.0.attn.k.weight")

@@ -13,7 +13,8 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from tp_styles.hf.names import OLDER, TODAY, todays_names
+from tp_styles._shared.patterns import Pattern
+from tp_styles.hf.names import EXPERTS, OLDER, TODAY, todays_names
 
 SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"]
 
@@ -48,6 +49,27 @@ def test_names_of_styles() -> None:
     assert len(caught.value.problems) == 2
     with pytest.raises(tp.PlanError, match="no-plan"):
         tp.from_hf_tp_plan(nn.Linear(2, 2))
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_every_plan_of_transformers_by_name() -> None:
+    """Each style name of each tensor-parallel plan has a meaning, and each pattern is one; expert plans are refused."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kinds = {CONFIG_MAPPING[key] for key in CONFIG_MAPPING}
+    plans = [plan for kind in kinds if (plan := getattr(kind, "base_model_tp_plan", None))]
+    experts = [plan for kind in kinds if (plan := getattr(kind, "base_model_ep_plan", None))]
+    assert (len(plans) >= 132, len(experts) >= 67) == (True, True), (len(plans), len(experts))
+    names = 0
+    for plan in plans:
+        assert set(todays_names(plan).values()) <= set(TODAY)
+        names += sum(Pattern(key).is_exact or Pattern(key).matches(key.replace("*", "0")) for key in plan)
+    assert names == sum(map(len, plans))
+    for plan in experts:
+        with pytest.raises(tp.PlanError, match="expert-parallel") as caught:
+            todays_names(plan)
+        assert {problem.found for problem in caught.value.problems} <= {repr(name) for name in EXPERTS}
 
 
 def test_auto_plan_of_torchs_transformer() -> None:

@@ -15,8 +15,8 @@ import tp_styles as tp
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from tp_styles.plan.explain import collectives
-from tp_styles.plan.patterns import matches, specificity
-from tp_styles.transfer import NoTransfer, Step, step, transfer
+from tp_styles.plan.match import match_plan
+from tp_styles.values.transfer import NoTransfer, Step, step, transfer
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,9 @@ from tp_styles.transfer import NoTransfer, Step, step, transfer
         ("a.**.c", "a.c", True),
         ("a.**.c", "a.x.y.c", True),
         ("**", "a.b", True),
-        ("**", "", True),
+        ("**", "", False),
+        ("layers.{0,2}.w2", "layers.2.w2", True),
+        (r"re:layers\.\d+\.w2", "layers.10.w2", True),
         ("", "", True),
         ("", "a", False),
         ("layers.*.w[12]", "layers.3.w2", True),
@@ -45,16 +47,22 @@ from tp_styles.transfer import NoTransfer, Step, step, transfer
     ],
 )
 def test_patterns(pattern: str, name: str, wanted: bool) -> None:
-    assert matches(pattern, name) is wanted
+    found, problems = match_plan([name], {pattern: tp.NoParallel()}, strict=False)
+    assert ([match.name for match in found], problems) == ([name] if wanted else [], [])
 
 
 def test_the_more_specific_pattern_wins() -> None:
-    order = ["**", "**.w2", "layers.*.*", "layers.*.w?", "layers.*.w2", "layers.0.w2"]
-    assert sorted(order, key=specificity) == order
-    assert specificity("layers.0.*") == specificity("layers.*.w2")  # nobody can say which one is meant
+    order = ["**", "layers.**", "layers.*.*", "layers.*.w?", "layers.*.w2", "layers.0.w2"]
+    for count in range(2, len(order) + 1):
+        plan = {pattern: tp.NoParallel(sum_gradient=pattern == order[count - 1]) for pattern in order[:count]}
+        (match,), problems = match_plan(["layers.0.w2"], plan, strict=True)
+        assert (match.pattern, problems) == (order[count - 1], [])
+    rivals = {"layers.0.*": tp.NoParallel(), "layers.*.w2": tp.ColwiseParallel()}
+    _, problems = match_plan(["layers.0.w2"], rivals, strict=True)
+    assert [problem.code for problem in problems] == ["ambiguous-pattern"]  # neither means less than the other
     model = models.GPT()
-    plan = tp.plan_styles(model, {"**.up": tp.ColwiseParallel(), "layers.0.mlp.up": tp.NoParallel()}, 2)
-    assert {m.name: type(m.style).__name__ for m in plan.modules} == {
+    planned = tp.plan_styles(model, {"**.up": tp.ColwiseParallel(), "layers.0.mlp.up": tp.NoParallel()}, 2)
+    assert {m.name: type(m.style).__name__ for m in planned.modules} == {
         "layers.0.mlp.up": "NoParallel",
         "layers.1.mlp.up": "ColwiseParallel",
     }

@@ -15,7 +15,6 @@ import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tp_styles.runtime.draws import what_draws
 
 
 class FlatBlock(nn.Module):
@@ -129,116 +128,114 @@ def test_heads_draw_on_their_own(ranks: Ranks) -> None:
         assert torch.equal(one, other)
 
 
-class Says(nn.Module):
-    """A forward that is given."""
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.3)
 
-    def __init__(self, **attributes: Any) -> None:
+
+class Stored(nn.Module):
+    """A function that is an attribute, and numbers that decide."""
+
+    def __init__(self, function: Any, **attributes: Any) -> None:
         super().__init__()
-        self.inner = nn.Linear(2, 2)
+        self.function, self.rate = function, 0.0
         for name, value in attributes.items():
             setattr(self, name, value)
 
-
-def helper(x: torch.Tensor) -> torch.Tensor:
-    return F.dropout(x, 0.1)
-
-
-def quiet(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function(x) + F.dropout(x, self.rate)
+        return result
 
 
-renamed = F.dropout
-attend = F.scaled_dot_product_attention
+class Filled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.new_empty(x.shape[-1]).uniform_()
+
+
+class OnlyIn(nn.Module):
+    """Draws in training, by a name that says nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = x.unflatten(-1, (-1, 8)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, q, q, None, 0.3 if self.training else 0.0)
+        return out.transpose(1, 2).flatten(-2)
+
+
 REGISTRY = {"one": helper}
+DRAWING: dict[str, Any] = {
+    "a helper": lambda: Stored(helper),
+    "a registry": lambda: Stored(lambda x: REGISTRY["one"](x)),
+    "another name": lambda: Stored(lambda x, renamed=F.dropout: renamed(x)),
+    "in a checkpoint": lambda: Stored(lambda x: checkpoint(helper, x, use_reentrant=False)),
+    "in place": Filled,
+    "attention": OnlyIn,
+    "rand_like": lambda: Stored(lambda x: x * torch.rand_like(x)),
+    "partial": lambda: Stored(functools.partial(F.dropout, p=0.3)),
+    "rrelu": nn.RReLU,
+    "dropout1d": lambda: nn.Dropout1d(),
+    "alpha": lambda: nn.AlphaDropout(),
+    "nested": lambda: nn.Sequential(nn.Identity(), nn.Sequential(Stored(helper))),
+}
+CALM: dict[str, Any] = {
+    "tanh": nn.Tanh,
+    "zero rate": lambda: nn.Dropout(0.0),
+    "attention": lambda: OnlyIn().eval(),
+    "unknown": lambda: Stored(lambda x: torch.sin(x)),
+}
 
 
-class Calm(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k = (self.inner(x).view(x.shape[0], -1) for _ in range(2))
-        return quiet(F.scaled_dot_product_attention(q, k, k, is_causal=True)) + torch.arange(2, device=x.device)
+@pytest.mark.ranks(2)
+def test_draws_are_seen_by_running_them(ranks: Ranks) -> None:
+    """Ranks drop other places wherever the random operation stands; what draws nothing leaves the generator alone."""
+    mesh = ranks.mesh((2,), ("tp",))
+    found = {}
+    for name, make in [*DRAWING.items(), *((f"calm {name}", make) for name, make in CALM.items())]:
+        model: Any = models.seeded(lambda make=make: nn.Sequential(nn.Linear(8, 32), make(), nn.Linear(32, 8))).double()  # type: ignore[misc]
+        with torch.no_grad():  # every channel alike: what differs between ranks is drawn
+            for key in ("0.weight", "0.bias"):
+                model.get_parameter(key).copy_(model.get_parameter(key)[:1].clone())
+        seen: list[torch.Tensor] = []
+        model[1].register_forward_hook(lambda _, args, output, seen=seen: seen.append(output.detach()))
+        tp.apply_plan(model, mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
+        x = torch.randn(2, 4, 8, dtype=torch.float64)
+        differ = []
+        for _ in range(3):
+            torch.manual_seed(1)
+            before = torch.get_rng_state()
+            model(x)
+            one, other = ranks.gather(seen[-1])
+            differ.append(not torch.equal(one, other))
+            moved = not torch.equal(before, torch.get_rng_state())
+            assert len({value.item() for value in ranks.gather(torch.rand(1))}) == 1, name
+        found[name] = differ == [True] * 3 and moved
+        assert found[name] or (differ == [False] * 3 and not moved), name
+    assert found == {**dict.fromkeys(DRAWING, True), **{f"calm {name}": False for name in CALM}}
 
 
-class ByRate(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rate = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=rate)  # type: ignore[arg-type]  # set from outside
+@pytest.mark.ranks(2)
+def test_rates_that_change(ranks: Ranks) -> None:
+    """A number of a module that is new makes a call observed; so do calls 2, 4, 8, where nothing shows the change."""
+    mesh = ranks.mesh((2,), ("tp",))
+    hidden = {"rate": 0.0}
+    model: Any = nn.Sequential(nn.Linear(8, 32), Stored(lambda x: F.dropout(x, hidden["rate"])), nn.Linear(32, 8))
+    with torch.no_grad():
+        for key in ("0.weight", "0.bias"):
+            model.get_parameter(key).copy_(model.get_parameter(key)[:1].clone())
+    tp.apply_plan(model, mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
+    seen: list[torch.Tensor] = []
+    model[1].register_forward_hook(lambda _, args, output: seen.append(output.detach()))
 
+    def differs() -> bool:
+        model(torch.ones(2, 8))
+        one, other = ranks.gather(seen[-1])
+        return not torch.equal(one, other)
 
-class Literal(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(x, x, x, None, 0.1)
-
-
-class Helped(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return helper(x)
-
-
-class Renamed(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return renamed(x)
-
-
-class Attends(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return attend(x, x, x, None, 0.1)
-
-
-class Looked(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return REGISTRY["one"](x)
-
-
-class Stored(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)  # type: ignore[operator,no-any-return]  # set from outside
-
-
-class Recomputed(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(helper, x)
-        return out
-
-
-class Filled(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty(2).uniform_()
-
-
-class Method(Says):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.step(x)
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rand_like(x)
-
-
-def test_in_doubt_a_module_may_draw() -> None:
-    """A wrong "no" would be silent, so only forwards of which everything is known draw nothing."""
-    assert not what_draws(Calm())
-    assert not what_draws(nn.Sequential(nn.LayerNorm(2), nn.GELU(), nn.Linear(2, 2)))
-    assert not what_draws(models.GroupedAttention(16, 4, 2))
-    by_rate = ByRate(dropout=0.0)
-    assert not what_draws(by_rate).now()
-    by_rate.dropout = 0.1  # type: ignore[assignment]  # a number, on purpose
-    assert what_draws(by_rate).now()
-    assert not what_draws(by_rate.eval()).now()
-    drawing: list[nn.Module] = [
-        Literal(),
-        Helped(),
-        Renamed(),
-        Looked(),
-        Stored(function=helper),
-        Recomputed(),
-        Filled(),
-        Method(),
-    ]
-    drawing += [nn.RReLU(), nn.Dropout2d(), nn.FractionalMaxPool2d(2, 2), nn.LSTM(2, 2, 2, dropout=0.1)]
-    wrapped = Calm()
-    wrapped.forward = functools.partial(wrapped.forward)  # type: ignore[method-assign]  # what wrappers do
-    drawing += [wrapped, nn.Sequential(nn.Linear(2, 2), Helped())]
-    assert [type(module).__name__ for module in drawing if not what_draws(module).now()] == []
-    dropout = nn.Sequential(nn.Dropout()).eval()
-    assert not what_draws(dropout).now()
-    dropout[0].train()  # Monte Carlo dropout: the child trains, its parent does not
-    assert what_draws(dropout).now()
+    assert not differs()
+    model[1].rate = 0.5
+    assert differs()
+    model[1].rate = 0.0
+    assert not differs()
+    hidden["rate"] = 0.5
+    assert [differs() for _ in range(16)][-8:] == [True] * 8
+    model.eval()
+    model[1].rate, hidden["rate"] = 0.0, 0.0
+    assert not differs()

@@ -16,7 +16,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
-from tp_styles.split import Split
+from tp_styles.values.split import Split
 
 EXACT = 1e-12
 
@@ -167,14 +167,28 @@ def test_activation_checkpointing(ranks: Ranks, reentrant: bool) -> None:
     model = models.seeded(Checkpointed).double()
     plan = {**models.gpt_plan(), "**.norm1": tp.NoParallel()}
     batches = [torch.randint(0, 17, (2, 6)) for _ in range(5)]
+    handles: list[tp.TPHandle] = []
+
+    def apply(module: Any) -> None:
+        handles.append(tp.apply_plan(module, mesh, plan))
+        module.place.requires_grad_(False)
+
     models.compare_training(
         model,
-        lambda m: [tp.apply_plan(m, mesh, plan), m.place.requires_grad_(False)],
+        apply,
         batches,
         models.next_token_loss,
         mesh,
         atol=EXACT,
     )
+    assert "check of Checkpointed (training, with gradients): equal to the original" in handles[0].report()
+    # A gradient that is summed although every rank has all of it, in a module that no region holds.
+    wrong = models.seeded(Checkpointed).double()
+    tp.apply_plan(wrong, mesh, {**plan, "**.norm1": tp.NoParallel(sum_gradient=True)})
+    wrong.get_parameter("place.weight").requires_grad_(False)
+    with pytest.raises(tp.PlanError, match=r"check-gradient.*norm1"):
+        wrong(batches[0])
+    assert all(p.grad is None for p in wrong.parameters())
 
 
 @pytest.mark.ranks(4)

@@ -67,7 +67,7 @@ def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
     for params in MODES:
         model, alone = pair(mesh, params)
         state = {name: value.clone() for name, value in alone.state_dict().items()}
-        with pytest.raises(tp.PlanError, match=r"not-the-part.*'up\.weight', dim 0: 12 .* has 6"):
+        with pytest.raises(tp.PlanError, match=r"not-the-part.*up\.weight, dim 0: 12 .* has 6"):
             torch.func.functional_call(model, state, (x64(3, 8),))
         replicated = {
             name: DTensor.from_local(2 * value, mesh, [Replicate()], run_check=False) for name, value in state.items()
@@ -159,25 +159,44 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
     model, _ = pair(mesh, "local")
     model(x64(3, 8)).square().sum().backward()
     weights = [model.up.weight, model.down.weight]
-    callers: list[Callable[[], object]] = [
-        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    optimizers: list[Callable[[], object]] = [
         torch.optim.Muon(weights).step,
         torch.optim.Adafactor(weights).step,
         lambda: torch.optim.LBFGS(weights).step(lambda: model(x64(3, 8)).sum()),
+    ]
+    values = [weight.detach().clone() for weight in weights]
+    for call in optimizers:
+        with pytest.raises(tp.PlanError, match="not-elementwise"):
+            call()
+    assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))
+    callers: list[Callable[[], object]] = [
         lambda: nn.init.orthogonal_(model.up.weight),
         lambda: nn.init.eye_(model.up.weight),
         lambda: nn.init.sparse_(model.down.weight, 0.5),
     ]
-    if "result" in nn.init._no_grad_trunc_normal_.__code__.co_varnames:  # torch 2.11 draws once
+    if torch.__version__ > "2.12":  # torch 2.11 draws once, not until all numbers fit
         callers.append(lambda: nn.init.trunc_normal_(model.up.weight))
     for call in callers:
         with pytest.raises(tp.PlanError, match="part-for-whole"):
             call()
-    nn.utils.clip_grad_norm_(model.down.bias, 1.0)  # whole on every rank
+    nn.utils.clip_grad_norm_(model.down.bias, 1.0)  # replicated
     nn.utils.clip_grad_value_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters()).step()
+    # torch's norm is that of one rank's shards: replicas are scaled otherwise on each rank, which the step shows.
+    for clip in (nn.utils.clip_grad_norm_, tp.clip_grad_norm_):
+        model.zero_grad()
+        model(x64(3, 8)).square().sum().backward()
+        clip(model.parameters(), 1e-3)
+        step = torch.optim.SGD(model.parameters(), lr=0.1).step
+        if clip is tp.clip_grad_norm_:
+            step()
+            continue
+        with pytest.raises(tp.PlanError, match=r"gradients-differ.*tp_styles\.clip_grad_norm_"):
+            step()
+    assert (model.up.weight.size(0), model.up.weight.size(1)) == (12, 8)  # as of a DTensor; `nn.init` asks this
+    assert model.up.weight.size() == model.up.weight.shape == (6, 8)
     nn.utils.parametrizations.spectral_norm(model.up)
-    with pytest.raises(tp.PlanError, match=r"part-for-whole.*'weight'.*ParametrizedLinear"):
+    with pytest.raises(tp.PlanError, match=r"part-for-whole.*weight.*ParametrizedLinear"):
         model(x64(3, 8))
 
 

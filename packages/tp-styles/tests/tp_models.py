@@ -12,9 +12,8 @@ import tp_styles as tp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.parameters import full_tensor
-from tp_styles.runtime.shard_parameter import split_of
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import full_tensor, split_of
 
 
 class MLP(nn.Module):
@@ -119,13 +118,13 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 def full_state(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """Global values of all parameters, whatever they are made of."""
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     return {name: whole(parameter, axis) for name, parameter in model.named_parameters()}
 
 
 def full_gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     """Global values of all gradients."""
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -136,7 +135,7 @@ def full_gradients(model: nn.Module, mesh: DeviceMesh) -> dict[str, torch.Tensor
     return found
 
 
-def whole(value: torch.Tensor, axis: Axis) -> torch.Tensor:
+def whole(value: torch.Tensor, axis: TPGroup) -> torch.Tensor:
     """The global value of one tensor."""
     value = value.detach()
     if isinstance(value, DTensor):
@@ -144,7 +143,7 @@ def whole(value: torch.Tensor, axis: Axis) -> torch.Tensor:
     return value
 
 
-def whole_parameter(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
+def whole_parameter(parameter: torch.Tensor, axis: TPGroup) -> torch.Tensor:
     """The global value of one parameter."""
     info = getattr(parameter, "_sharding_info", None)
     return full_tensor(parameter, axis, split_of(info)) if info is not None else whole(parameter, axis)
@@ -212,7 +211,7 @@ def compare_training(
     wanted = train(reference, batches, loss, lr=lr, make=make)
     found = train(model, [local(batch) for batch in batches], loss, lr=lr, make=make)
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=atol, rtol=0)
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     state = {name: whole_parameter(parameter, axis) for name, parameter in model.named_parameters()}
     return len(found) + assert_close(state, {n: p.detach() for n, p in reference.named_parameters()}, atol)
 

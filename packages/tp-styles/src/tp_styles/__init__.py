@@ -9,7 +9,6 @@ from tp_styles._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from tp_styles.apply import apply_plan as apply_plan
-    from tp_styles.clip import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.from_plan.convert import from_sharding_plan as from_sharding_plan
     from tp_styles.handle import TPHandle as TPHandle
     from tp_styles.hf.auto import auto_plan as auto_plan
@@ -25,22 +24,13 @@ if TYPE_CHECKING:
     from tp_styles.legacy.prepare import make_output_shard_1d as make_output_shard_1d
     from tp_styles.legacy.prepare import make_output_tensor as make_output_tensor
     from tp_styles.legacy.prepare import make_sharded_output_tensor as make_sharded_output_tensor
-    from tp_styles.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tp_styles.parallelize import parallelize_module as parallelize_module
     from tp_styles.plan.planned import TPPlan as TPPlan
     from tp_styles.plan.planned import explain as explain
     from tp_styles.plan.planned import plan_styles as plan_styles
     from tp_styles.problems import PlanError as PlanError
     from tp_styles.problems import Problem as Problem
-    from tp_styles.rng import tp_rng as tp_rng
-    from tp_styles.spec import Flow as Flow
-    from tp_styles.spec import ModuleInfo as ModuleInfo
-    from tp_styles.spec import ParameterInfo as ParameterInfo
-    from tp_styles.spec import ParameterSpec as ParameterSpec
-    from tp_styles.spec import StyleSpec as StyleSpec
-    from tp_styles.split import Section as Section
-    from tp_styles.split import Split as Split
-    from tp_styles.state import full_state_dict as full_state_dict
+    from tp_styles.runtime.rng import tp_rng as tp_rng
     from tp_styles.styles.base import ParallelStyle as ParallelStyle
     from tp_styles.styles.colwise import ColwiseParallel as ColwiseParallel
     from tp_styles.styles.fused import FusedColwiseParallel as FusedColwiseParallel
@@ -54,6 +44,16 @@ if TYPE_CHECKING:
     from tp_styles.styles.rowwise import RowwiseParallel as RowwiseParallel
     from tp_styles.styles.sequence import SequenceParallel as SequenceParallel
     from tp_styles.styles.transformer import TransformerLayerParallel as TransformerLayerParallel
+    from tp_styles.training.clip import clip_grad_norm_ as clip_grad_norm_
+    from tp_styles.training.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tp_styles.training.state import full_state_dict as full_state_dict
+    from tp_styles.values.spec import ModuleInfo as ModuleInfo
+    from tp_styles.values.spec import ParameterInfo as ParameterInfo
+    from tp_styles.values.spec import ParameterSpec as ParameterSpec
+    from tp_styles.values.spec import Redistribution as Redistribution
+    from tp_styles.values.spec import StyleSpec as StyleSpec
+    from tp_styles.values.split import Section as Section
+    from tp_styles.values.split import Split as Split
 
 __all__ = [
     "__version__",
@@ -101,7 +101,7 @@ __all__ = [
     "ModuleInfo",
     "ParameterInfo",
     "ParameterSpec",
-    "Flow",
+    "Redistribution",
     "StyleSpec",
 ]
 
@@ -153,19 +153,19 @@ __getattr__, __dir__ = lazy_exports(
         "apply": ("apply_plan",),
         "handle": ("TPHandle",),
         "parallelize": ("parallelize_module",),
-        "state": ("full_state_dict",),
-        "loss": ("vocab_parallel_cross_entropy",),
-        "clip": ("clip_grad_norm_",),
-        "rng": ("tp_rng",),
-        "split": (
+        "training.state": ("full_state_dict",),
+        "training.loss": ("vocab_parallel_cross_entropy",),
+        "training.clip": ("clip_grad_norm_",),
+        "runtime.rng": ("tp_rng",),
+        "values.split": (
             "Split",
             "Section",
         ),
-        "spec": (
+        "values.spec": (
             "ModuleInfo",
             "ParameterInfo",
             "ParameterSpec",
-            "Flow",
+            "Redistribution",
             "StyleSpec",
         ),
     },

@@ -5,6 +5,8 @@ Read against torch 2.13.0; the same names stand at the same places in 2.11.0.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "is_fake",
     "is_transformed",
     "local_of",
+    "outside_of_tracing",
     "reduce_scatter_into",
     "scale_all_",
     "tree_flatten",
@@ -69,6 +72,16 @@ def current_mesh() -> DeviceMesh | None:
 def is_compiling() -> bool:
     """True if this code runs under torch.compile or export."""
     return torch.compiler.is_compiling()
+
+
+@contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """A block that the compiler runs on real values while it traces: within, nothing is being compiled."""
+    flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = flag
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

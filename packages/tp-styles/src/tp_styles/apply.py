@@ -10,16 +10,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.stale_parameters import current_parameter, is_stale
 from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.apply_steps import apply_steps, parameters_of
 from tp_styles.check.checker import Check
 from tp_styles.handle import TPHandle
-from tp_styles.plan.planned import Plan, PlannedModule, TPPlan, plan_styles
+from tp_styles.plan.explain import comparable_lines
+from tp_styles.plan.planned import Plan, PlannedModule, TPPlan, plan_module
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.act import act, parameters_of
-from tp_styles.runtime.agreement import agree
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.parameters import Mode
-from tp_styles.runtime.retired import is_retired
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import Mode, is_shard
+
+CALL = "apply_plan"
 
 
 def apply_plan(
@@ -86,15 +89,15 @@ def apply_staged(
         PlanError: As `apply_plan`.
     """
     check_mesh(mesh)
-    axis = Axis(mesh)
+    axis = TPGroup(mesh)
     compares = check != "never" and not (is_staged and src_data_rank is None)
     arguments = (f"params={params!r}", f"src_data_rank={src_data_rank!r}", f"check={check!r}")
-    decided, fault = _decided(model, plan, axis, params, src_data_rank, strict, check)
+    decided, fault = _decided(model, plan, axis, params, src_data_rank, strict, check, is_staged)
     if compares:
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
         raise fault
-    changes = act(
+    changes, checker = apply_steps(
         model,
         decided,
         axis,
@@ -105,7 +108,7 @@ def apply_staged(
         is_staged=is_staged,
         may_leave=is_staged or _declares_shards(decided),
     )
-    return TPHandle(model, decided, axis, changes)
+    return TPHandle(model, decided, axis, changes, checker)
 
 
 def _declares_shards(plan: TPPlan) -> bool:
@@ -115,7 +118,7 @@ def _declares_shards(plan: TPPlan) -> bool:
 
 def _gives_shards(found: PlannedModule) -> bool:
     kinds = "dtensor", "foreign"  # their own functions say what leaves
-    shards = any(flow is not None and isinstance(flow.wanted, Shard) for flow in found.spec.outputs)
+    shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in found.spec.outputs)
     return shards or found.spec.compute in kinds
 
 
@@ -126,7 +129,7 @@ def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:
         Exception: The fault.
     """
     check_mesh(mesh)
-    agree(Axis(mesh).group, "", fault)
+    assert_consistent(TPGroup(mesh).group, CALL, error=fault)
     raise fault
 
 
@@ -166,27 +169,28 @@ def check_mesh(mesh: DeviceMesh) -> None:
 def _decided(
     model: nn.Module,
     plan: Plan | TorchParallelStyle | TPPlan,
-    axis: Axis,
+    axis: TPGroup,
     params: Mode,
     src_data_rank: int | None,
     strict: bool,
     check: Check,
+    is_staged: bool,
 ) -> tuple[TPPlan, Exception | None]:
     """The plan, and what speaks against it on this rank: nothing is raised before the others know."""
     decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
     try:
         if not isinstance(plan, TPPlan):
-            decided = plan_styles(model, plan, axis.size, strict=strict)
+            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged)
         problems = tuple(_problems_of_the_call(decided, axis, params, src_data_rank, check))
         TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
-        _check_model(model, decided)
+        _check_model(model, decided, axis, is_staged)
     except Exception as fault:
         return decided, fault
     return decided, None
 
 
 def _problems_of_the_call(
-    plan: TPPlan, axis: Axis, params: Mode, src_data_rank: int | None, check: Check
+    plan: TPPlan, axis: TPGroup, params: Mode, src_data_rank: int | None, check: Check
 ) -> Iterator[Problem]:
     if plan.tp_size != axis.size:
         yield Problem("tp-size", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
@@ -199,13 +203,13 @@ def _problems_of_the_call(
         yield Problem("src-data-rank", "src_data_rank", found=repr(src_data_rank), hint=hint)
 
 
-def _check_model(model: nn.Module, plan: TPPlan) -> None:
+def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> None:
     """Refuse a model for which the plan was not made, or that has parted from another one.
 
     Raises:
         PlanError: With every such parameter.
     """
-    problems = list(_not_divided_elsewhere(model))
+    problems = list(_not_sharded_elsewhere(model, plan, axis, is_staged))
     for found in plan.modules:
         try:
             module = model.get_submodule(found.name)
@@ -229,23 +233,29 @@ def _other_model(name: str, found: str) -> Problem:
     )
 
 
-def _not_divided_elsewhere(model: nn.Module) -> Iterator[Problem]:
-    """A model that shares a weight with another to which a plan was applied: the two are parted already."""
+def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> Iterator[Problem]:
+    """Weights that an earlier call has sharded in another module, unless this one shards them alike."""
     hint = "apply one plan to a module that holds both"
-    found = "the weight was divided as a part of another module, which does not share it any more"
-    for name, parameter in model.named_parameters():
-        if is_retired(parameter):
+    found = "the weight was sharded in another module, which does not share it any more"
+    specs = {f.info.where(name): spec for f in plan.modules for name, spec in f.spec.parameters} if is_staged else {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_stale(parameter) and not (is_staged and name not in specs):
+            if name in specs and is_shard(current_parameter(parameter), specs[name].split, axis.mesh):
+                continue  # the tie is kept: both modules will hold the one shard
             yield Problem("tied-outside", name, found=found, hint=hint)
 
 
-def _compare(plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: Axis, fault: Exception | None) -> None:
-    """Compare arguments, plan, and kinds of parameters between the ranks, or say that this one cannot go on."""
+def _compare(
+    plan: TPPlan, arguments: tuple[str, ...], model: nn.Module, axis: TPGroup, fault: Exception | None
+) -> None:
+    """Compare arguments, plan, and kinds of parameters between the ranks; or raise this rank's error on all."""
     if fault is not None:
-        agree(axis.group, "", fault)
+        assert_consistent(axis.group, CALL, error=fault)
     parameters = [
         f"{found.info.where(name)}: {list(p.shape)} {p.dtype} {p.device.type}"
         for found in plan.modules
         for name, p, _ in parameters_of(found, model.get_submodule(found.name))
     ]
-    lines = [*arguments, *parameters]
-    agree(axis.group, "\n".join([plan.digest, *lines]), None, lambda: [*lines, *plan.explain().splitlines()])
+    plan_lines = [*comparable_lines(plan), f"digest of the plan: {plan.digest}"]
+    hint = "compare apply_plan's arguments, and plan_styles(...).to_json() of both"
+    assert_consistent(axis.group, CALL, [*arguments, *parameters, *plan_lines], hint=hint)

@@ -7,7 +7,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from html import escape
 from typing import Any
+
+from tp_styles._shared.page import page
 
 GOOD, PROBLEMS, USAGE = 0, 1, 2
 
@@ -75,11 +78,8 @@ def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
 
 
 def _write_html(path: str, text: str) -> None:
-    import html
-
-    page = "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>tp-styles</title></head>"
     with open(path, "w", encoding="utf-8") as file:
-        file.write(f"{page}<body><pre>{html.escape(text)}</pre></body></html>\n")
+        file.write(page("tp-styles", [f"<pre>{escape(text)}</pre>"]))
 
 
 if __name__ == "__main__":

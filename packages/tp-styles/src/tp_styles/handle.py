@@ -8,15 +8,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.sharding_info import sharding_info_of
+from tp_styles._shared.stale_parameters import mark_stale
+from tp_styles.check.checker import Checker
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.agreement import PARTS, agree
-from tp_styles.runtime.axis import Axis
 from tp_styles.runtime.changes import ModuleChange, take_back
-from tp_styles.runtime.parameters import full_tensor
-from tp_styles.runtime.retired import retire
-from tp_styles.runtime.shard_parameter import split_of
-from tp_styles.split import Split
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.values.split import Split
+
+SAME_SHARDS = "every rank needs the same parameters in the same places"
 
 
 class TPHandle:
@@ -28,16 +31,19 @@ class TPHandle:
         mesh: The 1-D mesh.
     """
 
-    def __init__(self, model: nn.Module, plan: TPPlan, axis: Axis, changes: list[ModuleChange]) -> None:
+    def __init__(
+        self, model: nn.Module, plan: TPPlan, axis: TPGroup, changes: list[ModuleChange], checker: Checker | None
+    ) -> None:
         self.model = model
         self.plan = plan
         self.mesh = axis.mesh
         self._axis = axis
         self._changes = changes
+        self._checker = checker
 
     def report(self, path: str | None = None) -> str:
-        """The plan as text, also written to `path` if one is given."""
-        text = self.plan.explain()
+        """Return plan and checked calls as text; with `path` also write it there."""
+        text = "\n".join([self.plan.explain(), *(self._checker.report() if self._checker is not None else ())])
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
@@ -54,7 +60,7 @@ class TPHandle:
         Raises:
             PlanError: It was undone before, on this rank or on another; or other parameters stand there on another.
         """
-        agree(self._axis.group, "\n".join(self._parts()), self._fault(), self._parts, PARTS)
+        assert_consistent(self._axis.group, "undo", self._parts(), self._fault(), hint=SAME_SHARDS)
         whole: dict[int, nn.Parameter] = {}
         restored = [
             (
@@ -71,7 +77,8 @@ class TPHandle:
             module._parameters[name] = parameter
             if part is not None:
                 found = "undo() gave the module a whole parameter; an optimizer still holds the part"
-                retire(part, f"{path}.{name}" if path else name, found, "build the optimizer anew")
+                fqn = f"{path}.{name}" if path else name
+                mark_stale(part, Problem("parameter-replaced", fqn, found=found, hint="build the optimizer anew"))
         take_back(self._changes)
         self._changes = []
         return self.model
@@ -82,7 +89,7 @@ class TPHandle:
         return PlanError(Problem("undone", found="undo() a second time", hint="apply the plan again first"))
 
     def _parts(self) -> list[str]:
-        """What will be gathered, in lines."""
+        """List the shards to gather, one a line."""
         names = {module: name for name, module in self.model.named_modules()}
         return [
             f"{names.get(change.module, '')}.{name}: ".lstrip(".")
@@ -93,7 +100,7 @@ class TPHandle:
 
 
 def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
-    """What ranks have to agree on before a parameter and its gradient are gathered; nothing that one rank has alone."""
+    """Return the metadata that ranks compare before a parameter and its gradient are gathered; no single rank's own."""
     if current is None:
         return "none"
     if split is not None and split.is_replicated:
@@ -103,7 +110,7 @@ def _gathering(current: nn.Parameter | None, split: Split | None) -> str:
 
 
 def _whole(
-    current: nn.Parameter | None, split: Split | None, axis: Axis, memo: dict[int, nn.Parameter]
+    current: nn.Parameter | None, split: Split | None, axis: TPGroup, memo: dict[int, nn.Parameter]
 ) -> nn.Parameter | None:
     if current is None:
         return None
@@ -117,10 +124,10 @@ def _whole(
     return memo[id(current)]
 
 
-def _gathered(value: torch.Tensor, split: Split | None, axis: Axis) -> torch.Tensor:
+def _gathered(value: torch.Tensor, split: Split | None, axis: TPGroup) -> torch.Tensor:
     if split is not None:
         return full_tensor(value, axis, split)
     if isinstance(value, DTensor):
         return cast(DTensor, value.detach()).full_tensor()
-    info = getattr(value, "_sharding_info", None)
+    info = sharding_info_of(value)
     return full_tensor(value, axis, split_of(info)) if info is not None else value.detach().clone()

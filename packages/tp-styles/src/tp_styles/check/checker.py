@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Literal
 
 import torch
@@ -14,18 +15,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
-from tp_styles._torch_compat import is_compiling, is_fake, is_transformed
+from tp_styles._torch_compat import is_compiling, is_fake, is_transformed, outside_of_tracing
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
 from tp_styles.check.randomness import ConstantRandomness
-from tp_styles.check.runs import Original, Run, full_numel, has_fsdp_below
+from tp_styles.check.runs import GradientsAside, Original, Run, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
-from tp_styles.problems import CheckError, Problem, StyleInputError
-from tp_styles.rng import default_generator
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.forward import Forward
+from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.parameters import agreed_values
+from tp_styles.runtime.rng import default_generator
 
 Check = Literal["first", "always", "never"]
 Mode = tuple[bool, bool]
@@ -33,6 +34,39 @@ Mode = tuple[bool, bool]
 
 FLOAT64_LIMIT = 2**26
 """Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
+
+
+class Stage(IntEnum):
+    """Last step of a comparison that could be made."""
+
+    NOTHING = 0
+    SHARDED = 1
+    OUTPUTS = 2
+    SHARDED_BACKWARD = 3
+    ALL = 4
+
+
+@dataclass
+class Verdict:
+    """One comparison of both runs; the same on every rank.
+
+    Attributes:
+        stage: The last step that could be made.
+        differences: Values that are not equal.
+        is_closed: Full outputs, which a region around this one may take for the original's.
+        failure: The error that ended it before all was compared.
+    """
+
+    stage: Stage = Stage.NOTHING
+    differences: list[Difference] = field(default_factory=list)
+    is_closed: bool = False
+    failure: str = ""
+
+    def failed(self, failure: str) -> Verdict:
+        """Return the verdict with the error that ended it."""
+        step = ("the sharded run", "the original", "the sharded backward", "the original's backward")[self.stage]
+        self.failure = f"{step} raised {failure}"
+        return self
 
 
 @dataclass(eq=False)
@@ -84,7 +118,7 @@ class Checker:
     def __init__(
         self,
         model: nn.Module,
-        axis: Axis,
+        axis: TPGroup,
         originals: list[Original],
         *,
         always: bool,
@@ -97,10 +131,19 @@ class Checker:
         self.is_staged = is_staged
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
-        self.unchecked: dict[str, str] = {}
+        self.results: dict[tuple[str, Mode], str] = {}
         self.failure = ""
         self.has_compared_replicas = False
-        self.runs_sharded = self.is_closed = False
+
+    def report(self) -> list[str]:
+        """Lines on what was found equal, and on what was not compared."""
+        lines = []
+        for (name, (training, with_gradients)), reason in self.results.items():
+            mode = f"{'training' if training else 'evaluation'}, {'with' if with_gradients else 'without'} gradients"
+            lines.append(
+                f"check of {name} ({mode}): " + (f"unchecked: {reason}" if reason else "equal to the original")
+            )
+        return lines
 
     def __call__(self, hook: CheckHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check one call of a scope, before it happens.
@@ -115,7 +158,7 @@ class Checker:
         try:
             inputs = Inputs(args, kwargs, self.axis, scope.declared, scope.names, scope.input_dims)
         except NotReady as error:  # the next call may have an empty cache
-            self.unchecked[str(scope)] = str(error)
+            self.results[str(scope), mode] = str(error)
             return
         scope.done.add(mode)
         if scope.is_root and not self.is_staged and not self.has_compared_replicas:
@@ -125,7 +168,7 @@ class Checker:
             raise StyleInputError(_different(scope, inputs))
         if has_fsdp_below(scope.module):
             # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
-            self.unchecked[str(scope)] = "FSDP2 shards modules inside; regions within them are checked"
+            self.results[str(scope), mode] = "FSDP2 shards modules inside; regions within them are checked"
             return
         self._check(hook, inputs, hypotheses, mode)
 
@@ -158,33 +201,62 @@ class Checker:
 
     def _check(self, hook: CheckHook, inputs: Inputs, hypotheses: list[Layouts], mode: Mode) -> None:
         scope = hook.scope
-        small = sum(full_numel(p) for p in scope.module.parameters()) <= FLOAT64_LIMIT
-        first: list[Difference] = []
-        self.runs_sharded = self.is_closed = False
+        key = (str(scope), mode)
+        # Reasons stay visible in the report. A region that is unchecked by itself is still a part of the root's runs.
+        self.results[key] = "inputs differ between the ranks, and no style says how" if not hypotheses else ""
+        differences: list[Difference] = []
+        failed: Verdict | None = None
         for layouts in hypotheses:
-            found = self._differences(hook, inputs, layouts, mode, torch.float64) if small else None
-            if found is None:  # code that takes one type only
-                found = self._differences(hook, inputs, layouts, mode, None)
-            if found == []:
-                if self.is_closed and not any(isinstance(layout, Shard) for layout in layouts):
-                    scope.verified.add(mode)
-                self.unchecked.pop(str(scope), None)
+            verdict = self._verdict(hook, inputs, layouts, mode)
+            if verdict.differences:
+                differences = differences or verdict.differences
+            elif verdict.stage >= Stage.OUTPUTS:
+                self.results[key] = verdict.failure
+                if verdict.stage == Stage.ALL:
+                    if verdict.is_closed and not any(isinstance(layout, Shard) for layout in layouts):
+                        scope.verified.add(mode)
+                elif scope.is_root and verdict.stage == Stage.SHARDED_BACKWARD:
+                    _warn(scope, verdict, "gradients of the sharded model are")
                 return
-            first = first or found or []
-        if first:
-            raise CheckError(_problems(scope, first))
+            else:
+                failed = failed or verdict
+        if differences:
+            raise CheckError(_problems(scope, differences))
         if scope.is_root and inputs.differ and not self.is_staged:
             raise StyleInputError(_different(scope, inputs))
-        if scope.is_root and hypotheses and self.runs_sharded:
-            text = f"{scope}: the sharded model is not checked against the original, which raised {self.failure}"
-            warnings.warn(text, stacklevel=5)
+        if failed is not None:
+            self.results[key] = failed.failure
+            if (
+                scope.is_root and not self.is_staged and failed.stage == Stage.SHARDED
+            ):  # else the call itself will raise
+                _warn(scope, failed, "the sharded model is")
 
     # ------------------------------------------------------------------ both runs
 
-    def _differences(
-        self, hook: CheckHook, inputs: Inputs, layouts: Layouts, mode: Mode, dtype: torch.dtype | None
-    ) -> list[Difference] | None:
-        """Return what is not equal, the same list on every rank; None if one of the runs cannot be made."""
+    def _verdict(self, hook: CheckHook, inputs: Inputs, layouts: Layouts, mode: Mode) -> Verdict:
+        """Compare both runs in the first way in which they can be made; the same verdict on every rank."""
+        small = sum(full_numel(p) for p in hook.scope.module.parameters()) <= FLOAT64_LIMIT
+        best = Verdict()
+        for dtype in (torch.float64, None) if small else (None,):  # code may take one type only
+            verdict = self._compared(hook, inputs, layouts, mode, dtype, everywhere=False)
+            if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
+                # A re-entrant checkpoint refuses to be asked for the gradients of chosen leaves.
+                verdict = self._compared(hook, inputs, layouts, mode, dtype, everywhere=True)
+            if verdict.stage == Stage.ALL:
+                return verdict
+            best = verdict if verdict.stage >= best.stage else best
+        return best
+
+    def _compared(
+        self,
+        hook: CheckHook,
+        inputs: Inputs,
+        layouts: Layouts,
+        mode: Mode,
+        dtype: torch.dtype | None,
+        *,
+        everywhere: bool,
+    ) -> Verdict:
         scope = hook.scope
         comparison = Comparison(
             self.axis,
@@ -192,47 +264,65 @@ class Checker:
             self.may_leave or not scope.is_root,
             only_first=not scope.is_root,
         )
-        with self._isolated() as mode_of_runs:
+        verdict = Verdict()
+        with ExitStack() as stack:
+            mode_of_runs = stack.enter_context(self._isolated())
+            others = stack.enter_context(GradientsAside(self._leaves())) if everywhere else None
             ours = self._agreed(lambda: inputs.copies(layouts, dtype, full=False))
             wanted = self._agreed(lambda: inputs.copies(layouts, dtype, full=True))
             sharded = self._agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
             if sharded is None or wanted is None:
-                return None
-            self.runs_sharded = True  # else the call itself will raise
+                return verdict.failed(self.failure)
+            verdict.stage = Stage.SHARDED
             reference = self._agreed(lambda: self._run(scope, wanted, dtype, hook, original=True, mode=mode))
             if reference is None:
-                return None
+                return verdict.failed(self.failure)
+            verdict.stage = Stage.OUTPUTS
             comparison.tolerance = self._tolerance(mode_of_runs)
             found, outputs = comparison.outputs(sharded, reference)
-            found = self._union(found)
-            self.is_closed = len(outputs) > 0 and all(output.layout == "full" for output in outputs)
-            if not found and mode[1]:
-                (ones, starts), (others, other_starts) = cotangents(outputs, self.axis)
+            verdict.differences = self._union(found)
+            verdict.is_closed = len(outputs) > 0 and all(output.layout == "full" for output in outputs)
+            if not verdict.differences and mode[1]:
+                (ones, starts), (its, its_starts) = cotangents(outputs, self.axis)
                 if ones:
                     with self._original():  # a checkpoint runs forwards again
-                        done = self._agreed(lambda: (sharded.backward(ones, starts, ours.leaves), True))
-                        done = done and self._agreed(
-                            lambda: (reference.backward(others, other_starts, wanted.leaves), True)
-                        )
-                    if done is None:
-                        return []  # the call's own backward will raise
+                        if not self._agreed(lambda: (sharded.backward(ones, starts, ours.leaves, others), True)):
+                            return verdict.failed(self.failure)
+                        verdict.stage = Stage.SHARDED_BACKWARD
+                        if not self._agreed(lambda: (reference.backward(its, its_starts, wanted.leaves, others), True)):
+                            return verdict.failed(self.failure)
                     comparison.tolerance = 10 * self._tolerance(mode_of_runs)  # gradients are sums over the batch
-                    found = self._union(comparison.gradients(sharded, reference, ours, wanted))
-            return found or self._union(comparison.buffers(sharded, reference))
+                    verdict.differences = self._union(comparison.gradients(sharded, reference, ours, wanted))
+            verdict.stage = Stage.ALL
+            verdict.differences = verdict.differences or self._union(comparison.buffers(sharded, reference))
+        return verdict
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """Parameters of the whole root: those outside of a region may be reached from within it."""
+        found = (p for module in self.names for p in module._parameters.values())
+        return [p for p in found if p is not None and p.requires_grad and p.is_leaf]
 
     def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
-        opaque = self._of_other_plans(scope.module)
+        others = self._checkers_below(scope.module)
+        originals = [*(one for checker in others for one in checker.originals), *self.originals]
+        reverted = {one.module for one in originals}
+        # Modules that were made parallel over another mesh, or without the check, stay as they are.
+        opaque = {
+            child
+            for child in scope.module.modules()
+            if child not in reverted and isinstance(vars(child).get("forward"), Forward)
+        }
         for inner in scope.inside:
             # What shares a parameter with modules outside of it is run as the original, too: its gradient is one sum.
             if mode in inner.verified and not _shares(inner.module, scope.module):
-                opaque |= {inner.module}
+                opaque.add(inner.module)
         run = Run(
             scope.module,
             self.names,
             self.axis,
             dtype,
-            originals=self.originals if original else None,
-            opaque=opaque if original else frozenset(),
+            originals=originals if original else None,
+            opaque=frozenset(opaque if original else ()),
             skipped=hook,
         )
         if original:
@@ -242,18 +332,11 @@ class Checker:
             run.forward(copies.args, copies.kwargs)
         return run
 
-    def _of_other_plans(self, module: nn.Module) -> frozenset[nn.Module]:
-        """Modules below that other calls have made parallel: they stay as they are."""
-        ours = {original.module for original in self.originals}
-        return frozenset(
-            child
-            for child in module.modules()
-            if any(
-                isinstance(hook, CheckHook) and hook.scope.is_root and hook.checker is not self
-                for hook in child._forward_pre_hooks.values()
-            )
-            or (child not in ours and isinstance(vars(child).get("forward"), Forward))
-        )
+    def _checkers_below(self, module: nn.Module) -> list[Checker]:
+        """Checkers of other calls that have made modules below parallel over the same mesh."""
+        hooks = (hook for child in module.modules() for hook in child._forward_pre_hooks.values())
+        checkers = {hook.checker: None for hook in hooks if isinstance(hook, CheckHook) and hook.scope.is_root}
+        return [one for one in checkers if one is not self and one.axis.mesh == self.axis.mesh]
 
     @contextmanager
     def _original(self) -> Iterator[None]:
@@ -286,8 +369,7 @@ class Checker:
 
     def _tolerance(self, runs: ConstantRandomness) -> float:
         """Of the largest value: what rounding leaves in the coarsest type that the runs compute in, on any rank."""
-        epsilons: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(epsilons, runs.epsilon, group=self.axis.group)
+        epsilons = self.axis.all_gather_objects(runs.epsilon, "the check")
         epsilon = float(max(epsilons))
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
@@ -300,8 +382,7 @@ class Checker:
             raise  # of a region inside; on every rank
         except Exception as error:
             failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        failures: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(failures, failure, group=self.axis.group)
+        failures = self.axis.all_gather_objects(failure, "the check")
         told = next((one for one in failures if one), "")
         if told:
             self.failure = told
@@ -310,8 +391,7 @@ class Checker:
 
     def _union(self, found: list[Difference]) -> list[Difference]:
         """The differences of all ranks, the largest of each; the same list on every rank."""
-        everyone: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(everyone, found, group=self.axis.group)
+        everyone = self.axis.all_gather_objects(found, "the check")
         worst: dict[tuple[str, str], Difference] = {}
         for difference in (one for rank in everyone for one in rank):
             key = (difference.kind, difference.name)
@@ -326,11 +406,51 @@ class CheckHook:
     def __init__(self, checker: Checker, scope: Scope) -> None:
         self.checker = checker
         self.scope = scope
+        self.error: PlanError | None = None
+        self.raise_outside_of_graphs: Callable[[], None] = self.raise_error
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call, if its mode is new."""
+        if is_compiling():
+            if all(isinstance(value, Traceable) for value in (*args, *kwargs.values())) and (
+                _check_while_tracing(self, len(args), ",".join(kwargs), *args, *kwargs.values())
+            ):
+                self.raise_outside_of_graphs()
+            return
         if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
             self.checker(self, args, kwargs)
+
+    def raise_error(self) -> None:
+        """Raise what was found while a call was traced, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+Traceable = torch.Tensor | bool | int | float | str | None
+"""Arguments that the compiler hands to a function that it runs while it traces."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
+def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: Any) -> bool:
+    """Check the traced call with the values that it has; return True if an error waits to be raised.
+
+    The compiler runs this while it traces: eagerly, with real tensors, once for each graph.
+    """
+    mode = (hook.scope.module.training, torch.is_grad_enabled())
+    if mode in hook.scope.done or IN_ORIGINAL.get():
+        return hook.error is not None  # after a graph break the hook is traced again, by itself
+    if any(isinstance(value, torch.Tensor) and is_fake(value) for value in values):  # export without a tracer of frames
+        return False
+    with outside_of_tracing():
+        try:
+            hook.checker(hook, values[:num_args], dict(zip(names.split(","), values[num_args:], strict=bool(names))))
+        except PlanError as error:
+            # With `fullgraph=True` torch raises, and shows the reason; otherwise the graph breaks, and this is called.
+            hook.error = error
+            hook.raise_outside_of_graphs = torch.compiler.disable(hook.raise_error, reason=str(error))
+            return True
+    return False
 
 
 def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
@@ -353,20 +473,20 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
         plan: What was done to it.
         regions: FQNs of regions, and of styled modules with forwards of their own outside of all regions.
     """
-    unstyled = frozenset(left.name for left in plan.left_alone)
+    unstyled = frozenset(left.name for left in plan.unstyled)
     scopes = [Scope("", model, is_root=True)]
     scopes += [Scope(name, model.get_submodule(name)) for name in sorted(set(regions) - {""})]
     for scope in scopes:
         below = [found for found in plan.modules if is_below(found.name, scope.name)]
         flows = [flow for found in below for _, flow in found.spec.inputs]
-        dims = {flow.source.dim for flow in flows if isinstance(flow.source, Shard)}
+        dims = {flow.src.dim for flow in flows if isinstance(flow.src, Shard)}
         own = next((found for found in below if found.name == scope.name), None)
         if own is not None:
-            scope.declared = {name: flow.source for name, flow in own.spec.inputs}
+            scope.declared = {name: flow.src for name, flow in own.spec.inputs}
             scope.names = own.info.arguments
         scope.input_dims = tuple(sorted(dims, reverse=True))
         outputs = [flow for found in below for flow in found.spec.outputs if flow is not None]
-        scope.has_partial_output = any(flow.wanted.is_partial() for flow in outputs)
+        scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
         scope.unstyled = unstyled
         scope.inside = [other for other in scopes if other.name != scope.name and is_below(other.name, scope.name)]
     return scopes
@@ -390,6 +510,10 @@ def _same(x: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- words
+
+
+def _warn(scope: Scope, verdict: Verdict, subject: str) -> None:
+    warnings.warn(f"{scope}: {subject} not checked against the original: {verdict.failure}", stacklevel=6)
 
 
 def _different(scope: Scope, inputs: Inputs) -> list[Problem]:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import tree_flatten
 from tp_styles.check.inputs import Copies
 from tp_styles.check.runs import Run
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.shard_parameter import split_of
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import split_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Comparison:
         tolerance: Greatest relative error.
     """
 
-    axis: Axis
+    axis: TPGroup
     partial: bool
     may_leave: bool
     only_first: bool
@@ -56,8 +56,7 @@ class Comparison:
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
         """Differences of the outputs, and those outputs that gradients can start from."""
         ours, wanted = tensors(sharded.output), tensors(reference.output)
-        shapes: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(shapes, [_meta(x) for x in ours], group=self.axis.group)
+        shapes = self.axis.all_gather_objects([_meta(x) for x in ours], "the check")
         if any(len(other) != len(wanted) for other in shapes):
             return [Difference("output", "structure", math.inf, f"{len(ours)} tensors, {len(wanted)} originally")], []
         found: list[Difference] = []
@@ -86,8 +85,7 @@ class Comparison:
         return found, outputs
 
     def _max(self, value: float) -> float:
-        found: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(found, value, group=self.axis.group)
+        found = self.axis.all_gather_objects(value, "the check")
         return float(max(found))
 
     def gathered(self, x: torch.Tensor, layout: Any, shapes: list[tuple[int, ...]]) -> torch.Tensor:
@@ -105,17 +103,18 @@ class Comparison:
             if other.grad is not None:
                 gradient = one.grad if one.grad is not None else torch.zeros_like(one)
                 layout = ours.layouts[index]
-                shapes: list[Any] = [None] * self.axis.size
-                if isinstance(layout, Shard):
-                    dist.all_gather_object(shapes, tuple(one.shape), group=self.axis.group)
+                shapes = self.axis.all_gather_objects(tuple(one.shape), "the check")
                 pairs.append(("input-gradient", f"input {index}", self.gathered(gradient, layout, shapes), other.grad))
-        seen: set[tuple[int, int]] = set()
+        # A shard has several copies in the reference where modules that another call has sharded hold it, too.
+        copies: dict[int, dict[int, tuple[Any, torch.Tensor]]] = {}
         for key, copy in reference.parameters.items():
-            shard = sharded.parameters[key]
-            if (id(copy), id(shard)) in seen or not copy.requires_grad:
-                continue
-            seen.add((id(copy), id(shard)))
-            pairs.append(("gradient", ".".join(filter(None, key)), *self._gradients(shard, copy)))
+            if copy.requires_grad:
+                copies.setdefault(id(sharded.parameters[key]), {}).setdefault(id(copy), (key, copy))
+        for found_copies in copies.values():
+            (key, _), *_ = found_copies.values()
+            both = [self._gradients(sharded.parameters[key], copy) for _, copy in found_copies.values()]
+            total = sum((other for _, other in both[1:]), both[0][1])
+            pairs.append(("gradient", ".".join(filter(None, key)), both[0][0], total))
         scale = max((largest(wanted_gradient) for _, _, _, wanted_gradient in pairs), default=0.0)
         found = []
         for kind, name, one, other in pairs:
@@ -133,7 +132,7 @@ class Comparison:
         if isinstance(gradient, DTensor):
             return gradient.full_tensor(), wanted
         gradient = gradient.detach().as_subclass(torch.Tensor)
-        info = getattr(shard, "_sharding_info", None)
+        info = sharding_info_of(shard)
         if info is not None and gradient.shape != wanted.shape:
             wanted = split_of(info).take(wanted, self.axis.rank, self.axis.size)
         return gradient, wanted
@@ -160,7 +159,7 @@ class Output:
     shapes: list[tuple[int, ...]]
 
 
-def cotangents(outputs: list[Output], axis: Axis) -> tuple[list[Any], list[Any]]:
+def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[Any]]:
     """(outputs, gradients) of the sharded run and of the reference."""
     ours: list[Any] = [[], []]
     wanted: list[Any] = [[], []]

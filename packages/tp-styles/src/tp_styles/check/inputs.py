@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tp_styles._torch_compat import local_of, tree_flatten, tree_unflatten
-from tp_styles.runtime.axis import Axis
+from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import agreed_values
-from tp_styles.transfer import normalized
+from tp_styles.values.transfer import normalized
 
 TOLERANCE = 1e-3
 """Of the largest value: kernels may round in another order on each rank."""
@@ -71,7 +71,7 @@ class Inputs:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        axis: Axis,
+        axis: TPGroup,
         declared: Mapping[str, Placement],
         names: tuple[str, ...],
         dims: tuple[int, ...],
@@ -93,8 +93,7 @@ class Inputs:
 
     def _compare(self) -> None:
         mine = [(tuple(leaf.value.shape), str(leaf.value.dtype), type(leaf.value).__name__) for leaf in self.leaves]
-        everyone: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(everyone, mine, group=self.axis.group)
+        everyone = self.axis.all_gather_objects(mine, "the check")
         if len({len(other) for other in everyone}) > 1:
             raise NotReady("ranks pass another number of tensors")
         equal = []
@@ -106,8 +105,7 @@ class Inputs:
                 first = agreed_values(leaf.value.detach(), self.axis, 0)
                 same = is_close(leaf.value.detach(), first)
             equal.append(same)
-        verdicts: list[Any] = [None] * self.axis.size
-        dist.all_gather_object(verdicts, equal, group=self.axis.group)
+        verdicts = self.axis.all_gather_objects(equal, "the check")
         for index, leaf in enumerate(self.leaves):
             leaf.is_equal = all(verdict[index] for verdict in verdicts)
 

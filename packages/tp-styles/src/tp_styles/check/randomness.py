@@ -7,9 +7,7 @@ from typing import Any
 import torch
 
 from tp_styles._torch_compat import TorchDispatchMode, tree_map
-
-RATES = "dropout_p", "dropout"
-"""Arguments of kernels that draw inside."""
+from tp_styles.runtime.dropout import is_random
 
 CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "randn": 0.0, "exponential": 1.0}
 
@@ -31,13 +29,18 @@ class ConstantRandomness(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation's result, or a constant of its shape."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        if not is_random(func, args, kwargs):
             result = func(*args, **kwargs)
             self._note(result)
             return result
         name = func._schema.name.partition("::")[2]
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name == "rrelu_with_noise":
+            x, noise = args[:2]
+            slope = sum(args[2:4] or (1 / 8, 1 / 3)) / 2
+            noise.copy_(torch.where(x <= 0, slope, 1.0))  # backward multiplies by it
+            return x * noise
         args, kwargs, has_rate = _without_rate(func, args, kwargs)
         if has_rate:
             return func(*args, **kwargs)
@@ -59,7 +62,7 @@ def _without_rate(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
     """The arguments with dropout switched off, and whether there is such an argument."""
     args, kwargs, found = list(args), dict(kwargs), False
     for place, argument in enumerate(func._schema.arguments):
-        if argument.name in RATES:
+        if argument.name in ("dropout_p", "dropout"):
             found = True
             if place < len(args):
                 args[place] = 0.0

@@ -7,7 +7,7 @@ holds is as before afterwards, because its `__dict__` is put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_styles._torch_compat import local_of
-from tp_styles.runtime.axis import Axis
+from tp_styles._shared.sharding_info import sharding_info_of
+from tp_styles._torch_compat import TorchDispatchMode, local_of, tree_flatten, without_torch_function
 from tp_styles.runtime.changes import ModuleChange
-from tp_styles.runtime.foreign import KeyRemover
-from tp_styles.runtime.hooks import KeepOffFastPath
-from tp_styles.runtime.parameters import full_tensor
-from tp_styles.runtime.shard_parameter import ShardParameter, split_of
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.module_hooks import DisableFastPath
+from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
+from tp_styles.runtime.torch_styles import KeyRemover
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
@@ -34,7 +34,7 @@ FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 @dataclass(eq=False)
 class Original:
-    """What a plan changed of one module, other than parameters and its own hooks.
+    """Changes that a plan made to one module, other than parameters and its own hooks.
 
     Attributes:
         module: The module.
@@ -50,7 +50,7 @@ class Original:
 
 
 def originals(changes: list[ModuleChange]) -> list[Original]:
-    """What `changes` changed, without the closures that take it back (hooks of the check are pickled with a model)."""
+    """Return `changes` without the closures that take them back (hooks of the check are pickled with a model)."""
     found: dict[nn.Module, Original] = {}
     for change in changes:
         keys = {remover.key for remover in change.removers if isinstance(remover, KeyRemover)}
@@ -79,7 +79,7 @@ class Run:
         self,
         module: nn.Module,
         names: Mapping[nn.Module, str],
-        axis: Axis,
+        axis: TPGroup,
         dtype: torch.dtype | None,
         *,
         originals: list[Original] | None = None,
@@ -177,7 +177,7 @@ class Run:
         value = parameter.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        elif (info := getattr(parameter, "_sharding_info", None)) is not None:
+        elif (info := sharding_info_of(parameter)) is not None:
             value = full_tensor(value.as_subclass(torch.Tensor), self.axis, split_of(info))
         else:
             # Replicas are compared where they are used; each rank's reference runs on its own.
@@ -211,12 +211,73 @@ class Run:
         with self.installed():
             self.output = self.module(*args, **kwargs)
 
-    def backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """Fill the gradients of the copies and of the inputs, and of nothing else."""
+    def backward(
+        self,
+        outputs: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        others: GradientsAside | None,
+    ) -> None:
+        """Fill the gradients of the copies and of the inputs, and of nothing else.
+
+        Args:
+            outputs: Where backward starts.
+            gradients: One for each output.
+            inputs: Leaves among the arguments.
+            others: Keeps the gradients of all other leaves; None asks autograd for the gradients of the copies alone,
+                which a re-entrant checkpoint refuses.
+        """
         leaves: dict[int, torch.Tensor] = {id(p): p for p in self.parameters.values() if p.requires_grad}
         leaves |= {id(x): x for x in inputs if x.requires_grad}
         with self.installed():  # a checkpoint inside runs forwards once more
-            torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))
+            if others is None:
+                torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))
+                return
+            others.own |= leaves.keys()
+            torch.autograd.backward(outputs, gradients)
+
+
+class GradientsAside(TorchDispatchMode):
+    """Leaves that are no copies get their own gradients back, whatever a backward within the block adds to them.
+
+    A forward can reach a leaf in ways that no list of parameters shows, also only when a checkpoint runs it again
+    within backward: every leaf that an operation takes is seen here before autograd gives it a gradient.
+
+    Args:
+        leaves: Leaves that are known before.
+    """
+
+    def __init__(self, leaves: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.own: set[int] = set()
+        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._known = list(leaves)
+
+    def __enter__(self) -> GradientsAside:
+        for leaf in self._known:
+            self._put_aside(leaf)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        with without_torch_function():  # a stale parameter raises where its gradient is read
+            for leaf, gradient in self._aside.values():
+                if id(leaf) not in self.own:
+                    leaf.grad = gradient
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result."""
+        for x in tree_flatten((args, kwargs))[0]:
+            if isinstance(x, torch.Tensor) and x.requires_grad and x.is_leaf and id(x) not in self._aside:
+                self._put_aside(x)
+        return func(*args, **(kwargs or {}))
+
+    def _put_aside(self, leaf: torch.Tensor) -> None:
+        with without_torch_function():
+            if id(leaf) not in self.own:
+                self._aside[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
 
 
 def has_fsdp_below(module: nn.Module) -> bool:
@@ -227,8 +288,8 @@ def has_fsdp_below(module: nn.Module) -> bool:
 
 def full_numel(parameter: torch.Tensor) -> int:
     """Elements of the global parameter."""
-    info = getattr(parameter, "_sharding_info", None)
-    return int(info[2].numel()) if info is not None else parameter.numel()
+    info = sharding_info_of(parameter)
+    return int(info.shape.numel()) if info is not None else parameter.numel()
 
 
 def _of_fsdp(hook: Any) -> bool:
@@ -238,7 +299,7 @@ def _of_fsdp(hook: Any) -> bool:
 
 def _is_ours(hook: Any) -> bool:
     owner = getattr(hook, "__self__", hook)
-    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, KeepOffFastPath)
+    return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, DisableFastPath)
 
 
 def _copied(value: Any, replaced: dict[int, Any]) -> Any:

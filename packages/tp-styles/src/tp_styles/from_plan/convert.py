@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from tp_styles.from_plan.alone import below, column, gathering, no_region
-from tp_styles.from_plan.counts import local_counts
-from tp_styles.from_plan.cuts import AxisCuts, cuts_on_axis
+from tp_styles.from_plan.axis_shards import AxisCuts, cuts_on_axis
+from tp_styles.from_plan.fake_model import Call
+from tp_styles.from_plan.local_head_counts import local_counts
 from tp_styles.from_plan.regions import Region, find_regions, uncut_blocks
-from tp_styles.from_plan.rehearsal import Stage, Verdict
-from tp_styles.from_plan.twin import Call
-from tp_styles.hf.styles import ParametersParallel
+from tp_styles.from_plan.simulate_ranks import Stage, Verdict
+from tp_styles.from_plan.standalone_layers import below, column, gathering, no_region
 from tp_styles.problems import PlanError, Problem
-from tp_styles.spec import describe
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.experts import ParametersParallel
 from tp_styles.styles.layers import linear_shape
 from tp_styles.styles.mha import MultiheadAttentionParallel
-from tp_styles.styles.region import PickedColwiseParallel, RegionParallel
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.styles.tp_block import ColwiseKVReplicated, TPBlockParallel
+from tp_styles.values.spec import describe
 
 if TYPE_CHECKING:
     from shard_spec import ShardingPlan
@@ -174,8 +174,8 @@ class _Conversion:
         """Counts of the modules around the layers; each says for how many ranks it was rehearsed."""
         for name, values in sizes.items():
             known = self.found.get(name)
-            before = known.attributes if isinstance(known, RegionParallel) else {}
-            self.found[name] = RegionParallel(self.cuts.tp_size, {**before, **values})
+            before = known.attributes if isinstance(known, TPBlockParallel) else {}
+            self.found[name] = TPBlockParallel(self.cuts.tp_size, {**before, **values})
 
     def _divide(self, region: Region, verdict: Verdict) -> None:
         self.divided.append(region)
@@ -190,7 +190,7 @@ class _Conversion:
             self.found[name] = column(split, Shard(-1) if inner else Replicate())
         for name, split in region.picked.items():
             (section,) = split.sections
-            self.found[name] = PickedColwiseParallel(section.size, unit=section.unit, copies=section.copies)
+            self.found[name] = ColwiseKVReplicated(section.size, unit=section.unit, copies=section.copies)
             self.picked.add(region.scope)
             self.summed |= {f"{name}.{key}" for key in self.module.get_submodule(name)._parameters}
         if region.row:
@@ -212,11 +212,11 @@ class _Conversion:
         for owner, (cut, summed) in by_owner.items():
             module = self.module.get_submodule(owner)
             known = self.found.get(owner)
-            counts = known.attributes if isinstance(known, RegionParallel) else {}
+            counts = known.attributes if isinstance(known, TPBlockParallel) else {}
             if not cut and not counts and {name for name, _ in module.named_parameters()} == set(summed):
                 self.found[owner] = NoParallel(sum_gradient=True)
             else:
-                self.found[owner] = RegionParallel(self.cuts.tp_size, counts, cut, tuple(summed))
+                self.found[owner] = TPBlockParallel(self.cuts.tp_size, counts, cut, tuple(summed))
         for name in verdict.dropouts:
             self.found[name] = NoParallel(sum_gradient=True)
 

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tp_styles.from_plan.cuts import AxisCuts, split_on_axis
-from tp_styles.spec import describe
-from tp_styles.split import Section, Split
+from tp_styles.from_plan.axis_shards import AxisCuts, split_on_axis
 from tp_styles.styles.heads import Heads
 from tp_styles.styles.layers import linear_shape
+from tp_styles.values.spec import describe
+from tp_styles.values.split import Section, Split
 
 if TYPE_CHECKING:
-    from shard_spec.planners.megatron import Unit
+    from shard_spec.planners.megatron import TPBlock
 
 
 @dataclass(frozen=True)
 class Region:
-    """What stands between column-wise and row-wise layers, where every rank works on its own channels or heads.
+    """Modules between column-wise and row-wise layers, on each rank's own channels or heads.
 
     Attributes:
         kind: The planner's word: `"attention"`, `"mlp"`, `"experts"`, `"embedding"`, `"head"`.
@@ -87,7 +87,7 @@ def _aliases(module: nn.Module, names: dict[str, Split]) -> set[str]:
     return {name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in wanted}
 
 
-def _region(module: nn.Module, unit: Unit, cuts: AxisCuts) -> Region | None:
+def _region(module: nn.Module, unit: TPBlock, cuts: AxisCuts) -> Region | None:
     """The unit, if the plan cuts all of its parameters as the unit says, and no other of its layers'."""
     from shard_spec import Layout, MeshSpec
 
@@ -119,7 +119,7 @@ def _region(module: nn.Module, unit: Unit, cuts: AxisCuts) -> Region | None:
     )
 
 
-def _heads(module: nn.Module, unit: Unit, splits: dict[str, Split], tp_size: int) -> Heads | None:
+def _heads(module: nn.Module, unit: TPBlock, splits: dict[str, Split], tp_size: int) -> Heads | None:
     """Head counts, from the sizes of the layers and the number of pieces."""
     if isinstance(module.get_submodule(unit.name), nn.MultiheadAttention):
         return None
@@ -137,7 +137,7 @@ def _heads(module: nn.Module, unit: Unit, splits: dict[str, Split], tp_size: int
     return Heads(width // size, count, tp_size) if size else None
 
 
-def _picked(module: nn.Module, unit: Unit, heads: Heads | None) -> Iterator[tuple[str, Split]]:
+def _picked(module: nn.Module, unit: TPBlock, heads: Heads | None) -> Iterator[tuple[str, Split]]:
     """Key and value projections of fewer key-value heads than ranks."""
     if heads is None or heads.copies == 1:
         return

@@ -13,7 +13,7 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.mha import MultiheadAttentionParallel
-from tp_styles.styles.region import PickedColwiseParallel, RegionParallel
+from tp_styles.styles.tp_block import ColwiseKVReplicated, TPBlockParallel
 from tp_styles.styles.transformer import TransformerLayerParallel
 
 
@@ -23,7 +23,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
     Blocks that a model's own plan leaves whole (shared experts, attention of some mixtures of experts) are added where
     the planner is installed, recognises them, and their rehearsal is right (see `from_sharding_plan`).
 
-    `plan_styles(model, auto_plan(model), tp_size).left_alone` lists what stays whole.
+    `plan_styles(model, auto_plan(model), tp_size).unstyled` lists what stays whole.
 
     Args:
         model: The model; on the meta device too.
@@ -65,7 +65,7 @@ def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_
     if importlib.util.find_spec("shard_spec") is None:
         return styles
     planned = plan_styles(model, styles, tp_size)
-    free = {left.name for left in planned.left_alone}
+    free = {left.name for left in planned.unstyled}
     whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
     more = styles_of_free_regions(model, tp_size, free)
     blocks = {name for name in more if name in styles or any(name.startswith(f"{parent}.") for parent in whole)}
@@ -102,7 +102,7 @@ def _without_shared_biases(model: nn.Module, styles: dict[str, ParallelStyle]) -
     biases = [name for name, _ in model.named_parameters() if "relative" in name and "bias" in name]
     kept = dict(styles)
     for region, style in styles.items():
-        if not isinstance(style, RegionParallel) or not style.attributes:
+        if not isinstance(style, TPBlockParallel) or not style.attributes:
             continue
         own = [name for name in biases if name.startswith(f"{region}.")]
         kind = type(model.get_submodule(region))
@@ -125,7 +125,7 @@ def _dealt_out(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
     """Key and value projections of few heads: a layout has them whole on every rank, a style need not."""
     return {
         name: FusedColwiseParallel((style.rows,), unit=style.unit, copies=style.copies)
-        if isinstance(style, PickedColwiseParallel)
+        if isinstance(style, ColwiseKVReplicated)
         else style
         for name, style in styles.items()
     }

@@ -42,6 +42,10 @@ OLDER = {
 }
 
 
+EXPERTS = "grouped_gemm", "ep_dispatch_experts"
+"""Names of expert-parallel plans (`base_model_ep_plan`): every rank holds all features of some experts."""
+
+
 def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
     """The plan in today's vocabulary.
 
@@ -51,7 +55,12 @@ def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
     known = {**{name: name for name in TODAY}, **OLDER}
     unknown = [(key, name) for key, name in plan.items() if name not in known]
     if unknown:
-        raise PlanError(
-            Problem("style-name", key, found=repr(name), hint="known are " + ", ".join(TODAY)) for key, name in unknown
-        )
+        raise PlanError(_unknown(key, name) for key, name in unknown)
     return {key: known[name] for key, name in plan.items()}
+
+
+def _unknown(key: str, name: str) -> Problem:
+    if name in EXPERTS:
+        hint = "the model's tp_plan shards the features of every expert instead; expert parallelism is not carried out"
+        return Problem("expert-parallel", key, found=repr(name), hint=hint)
+    return Problem("style-name", key, found=repr(name), hint="known are " + ", ".join(TODAY))

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
+from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles.hf.names import todays_names
-from tp_styles.hf.styles import IdentityExpert, LatentKVParallel, ParametersParallel
-from tp_styles.plan.patterns import matches, specificity
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.styles.experts import IdentityExpert, LatentKVParallel, ParametersParallel
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.gqa import GQAParallel
 from tp_styles.styles.prepare_module import PrepareModuleOutput
@@ -71,11 +71,12 @@ def _on_meta(config: Any) -> nn.Module:
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """FQN of every module or parameter that the plan names -> style name; the most specific pattern wins."""
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
+    patterns = [Pattern(text) for text in plan]
     found = {}
     for name in names:
-        patterns = [pattern for pattern in plan if matches(pattern, name)]
-        if patterns:
-            found[name] = plan[max(patterns, key=specificity)]
+        matching = [pattern for pattern in patterns if pattern.matches(name)]
+        if matching:
+            found[name] = plan[most_specific(matching)[0].text]
     return found
 
 

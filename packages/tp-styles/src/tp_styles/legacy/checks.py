@@ -1,4 +1,4 @@
-"""What the prepare functions demand of their arguments before anything is moved."""
+"""Argument checks of the prepare functions, before anything is moved."""
 
 from __future__ import annotations
 

@@ -10,11 +10,10 @@ from tp_styles.legacy.prepare import (
     make_output_reshard_tensor,
     make_output_tensor,
 )
+from tp_styles.legacy.styles import ColwiseParallel, RowwiseParallel
 from tp_styles.problems import Problem
-from tp_styles.spec import ModuleInfo, StyleSpec
 from tp_styles.styles.base import ParallelStyle, PrepareInput, PrepareOutput
-from tp_styles.styles.colwise import ColwiseParallel
-from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.values.spec import ModuleInfo, StyleSpec
 
 
 class PairwiseParallel(ParallelStyle):

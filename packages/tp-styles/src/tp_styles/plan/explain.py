@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tp_styles.spec import Flow
-from tp_styles.split import Split
-from tp_styles.transfer import NoTransfer, Step
+from tp_styles.values.spec import Redistribution
+from tp_styles.values.split import Split
+from tp_styles.values.transfer import NoTransfer, Step
 
 if TYPE_CHECKING:
     from tp_styles.plan.planned import PlannedModule, TPPlan
@@ -71,7 +71,7 @@ def collectives(plan: TPPlan, ndim: int = ACTIVATION_DIMS) -> Iterator[Collectiv
                 yield Collective(module.name, name, "backward", Step("all_reduce"), elements=count)
 
 
-def _steps(flow: Flow, ndim: int) -> list[tuple[str, Step]]:
+def _steps(flow: Redistribution, ndim: int) -> list[tuple[str, Step]]:
     try:
         found = flow.transfer(ndim)
     except NoTransfer:
@@ -95,9 +95,7 @@ def plan_as_dict(plan: TPPlan) -> dict[str, Any]:
     return {
         "tp_size": plan.tp_size,
         "modules": [_module_as_dict(module) for module in plan.modules],
-        "left_alone": [
-            {"name": left.name, "shape": list(left.shape), "bytes": left.num_bytes} for left in plan.left_alone
-        ],
+        "unstyled": [{"name": left.name, "shape": list(left.shape), "bytes": left.num_bytes} for left in plan.unstyled],
         "problems": [vars(problem) for problem in plan.problems],
     }
 
@@ -122,7 +120,7 @@ def _module_as_dict(module: PlannedModule) -> dict[str, Any]:
             for name, parameter in spec.parameters
         ],
         "flows": [
-            {"where": where, "source": str(flow.source), "wanted": str(flow.wanted), "width": flow.width}
+            {"where": where, "source": str(flow.src), "wanted": str(flow.dst), "width": flow.width}
             for where, flow in spec.flows()
         ],
         "local_output": spec.local_output,
@@ -145,14 +143,19 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
             for found in collectives(plan)
             if found.module == module.name
         ]
-    if name is None and plan.left_alone:
-        total = sum(left.num_bytes for left in plan.left_alone)
-        lines.append(f"whole on every rank: {len(plan.left_alone)} parameters, {total:,} bytes")
-        lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.left_alone]
+    if name is None and plan.unstyled:
+        total = sum(left.num_bytes for left in plan.unstyled)
+        lines.append(f"whole on every rank: {len(plan.unstyled)} parameters, {total:,} bytes")
+        lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.unstyled]
     if plan.problems:
         lines.append(f"problems: {len(plan.problems)}")
         lines += [f"    {problem}" for problem in plan.problems]
     return "\n".join(lines)
+
+
+def comparable_lines(plan: TPPlan) -> list[str]:
+    """Return the text of a plan in lines that are equal on ranks with equal plans."""
+    return _ADDRESS.sub("", explain_plan(plan, None, None)).splitlines()
 
 
 def _parameter_lines(module: PlannedModule, tp_size: int) -> Iterator[str]:

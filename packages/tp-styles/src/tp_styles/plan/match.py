@@ -1,13 +1,13 @@
-"""Which module gets which style."""
+"""Matching of modules and styles by pattern."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from tp_styles._shared.patterns import Pattern, most_specific
 from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.plan.patterns import matches, specificity
-from tp_styles.problems import Problem
+from tp_styles.problems import PlanError, Problem
 
 
 @dataclass(frozen=True)
@@ -34,29 +34,34 @@ def match_plan(
     """
     problems = [_not_a_style(pattern, style) for pattern, style in plan.items() if not is_style(style)]
     names = list(names)
-    used: set[str] = set()
+    patterns: list[Pattern] = []
+    for text in plan:
+        try:
+            patterns.append(Pattern(text))
+        except PlanError as error:
+            problems += error.problems
+    used: set[Pattern] = set()
     found: list[Match] = []
     for name in names:
-        patterns = [pattern for pattern in plan if matches(pattern, name)]
-        used.update(patterns)
-        if not patterns:
+        matching = [pattern for pattern in patterns if pattern.matches(name)]
+        used.update(matching)
+        if not matching:
             continue
-        patterns.sort(key=specificity, reverse=True)
-        first, *others = patterns
-        rivals = [other for other in others if specificity(other) == specificity(first) and plan[other] != plan[first]]
+        first, *others = most_specific(matching)
+        rivals = [other for other in others if plan[other.text] != plan[first.text]]
         if rivals:
             problems.append(
                 Problem(
                     "ambiguous-pattern",
                     name,
-                    found=", ".join(repr(pattern) for pattern in (first, *rivals)),
-                    hint="equally specific patterns give it different styles; make one of them more specific",
+                    found=", ".join(repr(pattern.text) for pattern in (first, *rivals)),
+                    hint="no pattern is more specific than the others, and they give it different styles",
                 )
             )
-        if is_style(plan[first]):
-            found.append(Match(name, first, plan[first]))
+        if is_style(plan[first.text]):
+            found.append(Match(name, first.text, plan[first.text]))
     if strict:
-        problems += [_unmatched(pattern, names) for pattern in plan if pattern not in used]
+        problems += [_unmatched(pattern.text, names) for pattern in patterns if pattern not in used]
     return found, problems
 
 

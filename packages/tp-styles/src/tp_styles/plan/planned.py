@@ -15,7 +15,7 @@ from tp_styles.plan.explain import explain_plan, plan_as_dict
 from tp_styles.plan.match import match_plan
 from tp_styles.plan.style import Style, WithoutNestedTensors
 from tp_styles.problems import PlanError, Problem, StyleModuleError
-from tp_styles.spec import ModuleInfo, StyleSpec, describe
+from tp_styles.values.spec import ModuleInfo, StyleSpec, describe
 
 FORMAT = 1
 """Number of the JSON form that `to_json` writes."""
@@ -37,7 +37,7 @@ class PlannedModule:
 
 
 @dataclass(frozen=True)
-class LeftAlone:
+class UnstyledParameter:
     """A parameter that no style speaks of: it stays whole on every rank."""
 
     name: str
@@ -47,18 +47,18 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class TPPlan:
-    """What tensor parallelism over `tp_size` ranks does to a model.
+    """Tensor parallelism of a model over `tp_size` ranks.
 
     Attributes:
         tp_size: Number of ranks.
         modules: Modules that are touched, in the model's order.
-        left_alone: Parameters that stay whole.
+        unstyled: Parameters that stay whole.
         problems: What makes the plan impossible; `apply_plan` raises them all.
     """
 
     tp_size: int
     modules: tuple[PlannedModule, ...] = ()
-    left_alone: tuple[LeftAlone, ...] = ()
+    unstyled: tuple[UnstyledParameter, ...] = ()
     problems: tuple[Problem, ...] = field(default=())
 
     def explain(self, name: str | None = None, *, num_tokens: int | None = None) -> str:
@@ -108,6 +108,13 @@ def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int,
     Returns:
         The plan; look at its `.problems`.
     """
+    return plan_module(model, plan, tp_size, strict=strict, is_staged=False)
+
+
+def plan_module(
+    model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool, is_staged: bool
+) -> TPPlan:
+    """`plan_styles`, also for one of several calls, of which a later one may shard the other of two tied weights."""
     if isinstance(plan, TorchParallelStyle):
         plan = {"": plan}
     given: object = plan
@@ -136,9 +143,9 @@ def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int,
         if isinstance(modules.get(found.name.rpartition(".")[0]), nn.MultiheadAttention) and found.name:
             problems.append(_never_called(found))
     claims = _claims(ordered, problems)
-    problems += _tied_problems(model, claims, ordered)
+    problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
-        LeftAlone(name, tuple(parameter.shape), parameter.numel() * parameter.element_size())
+        UnstyledParameter(name, tuple(parameter.shape), parameter.numel() * parameter.element_size())
         for name, parameter in model.named_parameters()
         if name not in claims and not any(_is_below(name, f.name) for f in ordered if f.spec.compute == "foreign")
     ]
@@ -153,7 +160,7 @@ def explain(
     num_tokens: int | None = None,
     strict: bool = True,
 ) -> str:
-    """What a plan does to a model, as text: no process group, any device.
+    """Return a plan for a model as text: no process group, any device.
 
     Args:
         model: The model.
@@ -177,6 +184,9 @@ def _expanded(
         yield PlannedModule(info, pattern, style, StyleSpec(compute="foreign"))
         return
     spec = style.spec(info, tp_size)
+    if not style.takes_functions and (style._prepare_input is not None or style._prepare_output is not None):
+        hint = f"the style takes layouts; tp_styles.legacy.{type(style).__name__} takes prepare functions"
+        spec = spec.with_problems(Problem("prepare-functions", info.where(), found=repr(style), hint=hint))
     yield PlannedModule(info, pattern, style, spec)
     for child, below in spec.children:
         assert isinstance(below, TorchParallelStyle)
@@ -216,7 +226,7 @@ def _without_shared(
 
 
 def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem]:
-    """What a module has become already that speaks against splitting it."""
+    """List reasons in a module's state not to shard it."""
     if found.spec.compute in ("foreign", "none"):
         return
     if "forward" in vars(module) and found.spec.compute != "hooks":
@@ -274,7 +284,9 @@ def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, 
     return claims
 
 
-def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule]) -> list[Problem]:
+def _tied_problems(
+    model: nn.Module, claims: dict[str, PlannedModule], ordered: list[PlannedModule], is_staged: bool
+) -> list[Problem]:
     """Tied parameters have to be split in the same way everywhere, or they would come apart."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -294,8 +306,8 @@ def _tied_problems(model: nn.Module, claims: dict[str, PlannedModule], ordered: 
                 splits[name] = "foreign style"
             else:
                 splits[name] = "no style"
-        kinds = set(splits.values())
-        if kinds == {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
+        kinds = set(splits.values()) - ({"no style"} if is_staged else set())
+        if kinds <= {"no style"} or (len(kinds) == 1 and "foreign style" not in kinds):
             continue
         problems.append(
             Problem(

@@ -1,4 +1,4 @@
-"""What the planner and the runtime know of every style: a pure meaning, and functions around a module."""
+"""Base of every style: a pure meaning, and functions around a module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.spec import ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.split import Split
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
+from tp_styles.values.split import Split
 
 PrepareInput = Callable[..., Any]
 PrepareOutput = Callable[..., Any]
@@ -21,9 +21,10 @@ class Style(TorchParallelStyle):
 
     _prepare_input: PrepareInput | None = None
     _prepare_output: PrepareOutput | None = None
+    takes_functions = True
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
-        """What the style does to a module of a tensor-parallel group of `tp_size` ranks. Pure.
+        """Return the style's decision for a module over `tp_size` ranks. Pure.
 
         Args:
             info: The module.
@@ -41,7 +42,7 @@ class Style(TorchParallelStyle):
         return False
 
     def _arguments(self) -> dict[str, object]:
-        """What was passed to the constructor, for the repr and for comparing two styles."""
+        """Return the constructor's arguments, for the repr and for comparing two styles."""
         return {"_prepare_input": self._prepare_input, "_prepare_output": self._prepare_output}
 
     def __repr__(self) -> str:
@@ -56,7 +57,7 @@ class Style(TorchParallelStyle):
 
 
 class WithoutNestedTensors(Style):
-    """What `apply_plan` does to an `nn.TransformerEncoder` around parallel layers: it stays off nested tensors."""
+    """Style of an `nn.TransformerEncoder` around parallel layers: no nested tensors."""
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """One attribute."""

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from tp_styles.problems import Problem, StyleInputError
-from tp_styles.rng import tp_rng
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.linear import RowLinear
-from tp_styles.runtime.moves import Move
-from tp_styles.spec import Flow, StyleSpec
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.forwards import RowLinear
+from tp_styles.runtime.redistribute import Redistribute
+from tp_styles.runtime.rng import tp_rng
+from tp_styles.values.spec import Redistribution, StyleSpec
 
 
 class AttentionForward(RowLinear):
@@ -25,14 +25,16 @@ class AttentionForward(RowLinear):
     Shapes: B batch, L target length, S source length, H heads of this rank, D head size.
     """
 
-    def __init__(self, module: nn.Module, spec: StyleSpec, axis: Axis, name: str) -> None:
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
         super().__init__(module, spec, axis, name)
         attention = cast(nn.MultiheadAttention, module)
         self.all_heads, self.size = attention.num_heads, attention.head_dim
         self.heads = attention.num_heads // axis.size
-        self.average = Move(Flow(Partial(), Replicate()), axis, f"{name} -> weights", fresh=True)
-        self.gather = Move(Flow(Shard(-3), Replicate(), split=None), axis, f"{name} -> weights")
-        self.mask = Move(Flow(Replicate(), Replicate(), gradient=Partial()), axis, f"{name}(attn_mask)")
+        self.average = Redistribute(Redistribution(Partial(), Replicate()), axis, f"{name} -> weights", inplace_ok=True)
+        self.gather = Redistribute(Redistribution(Shard(-3), Replicate(), split=None), axis, f"{name} -> weights")
+        self.mask = Redistribute(
+            Redistribution(Replicate(), Replicate(), gradient=Partial()), axis, f"{name}(attn_mask)"
+        )
 
     def __call__(  # type: ignore[override]  # the arguments of nn.MultiheadAttention
         self,
@@ -87,7 +89,7 @@ class AttentionForward(RowLinear):
         attn_mask: torch.Tensor | None,
         key_padding_mask: torch.Tensor | None,
     ) -> None:
-        """What torch refuses and broadcasting would let through; inputs are [B, L or S, features]."""
+        """Refuse shapes that torch refuses and broadcasting would let through; inputs are [B, L or S, features]."""
         batch, length, source = query.shape[0], query.shape[1], key.shape[1]
         shapes: list[tuple[str, torch.Tensor | None, set[tuple[int, ...]]]] = [
             ("key", key, {(batch, source, key.shape[-1])}),

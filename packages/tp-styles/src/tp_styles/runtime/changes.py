@@ -1,4 +1,4 @@
-"""What was done to modules, so that it can be taken back."""
+"""Changes of modules, and their way back."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from tp_styles.runtime.retired import is_retired, retire
-from tp_styles.split import Split
+from tp_styles._shared.stale_parameters import is_stale, mark_stale
+from tp_styles.problems import Problem
+from tp_styles.values.split import Split
 
 
 @dataclass
 class ModuleChange:
-    """What was done to one module, so that it can be taken back.
+    """Changes of one module, and their way back.
 
     Attributes:
         module: The module.
@@ -57,7 +58,9 @@ def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
     for change in changes:
         path = names.get(change.module, "")
         for name, original in change.parameters.items():
-            if not is_retired(original):
-                retire(original, f"{path}.{name}" if path else name, found, hint)
+            if not is_stale(original):
+                fqn = f"{path}.{name}" if path else name
+                problem = Problem("parameter-replaced", fqn, found=found, hint=hint)
+                mark_stale(original, problem, change.module._parameters.get(name))
         change.replaced = tuple(change.parameters)
         change.parameters.clear()

@@ -9,29 +9,37 @@ from torch import nn
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.plan.style import Style
 from tp_styles.runtime.attention import AttentionForward
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.embedding import RowEmbedding
-from tp_styles.runtime.forward import Forward
-from tp_styles.runtime.hooks import KeepOffFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
-from tp_styles.runtime.linear import ColumnLinear, PickedColumnLinear, RowLinear
-from tp_styles.runtime.own import DividedInput, LatentKV, OwnForward, OwnRowEmbedding, OwnRowLinear
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.forwards import (
+    ColumnLinear,
+    ColumnLinearKVReplicated,
+    DividedInput,
+    Forward,
+    LatentKV,
+    ModuleForward,
+    ModuleRowEmbedding,
+    ModuleRowLinear,
+    RowEmbedding,
+    RowLinear,
+)
+from tp_styles.runtime.module_hooks import DisableFastPath, MoveInputs, MoveOutputs, PrepareInput, PrepareOutput
 
 FORWARDS: dict[str, type[Forward]] = {
     "column-linear": ColumnLinear,
-    "picked-column-linear": PickedColumnLinear,
+    "picked-column-linear": ColumnLinearKVReplicated,
     "row-linear": RowLinear,
     "row-embedding": RowEmbedding,
     "multihead-attention": AttentionForward,
-    "own": OwnForward,
-    "own-row-linear": OwnRowLinear,
-    "own-row-embedding": OwnRowEmbedding,
+    "module": ModuleForward,
+    "module-row-linear": ModuleRowLinear,
+    "module-row-embedding": ModuleRowEmbedding,
     "divided-input": DividedInput,
     "latent-kv": LatentKV,
 }
 """What a style's `compute` names, and what runs then."""
 
 
-def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[Callable[[], None]]:
+def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
     """Give the module its forward or its hooks.
 
     Args:
@@ -56,11 +64,11 @@ def install_module(found: PlannedModule, module: nn.Module, axis: Axis) -> list[
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
     vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
-    handle = module.register_forward_pre_hook(KeepOffFastPath())
+    handle = module.register_forward_pre_hook(DisableFastPath())
     return [handle.remove, lambda: vars(module).pop("forward", None) and None]
 
 
-def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: Axis) -> list[Callable[[], None]]:
+def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
     style = found.style
     assert isinstance(style, Style)
     removers: list[Callable[[], None]] = []

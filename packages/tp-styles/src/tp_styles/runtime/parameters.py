@@ -1,4 +1,4 @@
-"""Parameters that hold one rank's part, and how they are made, read and put together again."""
+"""Parameters that hold one rank's shard: made, read, checked and put together again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,158 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
+from tp_styles._shared.sharding_info import Section as ShardedSection
 from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of
-from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.axis import Axis
-from tp_styles.runtime.moves import summed_gradient
-from tp_styles.runtime.shard_parameter import ShardingInfo, ShardParameter
-from tp_styles.spec import ParameterSpec
-from tp_styles.split import Split
+from tp_styles.problems import PlanError, Problem, StyleInputError
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.redistribute import summed_gradient
+from tp_styles.values.spec import ParameterSpec, StyleSpec
+from tp_styles.values.split import Section, Split
+
+
+class ShardParameter(nn.Parameter):
+    """A plain local parameter that is one rank's part of a global one, and remembers of which.
+
+    Copies and pickles keep `_sharding_info`, which an ordinary parameter would lose.
+    """
+
+    _sharding_info: ShardingInfo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
+        if id(self) in memo:
+            found: ShardParameter = memo[id(self)]
+            return found
+        copied = ShardParameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        copied.__dict__.update(self.__dict__)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
+
+    def module_load(self, other: torch.Tensor, assign: bool = False) -> ShardParameter:
+        """Return the parameter that `load_state_dict` swaps in, if torch is set to swap."""
+        value = other.detach() if assign else self.detach().copy_(other.detach())
+        return _rebuild(value, self.requires_grad, dict(self.__dict__))
+
+    def _drawn(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
+        """This rank's part of what is drawn for the whole: the same numbers that the whole parameter would get.
+
+        Each rank's generator would otherwise draw the same numbers for another part, or others for the same.
+        """
+        info = self._sharding_info
+        mesh, split = info.mesh, split_of(info)
+        if self.is_meta or split.dim is None or any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())):
+            getattr(torch.Tensor, name)(self, *args, **kwargs)
+            return self
+        whole = getattr(self.new_empty(info.shape), name)(*args, **kwargs)
+        self.copy_(split.take(whole, mesh.get_local_rank(), mesh.size()))
+        return self
+
+    def uniform_(self, *args: Any, **kwargs: Any) -> ShardParameter:
+        """As of a tensor."""
+        return self._drawn("uniform_", *args, **kwargs)
+
+    def normal_(self, *args: Any, **kwargs: Any) -> ShardParameter:
+        """As of a tensor."""
+        return self._drawn("normal_", *args, **kwargs)
+
+    def bernoulli_(self, *args: Any, **kwargs: Any) -> ShardParameter:
+        """As of a tensor."""
+        return self._drawn("bernoulli_", *args, **kwargs)
+
+    def exponential_(self, *args: Any, **kwargs: Any) -> ShardParameter:
+        """As of a tensor."""
+        return self._drawn("exponential_", *args, **kwargs)
+
+    # Functions that go by the size or the values of the full parameter would compute something else from a shard.
+
+    def size(self, dim: int | None = None) -> Any:
+        """The local shape; of one dim the global size, as of a DTensor: `nn.init` takes its bounds from it."""
+        return self.shape if dim is None else self._sharding_info.shape[dim]
+
+    def ndimension(self) -> int:
+        """As of a tensor; refused for a shard, because `nn.init` goes on with the full matrix."""
+        self._refuse_partial("ndimension()")
+        return self.dim()
+
+    def __lt__(self, other: Any) -> Any:
+        self._refuse_partial("a comparison")
+        return torch.lt(self, other)
+
+    def __gt__(self, other: Any) -> Any:
+        self._refuse_partial("a comparison")
+        return torch.gt(self, other)
+
+    def _refuse_partial(self, found: str) -> None:
+        if self._sharding_info.mesh.size() > 1 and self._sharding_info.placements[0].is_shard():
+            hint = "initialise before the plan is applied; reset_parameters() of the module, normal_, uniform_, xavier_"
+            hint += " and kaiming_ draw for the full weight; load_state_dict() takes full tensors; else use .detach()"
+            raise PlanError(Problem("part-for-whole", found=f"{found} of one rank's shard of a parameter", hint=hint))
+
+
+def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
+    parameter = ShardParameter(data, requires_grad)
+    parameter.__dict__.update(attributes)
+    if (info := sharding_info_of(parameter)) is not None:  # a plain tuple after pickling
+        setattr(parameter, ATTRIBUTE, info)
+    return parameter
+
+
+def split_of(info: ShardingInfo) -> Split:
+    """The split that a `_sharding_info` over a 1-D mesh describes."""
+    dim = getattr(info.placements[0], "dim", None)
+    if dim is None:
+        return Split.replicated()
+    if info.sections:
+        return Split(dim, tuple(Section(*section) for section in info.sections))
+    return Split.along(dim, info.shape[dim])
+
+
+class ShardSizeCheck:
+    """Size check of each local parameter along the dim that is sharded.
+
+    A whole weight in place of a part (`module.weight = nn.Parameter(whole)`, `functional_call` with a whole state dict,
+    `weight.data = whole`) has shapes that fit each other from a column-wise to a row-wise layer: every rank would
+    compute everything, and the sum would be that many times too large.
+
+    Args:
+        spec: What the plan says of the module's parameters.
+        axis: Over which ranks.
+        name: The module's FQN, for errors.
+    """
+
+    def __init__(self, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        self.name = name
+        self.sizes = {
+            key: (
+                parameter.split.dim,
+                sum(stop - start for start, stop in parameter.split.ranges(axis.rank, axis.size)),
+            )
+            for key, parameter in spec.parameters
+            if parameter.split.dim is not None
+        }
+
+    def check(self, name: str, local: torch.Tensor | None) -> None:
+        """See that a local tensor has the size of this rank's part; one comparison.
+
+        Raises:
+            StyleInputError: It has another.
+        """
+        known = self.sizes.get(name)
+        if known is None or local is None or local.shape[known[0]] == known[1]:
+            return
+        raise StyleInputError(
+            Problem(
+                "not-the-part",
+                f"{self.name}.{name}".lstrip("."),
+                dim=known[0],
+                found=f"{local.shape[known[0]]} on this rank",
+                hint=f"this rank's part has {known[1]}: load_state_dict() cuts whole tensors; or hand over the part",
+            )
+        )
+
 
 Mode = Literal["dtensor", "local"]
 
@@ -24,7 +169,7 @@ Mode = Literal["dtensor", "local"]
 
 
 def make_parameter(
-    original: nn.Parameter, spec: ParameterSpec, axis: Axis, mode: Mode, src_data_rank: int | None
+    original: nn.Parameter, spec: ParameterSpec, axis: TPGroup, mode: Mode, src_data_rank: int | None
 ) -> nn.Parameter:
     """A parameter with this rank's part of `original`, which is left as it is.
 
@@ -41,7 +186,7 @@ def make_parameter(
     return wrap_local(local, original, spec.split, axis, mode)
 
 
-def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: Axis, mode: Mode) -> nn.Parameter:
+def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup, mode: Mode) -> nn.Parameter:
     """A parameter around this rank's part; shape, `requires_grad` and user attributes come from `original`."""
     shape, stride = original.shape, contiguous_stride(original.shape)
     placements = (split.placement(),)
@@ -58,11 +203,19 @@ def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: 
 
 
 def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> ShardingInfo:
-    """The house's description of a local parameter."""
-    info: ShardingInfo = (mesh, (split.placement(),), shape, contiguous_stride(shape))
-    if split.is_plain(mesh.size()):
-        return info
-    return (*info, tuple((section.size, section.unit, section.copies) for section in split.sections))
+    """Return what a local parameter is a shard of; sections only where placements do not say everything."""
+    sections = () if split.is_plain(mesh.size()) else split.sections
+    found = tuple(ShardedSection(section.size, section.unit, section.copies) for section in sections)
+    return ShardingInfo(mesh, (split.placement(),), shape, contiguous_stride(shape), found)
+
+
+def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
+    """True if a parameter is this rank's shard over a mesh, as the split has it."""
+    if isinstance(parameter, DTensor):
+        same = parameter.device_mesh == mesh and parameter.placements == (split.placement(),)
+        return same and split.is_plain(mesh.size())
+    info = sharding_info_of(parameter)
+    return info == sharding_info(split, mesh, info.shape) if info is not None else False
 
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
@@ -70,7 +223,7 @@ def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def agreed_values(value: torch.Tensor, axis: Axis, src_data_rank: int | None) -> torch.Tensor:
+def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None) -> torch.Tensor:
     """The values of the source rank on every rank; the tensor itself where there is nothing to agree on."""
     if src_data_rank is None or value.is_meta or axis.size == 1:
         return value
@@ -162,19 +315,19 @@ def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
     )
 
 
-def computing_parameter(module: nn.Module, name: str, axis: Axis, spec: ParameterSpec) -> torch.Tensor | None:
+def computing_parameter(module: nn.Module, name: str, axis: TPGroup, spec: ParameterSpec) -> torch.Tensor | None:
     """`local_parameter`, with its gradient summed over the ranks if that is asked for."""
     parameter = local_parameter(module, name)
     if parameter is None or not spec.sum_gradient:
         return parameter
     summed = summed_gradient(parameter, axis, spec.split)
-    return summed / axis.size if spec.in_sum else summed
+    return summed / axis.size if spec.divide_by_tp else summed
 
 
 # ---------------------------------------------------------------------------------------------- putting together
 
 
-def full_tensor(parameter: torch.Tensor, axis: Axis, split: Split) -> torch.Tensor:
+def full_tensor(parameter: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
     """The global value, on every rank, without gradient.
 
     Args:
@@ -192,7 +345,7 @@ def full_tensor(parameter: torch.Tensor, axis: Axis, split: Split) -> torch.Tens
     return split.join(gather_parts(local, axis, split))
 
 
-def gather_parts(local: torch.Tensor, axis: Axis, split: Split) -> list[torch.Tensor]:
+def gather_parts(local: torch.Tensor, axis: TPGroup, split: Split) -> list[torch.Tensor]:
     """Every rank's part, in rank order, on every rank."""
     assert split.dim is not None
     sizes = split.sizes(axis.size)

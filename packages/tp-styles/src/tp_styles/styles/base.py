@@ -14,7 +14,7 @@ __all__ = ["ParallelStyle", "PrepareInput", "PrepareOutput"]
 
 
 class ParallelStyle(Style):
-    """How a module is made tensor parallel.
+    """Base of styles: they make a module tensor parallel.
 
     Subclass it to write a style of your own, in one of three ways:
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Placement
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.spec import ModuleInfo
-from tp_styles.split import Section, Split
 from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.values.spec import ModuleInfo
+from tp_styles.values.split import Section, Split
 
 
 class FusedColwiseParallel(ColwiseParallel):

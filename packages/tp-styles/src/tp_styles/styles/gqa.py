@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tp_styles.problems import Problem
-from tp_styles.spec import ModuleInfo, StyleSpec
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.heads import Heads, divide_heads
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.values.spec import ModuleInfo, StyleSpec
 
 QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "n_local_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "n_local_kv_heads")

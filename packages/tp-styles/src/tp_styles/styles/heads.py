@@ -1,4 +1,4 @@
-"""How attention heads are divided, and what to say where they cannot be."""
+"""Division of attention heads over ranks, and the error if they do not divide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of layers column and row styles have a meaning for, and where their rows and columns are."""
+"""Layers that column-wise and row-wise styles take, with their rows and columns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import Placement
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.spec import Flow, ModuleInfo, ParameterSpec
-from tp_styles.split import Split
-from tp_styles.transfer import NoTransfer, Step
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, Redistribution
+from tp_styles.values.split import Split
+from tp_styles.values.transfer import NoTransfer, Step
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def linear_shape(info: ModuleInfo) -> LinearShape | None:
 
 
 def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
-    """What speaks against splitting this linear layer."""
+    """List reasons not to shard this linear layer."""
     problems = []
     weight = info.parameter("weight")
     expected = [0, 0]
@@ -68,7 +68,7 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
 
 
 def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
-    """What speaks against splitting this embedding."""
+    """List reasons not to shard this embedding."""
     problems = []
     if info.size("max_norm") is not None:
         problems.append(
@@ -122,30 +122,12 @@ def single(placement: Placement | tuple[Placement, ...] | None, default: Placeme
     return placement
 
 
-def refuse_mixed(style: str, first: Iterable[str], today: Iterable[str]) -> None:
-    """Refuse arguments of both eras in one call.
-
-    Raises:
-        StyleTypeError: There are arguments of both.
-    """
-    first, today = list(first), list(today)
-    if first and today:
-        raise StyleTypeError(
-            Problem(
-                "mixed-arguments",
-                style,
-                found=", ".join([*first, *today]),
-                hint="pass prepare functions, or layouts, not both: the functions decide the layouts",
-            )
-        )
-
-
 def specs(splits: Iterable[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec], ...]:
     """Parameter specs by name; parts that several ranks hold have their gradients summed."""
     return tuple((name, ParameterSpec(split, sum_gradient=_has_copies(split))) for name, split in splits)
 
 
-def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Flow]]) -> list[Problem]:
+def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> list[Problem]:
     """Flows that there is no way for.
 
     Dims are looked at in a tensor of `PROBE_DIMS` dims, so that `Shard(-1)` and a dim from the front are told apart.
@@ -165,7 +147,7 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Flow]]) -> list[P
                 Problem(
                     "sections-move",
                     info.where(name),
-                    found=f"{flow.source} to {flow.wanted} of a last dim {flow.split}",
+                    found=f"{flow.src} to {flow.dst} of a last dim {flow.split}",
                     hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",
                 )
             )

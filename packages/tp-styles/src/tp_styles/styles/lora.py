@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.spec import ModuleInfo, StyleSpec
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.values.spec import ModuleInfo, StyleSpec
 
 
 class LoRAParallel(ParallelStyle):

@@ -6,11 +6,11 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from tp_styles.problems import Problem
-from tp_styles.spec import Flow, ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.split import Section, Split
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.heads import divide_heads
 from tp_styles.styles.layers import flow_problems, single
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, Redistribution, StyleSpec
+from tp_styles.values.split import Section, Split
 
 INPUTS = ("query", "key", "value")
 
@@ -47,12 +47,12 @@ class MultiheadAttentionParallel(ParallelStyle):
         if problem is not None:
             problems.append(problem)
         outer = self.input_layouts[0]
-        enter = [Flow(outer, Replicate(), gradient=Partial(), width=width) for _ in INPUTS]
-        leave = Flow(Partial(), self.output_layouts[0], split=Split.along(0, width), width=width)
+        enter = [Redistribution(outer, Replicate(), gradient=Partial(), width=width) for _ in INPUTS]
+        leave = Redistribution(Partial(), self.output_layouts[0], split=Split.along(0, width), width=width)
         problems += flow_problems(info, [("input_layouts", enter[0]), ("output_layouts", leave)])
         return StyleSpec(
             compute="multihead-attention",
-            parameters=_parameters(info, width, width // count, sharded=not isinstance(leave.wanted, Replicate)),
+            parameters=_parameters(info, width, width // count, sharded=not isinstance(leave.dst, Replicate)),
             inputs=tuple(zip(INPUTS, enter, strict=True)),
             outputs=(leave, None),
             problems=tuple(problems),

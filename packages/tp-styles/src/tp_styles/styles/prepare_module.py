@@ -8,9 +8,9 @@ from typing import cast
 from torch.distributed.tensor import Placement
 
 from tp_styles.problems import Problem, StyleTypeError
-from tp_styles.spec import Flow, ModuleInfo, StyleSpec
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.layers import flow_problems
+from tp_styles.values.spec import ModuleInfo, Redistribution, StyleSpec
 
 Layouts = Placement | tuple[Placement | None, ...]
 
@@ -61,7 +61,7 @@ class PrepareModuleInput(ParallelStyle):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Inputs by name; see `ParallelStyle.spec`."""
-        inputs: list[tuple[str, Flow]] = []
+        inputs: list[tuple[str, Redistribution]] = []
         problems: list[Problem] = []
         names = info.arguments
         for index, source in enumerate(self.input_layouts or ()):
@@ -79,7 +79,7 @@ class PrepareModuleInput(ParallelStyle):
                 continue
             name = names[index] if index < len(names) else f"args[{index}]"
             wanted = cast("tuple[Placement | None, ...]", self.desired_input_layouts)[index]
-            inputs.append((name, Flow(source, source if wanted is None else wanted)))
+            inputs.append((name, Redistribution(source, source if wanted is None else wanted)))
         for name, source in self.input_kwarg_layouts.items():
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
                 problems.append(
@@ -92,7 +92,7 @@ class PrepareModuleInput(ParallelStyle):
                 )
             elif name in dict(inputs):
                 problems.append(Problem("argument-twice", info.where(name), hint="give it one layout"))
-            inputs.append((name, Flow(source, self.desired_input_kwarg_layouts[name])))
+            inputs.append((name, Redistribution(source, self.desired_input_kwarg_layouts[name])))
         if not inputs and not problems:
             problems.append(
                 Problem("nothing-to-do", info.where(), found=repr(self), hint="name a layout for at least one input")
@@ -144,7 +144,7 @@ class PrepareModuleOutput(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Outputs by position; see `ParallelStyle.spec`."""
         outputs = tuple(
-            None if source is None else Flow(source, source if wanted is None else wanted)
+            None if source is None else Redistribution(source, source if wanted is None else wanted)
             for source, wanted in zip(self.output_layouts, self.desired_output_layouts, strict=True)
         )
         problems = flow_problems(info, [(f"-> {i}", flow) for i, flow in enumerate(outputs) if flow is not None])

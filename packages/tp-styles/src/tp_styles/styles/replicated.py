@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tp_styles.spec import ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.split import Split
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
+from tp_styles.values.split import Split
 
 
 class NoParallel(ParallelStyle):
@@ -25,7 +25,7 @@ class NoParallel(ParallelStyle):
         """Nothing is split; see `ParallelStyle.spec`."""
         whole = ParameterSpec(Split.replicated(), sum_gradient=self.sum_gradient)
         return StyleSpec(
-            compute="own",
+            compute="module",
             parameters=tuple((parameter.name, whole) for parameter in info.parameters),
             shards_randomness=self.sum_gradient,
         )

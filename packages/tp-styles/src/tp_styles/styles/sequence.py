@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch.distributed.tensor import Shard
 
 from tp_styles.problems import Problem
-from tp_styles.spec import Flow, ModuleInfo, ParameterSpec, StyleSpec
-from tp_styles.split import Split
 from tp_styles.styles.base import ParallelStyle
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, Redistribution, StyleSpec
+from tp_styles.values.split import Split
 
 
 class SequenceParallel(ParallelStyle):
@@ -32,9 +32,9 @@ class SequenceParallel(ParallelStyle):
         if not info.arguments:
             problem = Problem("no-input", info.where(), found="a forward without arguments", hint="name another module")
             return StyleSpec(problems=(problem,))
-        flow = Flow(self.sequence_sharding[0], self.sequence_sharding[0])
+        flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])
         return StyleSpec(
-            compute="own",
+            compute="module",
             parameters=tuple(
                 (parameter.name, ParameterSpec(Split.replicated(), sum_gradient=True)) for parameter in info.parameters
             ),

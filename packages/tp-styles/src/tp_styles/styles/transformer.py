@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from tp_styles.problems import Problem
-from tp_styles.spec import ModuleInfo, StyleSpec
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.mha import MultiheadAttentionParallel
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
+from tp_styles.values.spec import ModuleInfo, StyleSpec
 
 
 class TransformerLayerParallel(ParallelStyle):

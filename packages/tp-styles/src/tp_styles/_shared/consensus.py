@@ -1,0 +1,182 @@
+"""Ranks compare what they are about to do: after one small exchange all of them go on, or all of them raise.
+
+A rank that raised on its own would leave its peers in their next collective until the group's timeout, with an error
+that names nothing. So a rank with an error still takes part in the exchange, and only then raises. The first message
+has the same length on every rank, whatever it is about: ranks in different calls then read each other's topic instead
+of misreading each other's bytes (gloo ends the process when lengths differ).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .problems import PlanError, Problem
+
+T = TypeVar("T")
+Where: TypeAlias = dist.ProcessGroup | DeviceMesh | None  # None: the default group
+
+HEADER_BYTES = 64
+
+
+def ranks_of(where: Where) -> list[int]:
+    """Return the global ranks of a group or mesh, in the order in which they are gathered."""
+    if isinstance(where, DeviceMesh):
+        ranks: list[int] = where.mesh.flatten().tolist()
+        return ranks
+    return dist.get_process_group_ranks(where)
+
+
+def all_gather_header(where: Where, payload: bytes, subject: str) -> list[bytes]:
+    """Gather a short message of every rank; a collective.
+
+    Args:
+        where: A group, or a mesh of any number of axes. A mesh is gathered one axis after the other, the last one
+            first, so that no group of all its ranks has to be made.
+        payload: At most 64 bytes; padded with zeros.
+        subject: The call, for the error if a peer died.
+
+    Returns:
+        The payloads of all ranks, in the order of `ranks_of`.
+
+    Raises:
+        RuntimeError: A peer died, or never made this call; names the call and this rank.
+    """
+    assert len(payload) <= HEADER_BYTES
+    rows = torch.tensor([list(payload.ljust(HEADER_BYTES, b"\0"))], dtype=torch.uint8)  # 1 x 64
+    for group in _groups(where):
+        mine = rows.to(_message_device(group))
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        _or_dead_peer(functools.partial(dist.all_gather, gathered, mine, group=group), subject)
+        rows = torch.cat(gathered).cpu()  # ranks so far x 64
+    return [bytes(row) for row in rows.tolist()]
+
+
+def all_gather_objects(where: Where, value: Any, subject: str) -> list[Any]:
+    """Gather a picklable object of every rank, in the order of `ranks_of`; a collective.
+
+    Raises:
+        RuntimeError: A peer died, or never made this call.
+    """
+    values = [value]
+    for group in _groups(where):
+        rows: list[Any] = [None] * dist.get_world_size(group)
+        _or_dead_peer(functools.partial(dist.all_gather_object, rows, values, group=group), subject)
+        values = [one for row in rows for one in row]
+    return values
+
+
+def capture_errors(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Run ``work``; return its value or its error, so that a failing rank still meets its peers."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def assert_consistent(
+    where: Where,
+    subject: str,
+    lines: Sequence[str] = (),
+    error: Exception | None = None,
+    *,
+    hint: str = "pass the same model, plan and arguments on every rank",
+) -> None:
+    """Return on every rank, or raise on every rank; a collective.
+
+    Ranks that agree exchange 64 bytes. Only when one failed, or lines differ, are the lines themselves gathered.
+
+    Args:
+        where: The ranks that have to agree; all of them call this.
+        subject: The call, for messages.
+        lines: Facts that have to be equal on every rank, one a line.
+        error: What keeps this rank from going on.
+        hint: What to do where lines differ.
+
+    Raises:
+        Exception: ``error``, on the rank that passed it, if it is no plain ``PlanError``.
+        PlanError: On every other rank: the problems of all ranks, or ``ranks-disagree`` with the lines that differ.
+        RuntimeError: A peer died.
+    """
+    digest = hashlib.sha256("\n".join((subject, *lines)).encode()).digest()
+    headers = all_gather_header(where, bytes([error is not None]) + digest, subject)
+    if len(set(headers)) == 1 and error is None:
+        return
+    ranks = ranks_of(where)
+    problems = () if error is None else problems_of(error)
+    states = all_gather_objects(where, (subject, tuple(lines), problems), subject)
+    failures = joined_problems({rank: state[2] for rank, state in zip(ranks, states, strict=True)})
+    if error is not None and type(error) is not PlanError:
+        raise error  # its own type and traceback; peers raise what it says
+    if failures:
+        raise PlanError(failures, f"{subject}: nothing was changed on any rank")
+    differences = differing_lines({rank: [state[0], *state[1]] for rank, state in zip(ranks, states, strict=True)})
+    problems = tuple(Problem("ranks-disagree", subject, found=text, hint=hint) for text in differences)
+    raise PlanError(problems, f"{subject}: the ranks disagree, nothing was changed")
+
+
+def problems_of(error: Exception) -> tuple[Problem, ...]:
+    """Return an error as problems that peers can raise."""
+    if isinstance(error, PlanError):
+        return error.problems
+    text = (str(error).splitlines() or [""])[0]
+    return (Problem("rank-failed", found=f"{type(error).__name__}: {text}", hint="see the traceback of that rank"),)
+
+
+def joined_problems(by_rank: dict[int, Sequence[Problem]]) -> list[Problem]:
+    """Return each problem once; those that not all ranks have name their ranks."""
+    holders: dict[Problem, list[int]] = {}
+    for rank, problems in by_rank.items():
+        for problem in dict.fromkeys(problems):
+            holders.setdefault(problem, []).append(rank)
+    return [
+        problem if len(ranks) == len(by_rank) else replace(problem, found=f"on {_ranks_text(ranks)}: {problem.found}")
+        for problem, ranks in holders.items()
+    ]
+
+
+def differing_lines(by_rank: dict[int, Sequence[str]], limit: int = 5) -> list[str]:
+    """Return the first lines that are not equal on all ranks, each with the ranks that hold it."""
+    length = max(map(len, by_rank.values()))
+    texts: list[str] = []
+    for at in range(length):
+        holders: dict[str, list[int]] = {}
+        for rank, lines in by_rank.items():
+            holders.setdefault(lines[at] if at < len(lines) else "nothing", []).append(rank)
+        if len(holders) > 1 and len(texts) < limit:
+            texts.append("; ".join(f"{_ranks_text(ranks)}: {line}" for line, ranks in holders.items()))
+    return texts
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _groups(where: Where) -> list[dist.ProcessGroup | None]:
+    if isinstance(where, DeviceMesh):
+        # The last axis first: rows then lie in row-major order of the mesh, as in `mesh.flatten()`.
+        return [where.get_group(axis) for axis in reversed(range(where.ndim))]
+    return [where]
+
+
+def _message_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the CPU where the group has a CPU backend, else its current GPU: CPU messages need no stream sync."""
+    devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
+    if "cpu" in devices or "cuda" not in devices:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _or_dead_peer(collective: Callable[[], object], subject: str) -> None:
+    try:
+        collective()
+    except RuntimeError as error:
+        found = f"{subject}: rank {dist.get_rank()} got no answer while ranks compared what they are about to do"
+        raise RuntimeError(f"{found}; another rank died, or made no such call. Nothing was changed.") from error

@@ -1,0 +1,114 @@
+"""ShardingInfo: what a plain local parameter is a shard of.
+
+A DTensor says this of itself. A local parameter carries it as ``parameter._sharding_info``, written by one package and
+read by others, which need not be installed together: so it is a tuple, and readers go through `sharding_info_of`.
+
+Vocabulary of a sharded dim that no single ``Shard`` placement describes:
+
+* a **section** is a run of rows that is sharded on its own (the q, k and v rows of one fused weight);
+* a **unit** is the number of rows that stay together (the rows of one head);
+* **copies** is the number of neighbouring ranks that hold the same shard (few key-value heads over many ranks).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+ATTRIBUTE = "_sharding_info"
+
+
+class Section(NamedTuple):
+    """One section of a fused dim.
+
+    Attributes:
+        size: Global length in rows.
+        unit: Rows that stay together; divides ``size``.
+        copies: Neighbouring ranks that hold the same shard.
+    """
+
+    size: int
+    unit: int = 1
+    copies: int = 1
+
+    def bounds(self, rank: int, num_ranks: int) -> tuple[int, int]:
+        """Return first row and end of a rank's shard, counted from the section's start, chunked as ``torch.chunk``."""
+        if num_ranks % self.copies:
+            raise ValueError(f"{self}: copies does not divide {num_ranks} ranks")
+        units, count = self.size // self.unit, num_ranks // self.copies
+        step = -(-units // count)
+        start = min(rank // self.copies * step, units)
+        return start * self.unit, min(start + step, units) * self.unit
+
+
+class ShardingInfo(NamedTuple):
+    """Mesh, placements, global shape and stride of the tensor that a local parameter is a shard of.
+
+    Attributes:
+        mesh: One placement for each of its axes.
+        placements: Torch's own ``Shard`` and ``Replicate``.
+        shape: Global shape.
+        stride: Global stride, in elements.
+        sections: Sections of the one sharded dim; empty where the placements say everything.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    sections: tuple[Section, ...] = ()
+
+    @property
+    def needs_sections(self) -> bool:
+        """Placements alone would misdescribe the shard: it has several sections, or copies."""
+        return len(self.sections) > 1 or any(section.copies > 1 or section.unit > 1 for section in self.sections)
+
+    def section_axis(self) -> tuple[int, int]:
+        """Return the mesh axis and the tensor dim that sections belong to.
+
+        Raises:
+            ValueError: Not exactly one axis shards.
+        """
+        sharding = [(axis, placement.dim) for axis, placement in enumerate(self.placements) if placement.is_shard()]  # type: ignore[attr-defined]  # a Shard has one
+        if len(sharding) != 1:
+            raise ValueError(f"sections describe the dim of one sharding axis, placements are {self.placements}")
+        axis, dim = sharding[0]
+        return axis, dim % len(self.shape)
+
+    def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Return global ``(start, stop)`` rows of each section for a rank along the sharding axis."""
+        axis, _ = self.section_axis()
+        size, offset, found = self.mesh.size(axis), 0, []
+        for section in self.sections:
+            start, stop = section.bounds(rank, size)
+            found.append((offset + start, offset + stop))
+            offset += section.size
+        return tuple(found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A plain tuple on the wire: whoever unpickles needs neither this package nor this version of it.
+        plain = (self.mesh, self.placements, self.shape, self.stride, tuple(tuple(each) for each in self.sections))
+        return tuple, (plain,)
+
+
+def sharding_info_of(tensor: torch.Tensor) -> ShardingInfo | None:
+    """Return what a local parameter says it is a shard of; None for a plain tensor or a DTensor.
+
+    Raises:
+        ValueError: The attribute has another form.
+    """
+    value = getattr(tensor, ATTRIBUTE, None)
+    if value is None or isinstance(value, ShardingInfo):
+        return value
+    try:
+        mesh, placements, shape, stride, *rest = value
+        sections = tuple(
+            Section(*each) if isinstance(each, tuple) else Section(int(each)) for each in (*rest, ())[0] or ()
+        )
+        return ShardingInfo(mesh, tuple(placements), torch.Size(shape), tuple(stride), sections)
+    except (TypeError, ValueError) as error:
+        form = "(device_mesh, placements, global_shape, global_stride[, sections])"
+        raise ValueError(f"{ATTRIBUTE} has to be {form}, got {value!r:.200}") from error

@@ -1,0 +1,126 @@
+"""Splits of parameters along one mesh axis, from a plan's layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tp_styles.problems import PlanError, Problem
+from tp_styles.values.split import Section, Split
+
+if TYPE_CHECKING:
+    from shard_spec import Layout, ShardingPlan
+
+
+@dataclass(frozen=True)
+class AxisCuts:
+    """Every parameter that the axis cuts.
+
+    Attributes:
+        axis: Name of the axis.
+        tp_size: Its size.
+        splits: FQN -> how the parameter is divided, under every name of a tied one; what is whole is not in it.
+    """
+
+    axis: str
+    tp_size: int
+    splits: dict[str, Split]
+
+    def agree(self, name: str, other: Split) -> bool:
+        """True if the plan divides the parameter into the same rows on every rank."""
+        own = self.splits.get(name)
+        if own is None or own.dim != other.dim or own.global_size != other.global_size:
+            return False
+        return all(_rows(own, rank, self.tp_size) == _rows(other, rank, self.tp_size) for rank in range(self.tp_size))
+
+
+def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
+    """Read a plan for one axis.
+
+    Raises:
+        PlanError: What styles have no meaning for: outputs, Sharders, other kinds of pieces; no such axis.
+    """
+    resolution = plan.resolve(module)
+    problems = _beside_layouts(plan, resolution)
+    layouts: dict[str, Layout] = {
+        name: resolution[name] for name, _ in module.named_parameters(remove_duplicate=False) if name in resolution
+    }
+    sizes = {layout.mesh.axis_size(axis) for layout in layouts.values() if axis in layout.mesh.axis_names}
+    if layouts and len(sizes) != 1:
+        found = f"sizes {sorted(sizes)}" if sizes else "no layout on a mesh with it"
+        problems.append(Problem("no-such-axis", axis=axis, found=found, hint="pass axis=, one that has one size"))
+    splits = {}
+    for name, layout in layouts.items():
+        split, problem = split_on_axis(name, layout, axis, module.get_parameter(name).shape)
+        problems += [problem] if problem is not None else []
+        if split is not None:
+            splits[name] = split
+    if problems:
+        raise PlanError(dict.fromkeys(problems), "the plan says what no style has a meaning for:")
+    return AxisCuts(axis, next(iter(sizes), 1), splits)
+
+
+def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
+    """Settings of a plan that are no layouts of parameters: none of them may be ignored."""
+    problems = [
+        Problem("output-plan", name, found=str(value), hint="say it with PrepareModuleOutput, or output_layouts=")
+        for name, value in (plan.output_plan or {}).items()
+    ]
+    problems += [
+        Problem("return-local-tensor", name, hint="styles give local tensors; leave it out")
+        for name in plan.return_local_tensor or ()
+    ]
+    return problems + [
+        Problem("sharder", name, found=type(sharder).__name__, hint="a Sharder is code; apply it with shard_spec")
+        for name, sharder in resolution.sharders.items()
+    ]
+
+
+def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) -> tuple[Split | None, Problem | None]:
+    """Return one parameter's split along the axis, None if it is replicated, or the reason that there is neither."""
+    if axis not in layout.mesh.axis_names:
+        return None, None
+    term = layout.terms[layout.mesh.axis_names.index(axis)]
+    if term.kind == "R":
+        return None, None
+    hint = "styles know Shard, BlockShard and InterleavedShard"
+    if term.dim is None:
+        return None, Problem("no-style", name, axis=axis, found=str(layout), hint=hint)
+    dim = term.dim % len(shape)
+    cutting = layout.sharded_axes
+    order = layout.order or tuple(cutting)
+    before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
+    if before:
+        found = f"{layout}: {before[0]} cuts dim {dim} before {axis}"
+        return None, Problem("axis-order", name, dim=dim, axis=axis, found=found, hint="let the axis cut first")
+    sections = _sections(term.kind, term.arg, shape[dim])
+    if sections is None:
+        return None, Problem("no-style", name, dim=dim, axis=axis, found=str(layout), hint=hint)
+    return Split(dim, sections), None
+
+
+def _sections(kind: str, arg: Any, size: int) -> tuple[Section, ...] | None:
+    if kind == "S":
+        return (Section(size),)
+    if kind == "B" and not arg[1] and size % arg[0] == 0:
+        return (Section(size, unit=arg[0]),)
+    if kind == "I":
+        if isinstance(arg, int):
+            return (Section(size // arg),) * arg if size % arg == 0 else None
+        return tuple(Section(length) for length in arg)
+    return None
+
+
+def _rows(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:
+    """Ranges without empty ones, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in split.ranges(rank, tp_size):
+        if start == stop:
+            continue
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined

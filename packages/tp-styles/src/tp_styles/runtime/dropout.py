@@ -1,0 +1,319 @@
+"""Random numbers between column-wise and row-wise layers, where ranks hold different shards.
+
+Dropout of attention weights or of hidden channels draws there, often in a function that no style stands on. A mask that
+is the same on every rank would drop the same places of every rank's heads or channels. Random operations are seen by
+running them: the first call with certain settings runs under a dispatch mode, which makes the generator the rank's own
+right before the first operation that draws. Later calls with these settings know the answer, so that switching
+generators costs nothing, and breaks no graph, where nothing is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+
+from tp_styles._torch_compat import TorchDispatchMode, is_compiling
+from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.rng import enter_region, leave_region
+
+RATES = "dropout_p", "dropout", "p"
+"""Arguments of operations that draw nothing where they are zero."""
+
+MAX_SETTINGS = 64
+"""A module whose numbers change with every call is taken to draw, from here on."""
+
+
+def is_random(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if a call of a torch operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name in RATES:
+            rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return rate is None or bool(rate)
+    return True
+
+
+class RandomOps:
+    """Random numbers of a stretch of a module's forward: the rank's own where ranks hold different shards.
+
+    `begin` and `end` stand around the module's forward, `enter` and `leave` around stretches between shards.
+
+    Args:
+        axis: Over which ranks.
+        modules: Modules whose forwards run in the stretch; their numbers and their training flags are the settings.
+    """
+
+    def __init__(self, axis: TPGroup, modules: Iterable[nn.Module]) -> None:
+        self.axis = axis
+        self.fields = [(module, tuple(_numbers(module))) for module in modules]
+        self.draws: bool | None = False
+        self.outside: torch.Tensor | None = None
+        self._calls: dict[Any, int] = {}
+        self._random: set[Any] = set()
+        self._observer: _Observer | None = None
+        self._settings: Any = None
+
+    def begin(self) -> None:
+        """The forward starts: decide from earlier calls, or observe this one."""
+        self.end()
+        settings = self._read_settings()
+        calls = self._calls.get(settings, 0)
+        if settings in self._random:
+            self.draws = True
+        elif is_compiling():
+            # Nothing can be observed in a graph; the check's eager run has been here before, unless it is off.
+            self.draws = calls == 0 and any(module.training for module, _ in self.fields)
+        elif calls & (calls - 1) == 0 and len(self._calls) < MAX_SETTINGS:
+            # Calls 1, 2, 4, 8 ...: a rate may also change where no setting shows it.
+            self.draws, self._settings = None, settings
+            self._observer = _Observer(self._switch)
+            self._observer.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        else:
+            self.draws = len(self._calls) >= MAX_SETTINGS and calls == 0
+            self._calls[settings] = calls + 1
+
+    def enter(self) -> None:
+        """From here on ranks hold different shards."""
+        if self._observer is not None:
+            self._observer.is_armed = self._observer.was_armed = True
+        elif self.draws:
+            self._switch()
+
+    def leave(self) -> None:
+        """From here on ranks compute alike again."""
+        if self._observer is not None:
+            self._observer.is_armed = False
+        if self.outside is not None:
+            leave_region(self.outside, torch.device(self.axis.mesh.device_type))
+            self.outside = None
+
+    def end(self) -> None:
+        """The forward has ended, also with an error."""
+        self.leave()
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+            if observer.was_armed:
+                self._calls[self._settings] = self._calls.get(self._settings, 0) + 1
+            if observer.has_drawn:
+                self._random.add(self._settings)
+
+    def _switch(self) -> None:
+        if self.outside is None:
+            self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
+
+    def _read_settings(self) -> Any:
+        found: list[Any] = []
+        for module, names in self.fields:
+            attributes = vars(module)
+            found.append(len(attributes))
+            found += [attributes.get(name) for name in names]
+        try:
+            hash(settings := tuple(found))
+        except TypeError:  # a number has become a list
+            return "unhashable"
+        return settings
+
+
+class _Observer(TorchDispatchMode):
+    """Calls a function before the first operation that draws, while armed."""
+
+    def __init__(self, before_first: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.before_first = before_first
+        self.is_armed = self.was_armed = self.has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result."""
+        if self.is_armed and is_random(func, args, kwargs or {}):
+            self.has_drawn = True
+            self.before_first()  # once more after the region was left and entered again
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(module: nn.Module) -> Iterable[str]:
+    return (name for name, value in vars(module).items() if isinstance(value, bool | int | float))
+
+
+MODULE_FORWARDS = {"module", "module-row-linear", "module-row-embedding", "multihead-attention", "foreign", "latent-kv"}
+"""What runs code that styles do not write themselves."""
+
+
+class Region:
+    """Hooks of one module: after its column-wise layers and before a row-wise one, the generator is the rank's own.
+
+    Only there: what draws before, on whole inputs, and after, on whole outputs, draws the same on every rank. Where
+    the module does not call all of its column-wise layers first, nothing is switched.
+
+    Args:
+        random: Switches the generator.
+        columns: Names of the column-wise layers.
+    """
+
+    def __init__(self, random: RandomOps, columns: tuple[str, ...]) -> None:
+        self.random = random
+        self.columns = frozenset(columns)
+        self.missing = set(columns)
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook of the module."""
+        self.random.begin()
+        self.missing = set(self.columns)
+
+    def called(self, name: str) -> None:
+        """A column-wise layer has given its output."""
+        if self.random.draws is not False:
+            self.missing.discard(name)
+            if not self.missing:
+                self.random.enter()
+
+    def leave(self) -> None:
+        """A row-wise layer is about to start."""
+        if self.random.draws is not False:
+            self.random.leave()
+
+    def close(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of the module, called after an error, too."""
+        if self.random.draws is not False:
+            self.random.end()
+
+
+class AfterColumns:
+    """Hook of a column-wise layer."""
+
+    def __init__(self, region: Region, name: str) -> None:
+        self.region = region
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """The layer has given its output."""
+        self.region.called(self.name)
+
+
+class BeforeRows:
+    """Pre-hook of a row-wise layer."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """The layer is about to start."""
+        self.region.leave()
+
+
+def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup) -> list[Callable[[], None]]:
+    """Hooks of all regions of a plan.
+
+    Args:
+        model: The model, parallel already.
+        plan: What was done to it.
+        axis: Over which ranks.
+
+    Returns:
+        Functions that take them back.
+    """
+    rows = [found.name for found in plan.modules if _is_row(found)]
+    homes = _homes(plan, rows)
+    styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
+    removers: list[Callable[[], None]] = []
+    for home, inside in homes.items():
+        ends = [row for row in rows if _is_below(row, home)]
+        apart = {*inside, *ends, *styled, *(other for other in homes if other != home and _is_below(other, home))}
+        modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
+        removers += _install(model, home, _groups(model, inside, ends), ends, modules, axis)
+    return removers
+
+
+def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in apart:
+        yield module
+        for child in module.children():
+            yield from _without(child, apart)
+
+
+def checked_modules(plan: TPPlan) -> list[str]:
+    """FQNs of the innermost modules around column-wise and row-wise layers, and of styled modules with forwards of
+    their own that no such module holds.
+    """
+    homes = list(_homes(plan, [found.name for found in plan.modules if _is_row(found)]))
+    alone = [
+        found.name
+        for found in plan.modules
+        if found.spec.compute in MODULE_FORWARDS
+        and not any(home == "" or _is_below(found.name, home) for home in homes)
+    ]
+    return [*homes, *alone]
+
+
+def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:
+    """The innermost module around column-wise and row-wise layers -> the column-wise ones."""
+    homes: dict[str, list[str]] = {}
+    for found in plan.modules:
+        home = _home(found.name, rows) if _is_column(found) else None
+        if home is not None:
+            homes.setdefault(home, []).append(found.name)
+    return homes
+
+
+def _install(
+    model: nn.Module, home: str, groups: list[list[str]], rows: list[str], modules: list[nn.Module], axis: TPGroup
+) -> list[Callable[[], None]]:
+    module, removers = model.get_submodule(home), []
+    for columns in groups:
+        region = Region(RandomOps(axis, modules), tuple(columns))
+        removers.append(module.register_forward_pre_hook(region.open).remove)
+        removers.append(module.register_forward_hook(region.close, always_call=True).remove)
+        for name in columns:
+            hook = AfterColumns(region, name)
+            removers.append(model.get_submodule(name).register_forward_hook(hook).remove)
+        for name in rows:
+            removers.append(model.get_submodule(name).register_forward_pre_hook(BeforeRows(region)).remove)
+    return removers
+
+
+def _is_column(found: PlannedModule) -> bool:
+    """Whole input, a shard out."""
+    spec = found.spec
+    leaves_shard = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].dst, Shard)
+    comes_whole = bool(spec.inputs) and not isinstance(spec.inputs[0][1].dst, Shard)
+    return leaves_shard and comes_whole and bool(spec.parameters)
+
+
+def _is_row(found: PlannedModule) -> bool:
+    """A shard in, a sum out."""
+    spec = found.spec
+    sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].src, Partial)
+    return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
+
+
+def _home(column: str, rows: list[str]) -> str | None:
+    """The innermost module around a column-wise layer that has a row-wise one, too."""
+    home = column
+    while home:
+        home = home.rpartition(".")[0]
+        if any(_is_below(row, home) for row in rows):
+            return home
+    return None
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return name != parent and (not parent or name.startswith(f"{parent}."))
+
+
+def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:
+    """Columns up to the next row, in the order of registration, where every group has both; else all together."""
+    order = [name for name, _ in model.named_modules(remove_duplicate=False) if name in (*columns, *rows)]
+    groups: list[list[str]] = [[]]
+    for name in order:
+        if name in columns:
+            groups[-1].append(name)
+        elif groups[-1]:
+            groups.append([])
+    complete = not groups[-1] and len(groups) - 1 == len(rows)
+    return groups[:-1] if complete else [list(columns)]

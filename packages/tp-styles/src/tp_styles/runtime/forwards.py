@@ -1,0 +1,452 @@
+"""Forwards of sharded modules: local compute between explicit collectives.
+
+Each class stands as the instance attribute `forward` of its module. They are picklable and copy with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.dropout import RandomOps
+from tp_styles.runtime.parameters import (
+    ShardParameter,
+    ShardSizeCheck,
+    computing_parameter,
+    local_parameter,
+    local_weight_and_bias,
+    refuse_computed,
+)
+from tp_styles.runtime.redistribute import Redistribute, as_dtensor
+from tp_styles.values.spec import Redistribution, StyleSpec, describe
+from tp_styles.values.transfer import normalized
+
+
+def move_inputs(
+    moves: dict[str, Any], names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Apply each move to its argument, wherever the caller put it; the others are kept."""
+    moved = list(args)
+    kwargs = dict(kwargs)
+    for name, move in moves.items():
+        index = names.index(name) if name in names else -1
+        if 0 <= index < len(moved):
+            moved[index] = _moved(move, moved[index], name)
+        elif name in kwargs:
+            kwargs[name] = _moved(move, kwargs[name], name)
+    return tuple(moved), kwargs
+
+
+def _moved(move: Callable[[torch.Tensor], torch.Tensor], value: Any, name: str) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        raise StyleInputError(
+            Problem("not-a-tensor", name, found=str(type(value)), hint="the style lays out a tensor here"),
+            f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(value)}!",
+        )
+    return move(value)
+
+
+def move_outputs(leaves: list[Any], output: Any, name: str, known: dict[int, int] | None = None) -> Any:
+    """Apply each output's move, keeping the structure: a bare tensor, a tuple, a list, a dict in its order."""
+    if isinstance(output, torch.Tensor):
+        _check_count(leaves, 1, name)
+        return output if leaves[0] is None else leaves[0](output, known)
+    if isinstance(output, dict):
+        _check_count(leaves, len(output), name)
+        values = [_leave(leave, value, known) for leave, value in zip(leaves, output.values(), strict=True)]
+        moved = dict(zip(output, values, strict=True))
+        return moved if type(output) is dict else type(output)(moved)
+    if isinstance(output, tuple | list):
+        _check_count(leaves, len(output), name)
+        values = [_leave(leave, value, known) for leave, value in zip(leaves, output, strict=True)]
+        if hasattr(output, "_fields"):
+            return type(output)(*values)
+        return type(output)(values)
+    raise StyleInputError(
+        Problem("not-a-tensor", f"{name} ->", found=str(type(output)), hint="an output has to be a tensor")
+    )
+
+
+def _leave(leave: Any, value: Any, known: dict[int, int] | None) -> Any:
+    return value if leave is None or value is None else leave(value, known)
+
+
+def _check_count(leaves: list[Any], count: int, name: str) -> None:
+    if len(leaves) != count:
+        raise StyleInputError(
+            Problem(
+                "output-count",
+                f"{name} ->",
+                found=f"{count} outputs",
+                hint=f"the style lays out {len(leaves)}; give None for an output to leave alone",
+            ),
+            "module outputs and output_layouts should have same length!",
+        )
+
+
+class Forward:
+    """Base of all: moves inputs, computes locally, moves outputs.
+
+    Args:
+        module: Whose forward it stands for.
+        spec: What to do.
+        axis: Over which ranks.
+        name: The module's FQN, for errors.
+    """
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        self.module = module
+        self.spec = spec
+        self.axis = axis
+        self.name = name
+        self.moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
+        self.sums = {key: parameter for key, parameter in spec.parameters if parameter.sum_gradient}
+        self.parts = ShardSizeCheck(spec, axis, name)
+        self.leaves: list[Output | None] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        raise AssertionError("subclasses compute")
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """A parameter to compute with."""
+        return self.parameter_of(self.module, name, name)
+
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The parameters of a linear layer to compute with."""
+        if self.sums:
+            weight, bias = self.parameter("weight"), self.parameter("bias")
+        else:
+            weight, bias = local_weight_and_bias(self.module)
+            self.parts.check("weight", weight)
+            if bias is not None:
+                self.parts.check("bias", bias)
+        assert weight is not None
+        return weight, bias
+
+    def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
+        """A parameter of a module below, under its name from here."""
+        found = self.sums.get(name)
+        if found is None:
+            parameter = local_parameter(owner, attribute)
+        else:
+            parameter = computing_parameter(owner, attribute, self.axis, found)
+        self.parts.check(name, parameter)
+        return parameter
+
+
+class Output:
+    """Brings one local output to the layout and form that was asked for."""
+
+    def __init__(self, flow: Redistribution, axis: TPGroup, name: str, *, local: bool, inplace_ok: bool) -> None:
+        self.flow = flow
+        self.axis = axis
+        self.name = name
+        self.local = local
+        self.move = Redistribute(flow, axis, name, inplace_ok=inplace_ok, uneven=not local)
+
+    def __call__(self, produced: torch.Tensor, known: dict[int, int] | None = None) -> torch.Tensor:
+        """The output; `known` has global sizes of dims that are shards, where the inputs have told them."""
+        return self.given(self.move(produced), produced.shape, known)
+
+    def given(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> torch.Tensor:
+        """The moved output in its form; `produced` is the local shape before the move."""
+        return moved if self.local else self.wrapped(moved, produced, known)
+
+    def wrapped(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> DTensor:
+        """A DTensor around the moved output; `produced` is the local shape before the move."""
+        source = normalized(self.flow.src, len(produced))
+        whole = list(produced)
+        if isinstance(source, Shard):
+            if source.dim == len(produced) - 1 and self.flow.width:
+                whole[source.dim] = self.flow.width
+            elif known and source.dim in known:
+                whole[source.dim] = known[source.dim]
+            else:
+                self.move.even(produced[source.dim], source.dim)
+                whole[source.dim] = produced[source.dim] * self.axis.size
+        return as_dtensor(moved, self.flow.dst, self.axis, torch.Size(whole))
+
+
+def only(spec: StyleSpec) -> Redistribution:
+    """The flow of the first output."""
+    flow, *_ = spec.outputs
+    assert flow is not None
+    return flow
+
+
+class ColumnLinear(Forward):
+    """`nn.Linear` of which this rank holds some output features."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        ((_, self.enter),) = self.moves.items()
+        self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
+        self.leaves = [self.leave]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map on this rank's features."""
+        weight, bias = self.weight_and_bias()
+        return self.leave(F.linear(self.enter(input), weight, bias))
+
+
+class ColumnLinearKVReplicated(ColumnLinear):
+    """`nn.Linear` that every rank holds whole, of which this rank computes some output features."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        split = only(spec).split
+        assert split is not None
+        ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map on this rank's features."""
+        weight, bias = self.weight_and_bias()
+        own = None if bias is None else bias[self.start : self.stop]
+        return self.leave(F.linear(self.enter(input), weight[self.start : self.stop], own))
+
+
+class RowLinear(Forward):
+    """`nn.Linear` of which this rank holds some input features: partial results are summed, then the bias is added."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.enter = next(iter(self.moves.values()))
+        self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=True)
+        self.leaves = [self.leave]
+        self.adds_whole = isinstance(self.leave.flow.dst, Replicate)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The linear map, summed over the ranks."""
+        weight, bias = self.weight_and_bias()
+        return self.finish(F.linear(self.enter(input), weight), bias)
+
+    def finish(self, produced: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The sum over the ranks, with the bias, in the layout that was asked for."""
+        moved = self.leave.move(produced)
+        if bias is not None:
+            # Under autocast the sum is of the lower type, and so is the output of `nn.Linear`.
+            bias = bias if bias.dtype == moved.dtype else bias.to(moved.dtype)
+            moved = moved + (bias if self.adds_whole else self._bias_part(bias, moved.dim()))
+        return self.leave.given(moved, produced.shape)
+
+    def _bias_part(self, bias: torch.Tensor, ndim: int) -> torch.Tensor:
+        wanted = normalized(self.leave.flow.dst, ndim)
+        if isinstance(wanted, Shard) and wanted.dim == ndim - 1:
+            assert self.leave.flow.split is not None
+            return self.axis.slice(bias, 0, self.leave.flow.split.sizes(self.axis.size))
+        if isinstance(wanted, Partial) and self.axis.rank != 0:
+            return bias * 0  # one rank adds it; the others stay in the graph, their gradients are summed
+        return bias
+
+
+class RowLookup:
+    """Lookups in an embedding of which this rank holds some rows: ids of other rows give zeros.
+
+    Args:
+        module: The embedding.
+        spec: What to do.
+        axis: Over which ranks.
+        name: The module's FQN, for errors.
+    """
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        split = dict(spec.parameters)["weight"].split
+        ((self.start, self.stop),) = split.ranges(axis.rank, axis.size)
+        self.num_rows = split.global_size
+        self.module = cast(nn.Embedding, module)
+        self.name = name
+
+    def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum that is the lookup."""
+        elsewhere = (ids < self.start) | (ids >= self.stop)
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_ids(ids)
+        if self.stop == self.start:  # no rows here: a zero that depends on the weight keeps the ranks' graphs alike
+            return weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
+        local = (ids - self.start).masked_fill(elsewhere, 0)
+        found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self._without_padding_gradient(found, ids)
+
+    def _without_padding_gradient(self, found: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        padding = self.module.padding_idx
+        if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
+            return found
+        return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        # On CPU, where it costs no synchronisation, as nn.Embedding does it; elsewhere such an id gives zeros.
+        if ids.numel() and not bool(((ids >= 0) & (ids < self.num_rows)).all()):
+            raise IndexError(f"{self.name}: an id is outside of 0..{self.num_rows - 1}")
+
+
+class RowEmbedding(Forward):
+    """`nn.Embedding` of which this rank holds some rows: lookups are summed."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        ((_, self.enter),) = self.moves.items()
+        self.leave = Output(only(spec), axis, f"{name} ->", local=spec.local_output, inplace_ok=True)
+        self.lookup = RowLookup(module, spec, axis, name)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The rows of the ids."""
+        weight = self.parameter("weight")
+        assert weight is not None
+        return self.leave(self.lookup(self.enter(input), weight))
+
+
+class ModuleForward(Forward):
+    """The module's own forward, on local parameters."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.names = describe(module).arguments
+        self.leaves = [
+            None if flow is None else Output(flow, axis, f"{name} ->", local=spec.local_output, inplace_ok=False)
+            for flow in spec.outputs
+        ]
+        self.places = [(*_owner(module, key), key) for key, _ in spec.parameters]
+        self.specs = dict(spec.parameters)
+        self.kind = type(module)
+        owners = {id(owner): owner for owner, _, _ in self.places}
+        self.kinds = [(owner, type(owner)) for owner in owners.values()]
+        self.random = RandomOps(axis, module.modules()) if spec.shards_randomness else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with its parameters replaced by local ones for as long as it runs."""
+        known = self._known_sizes(args, kwargs)
+        moved_args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
+        return self.finish(self.run_inside(moved_args, kwargs), known)
+
+    def _known_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
+        """Global sizes of dims that the module sees as shards, from inputs that are DTensors."""
+        known = {}
+        for name, move in self.moves.items():
+            index = self.names.index(name)
+            value = args[index] if index < len(args) else kwargs.get(name)
+            if isinstance(value, DTensor) and isinstance(wanted := normalized(move.flow.dst, value.dim()), Shard):
+                known[wanted.dim] = value.shape[wanted.dim]
+        return known
+
+    def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The class's own forward, on local parameters."""
+        kept: list[tuple[nn.Module, str, Any]] = []
+        views = [(owner, type(owner), kind) for owner, kind in self.kinds if type(owner) is not kind]
+        try:
+            for owner, _, kind in views:  # a subclass that shows local parameters as DTensors: not to this forward
+                object.__setattr__(owner, "__class__", kind)
+            for owner, attribute, key in self.places:
+                found = owner._parameters.get(attribute)
+                if found is None:
+                    refuse_computed(owner, attribute)
+                    continue
+                local = computing_parameter(owner, attribute, self.axis, self.specs[key])
+                self.parts.check(key, local)
+                if isinstance(local, ShardParameter):
+                    local = local.view_as(local)  # a plain tensor, whose `size()` is that of the shard
+                if local is not found:
+                    kept.append((owner, attribute, found))
+                    owner._parameters[attribute] = local  # type: ignore[assignment]  # a tensor for the time of the call
+            if self.random is not None:
+                self.random.begin()
+                self.random.enter()
+            return self.kind.forward(self.module, *args, **kwargs)
+        finally:
+            if self.random is not None:
+                self.random.end()
+            for owner, attribute, found in kept:
+                owner._parameters[attribute] = found
+            for owner, view, _ in views:
+                object.__setattr__(owner, "__class__", view)
+
+    def finish(self, output: Any, known: dict[int, int] | None = None) -> Any:
+        """Outputs in the layouts that were asked for, in the structure that they came in."""
+        if not self.leaves:
+            return output
+        return move_outputs(self.leaves, output, self.name, known)
+
+
+class ModuleRowEmbedding(ModuleForward):
+    """An embedding with a forward of its own, by rows: where it looks up its weight, it gets the whole lookup."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.lookup = RowLookup(module, spec, axis, name)
+        self.sum = Redistribute(Redistribution(Partial(), Replicate()), axis, f"{name} lookup", inplace_ok=True)
+
+    def run_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The class's own forward, with lookups that are summed over the ranks."""
+        with _Lookups(self):
+            return super().run_inside(args, kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    """Replaces `torch.nn.functional.embedding` on the module's own weight for the time of its forward."""
+
+    def __init__(self, owner: ModuleRowEmbedding) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.embedding and len(args) >= 2 and args[1] is self.owner.module._parameters["weight"]:
+            return self.owner.sum(self.owner.lookup(args[0], cast(torch.Tensor, args[1])))
+        return func(*args, **(kwargs or {}))
+
+
+class ModuleRowLinear(ModuleForward):
+    """A linear layer with a forward of its own, by input features: it runs without its bias, which is added after."""
+
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        super().__init__(module, spec, axis, name)
+        self.row = RowLinear(module, spec, axis, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The module's forward on this rank's features, summed, with the bias."""
+        args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
+        bias = self.module._parameters.get("bias")
+        try:
+            if bias is not None:
+                zeros = torch.zeros_like(bias.to_local() if isinstance(bias, DTensor) else bias)
+                self.module._parameters["bias"] = zeros  # type: ignore[assignment]  # for the time of the call
+            produced = self.run_inside(args, kwargs)
+        finally:
+            if bias is not None:
+                self.module._parameters["bias"] = bias
+        return self.row.finish(produced, self.row.parameter("bias"))
+
+
+class DividedInput(ModuleForward):
+    """The module's own forward on a part of its first input, for outputs that are summed over the ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The first input divided by the number of ranks."""
+        return self.run_inside((args[0] / self.axis.size, *args[1:]), kwargs)
+
+
+class LatentKV(ModuleForward):
+    """The module's own forward; the gradient of its last output features is summed over the ranks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output, unchanged."""
+        output = self.run_inside(args, kwargs)
+        width = only(self.spec).width
+        through, direct = output.split([output.shape[-1] - width, width], dim=-1)
+        leave = self.leaves[0]
+        assert leave is not None
+        return torch.cat([through, leave.move(direct)], dim=-1)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute

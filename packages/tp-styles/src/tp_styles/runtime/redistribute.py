@@ -1,0 +1,308 @@
+"""Changes of layout with gradients, on local tensors and on DTensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from tp_styles._torch_compat import is_compiling, is_transformed
+from tp_styles.problems import Problem, StyleInputError
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.values.spec import Redistribution
+from tp_styles.values.split import Section, Split
+from tp_styles.values.transfer import Step, Transfer, gradient_layout, normalized
+
+Sizes = tuple[int, ...]
+"""Size of every rank's shard along one dim."""
+
+
+class Redistribute:
+    """Carries out one flow: callable on the activation.
+
+    Args:
+        flow: What to do.
+        axis: Over which ranks.
+        name: What is moved, for errors.
+        inplace_ok: The tensor was made by the caller for this call alone and may be reduced in place.
+        uneven: Shards of a dim of unknown size may differ: the caller keeps the global size.
+    """
+
+    def __init__(
+        self, flow: Redistribution, axis: TPGroup, name: str = "", *, inplace_ok: bool = False, uneven: bool = False
+    ) -> None:
+        self.uneven = uneven
+        self.sections = None if flow.split is None or flow.split.is_single else flow.split
+        self.flow = flow
+        self.axis = axis
+        self.name = name
+        self.inplace_ok = inplace_ok
+        self.even = EvenShardsCheck(axis, name)
+        self._transfers: dict[int, Transfer] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The activation in the wanted layout, a local tensor. DTensors are moved from the layout they have."""
+        if isinstance(x, DTensor):
+            x = self.redistributed(x)
+            gradient = self.flow.gradient or gradient_layout(self.flow.dst)
+            return x.to_local(grad_placements=(normalized(gradient, x.dim()),))
+        found = self._transfers.get(x.dim())
+        if found is None:
+            found = self._transfers[x.dim()] = self.flow.transfer(x.dim())
+        if found.forward.op == "none" and (found.backward.op == "none" or not x.requires_grad):
+            return x
+        if (x.requires_grad and torch.is_grad_enabled()) or is_compiling() or is_transformed():
+            return _moved(x, found, self, inplace_ok=self.inplace_ok)
+        return self.run(found.forward, x, {}, in_place=self.inplace_ok)
+
+    def redistributed(self, x: DTensor) -> DTensor:
+        """A DTensor in the wanted layout, from whatever layout it has."""
+        if x.device_mesh != self.axis.mesh:
+            raise StyleInputError(
+                Problem(
+                    "foreign-mesh",
+                    self.name,
+                    found=f"a DTensor on {x.device_mesh}",
+                    hint=f"the module is on {self.axis.mesh}; redistribute over that mesh before the call",
+                )
+            )
+        wanted = (normalized(self.flow.dst, x.dim()),)
+        return x if x.placements == wanted else x.redistribute(placements=wanted)
+
+    # ------------------------------------------------------------------ the steps
+
+    def run(self, step: Step, x: torch.Tensor, sizes: dict[int, Sizes], *, in_place: bool = False) -> torch.Tensor:
+        """Carry out one step on a plain tensor, without autograd; a sum in the tensor's own memory, if it may be.
+
+        Args:
+            step: What to do.
+            x: The local tensor.
+            sizes: Dim -> every rank's shard size, as far as another step has found it; the step adds what it finds.
+                A backward step needs it: a local gradient does not show how long the other ranks' shards are.
+            in_place: The tensor's memory may be written to.
+        """
+        axis = self.axis
+        match step.op:
+            case "none":
+                return x
+            case "all_reduce":
+                return axis.all_reduce_(x) if in_place else axis.all_reduce(x)
+            case "all_gather":
+                assert step.dim is not None
+                found = self._shard_sizes(x, step.dim, sizes)
+                if self.sections is not None and self._feature_sizes(x, step.dim) is not None:
+                    return replace(self.sections, dim=step.dim).join(axis.gather_parts(x, step.dim, found))
+                return axis.all_gather(x, step.dim, found)
+            case "slice":
+                assert step.dim is not None
+                if self._feature_sizes(x, step.dim) is not None and self.sections is not None:
+                    return replace(self.sections, dim=step.dim).take(x, axis.rank, axis.size)
+                return axis.slice(x, step.dim, self._sizes_of_full(x, step.dim, sizes))
+            case "reduce_scatter":
+                assert step.dim is not None
+                return axis.reduce_scatter(x, step.dim, self._sizes_of_full(x, step.dim, sizes))
+            case "all_to_all":
+                assert step.dim is not None
+                assert step.source_dim is not None
+                source = self._shard_sizes(x, step.source_dim, sizes)
+                return axis.all_to_all(x, step.source_dim, step.dim, source, self._sizes_of_full(x, step.dim, sizes))
+
+    def _feature_sizes(self, x: torch.Tensor, dim: int) -> Sizes | None:
+        if dim != x.dim() - 1 or self.flow.split is None:
+            return None
+        return self.flow.split.sizes(self.axis.size)
+
+    def _shard_sizes(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
+        """Return the sizes of all ranks' shards of a dim of which this rank has one."""
+        sizes = self._feature_sizes(x, dim) or known.get(dim)
+        if sizes is None:
+            self.even(x.shape[dim], dim)
+            sizes = (x.shape[dim],) * self.axis.size
+        known[dim] = sizes
+        if x.shape[dim] != sizes[self.axis.rank]:
+            raise StyleInputError(
+                Problem(
+                    "wrong-shard-size",
+                    self.name,
+                    dim=dim,
+                    found=f"{x.shape[dim]} on rank {self.axis.rank}",
+                    hint=f"this rank's shard of a global size of {sum(sizes)} has {sizes[self.axis.rank]}",
+                )
+            )
+        return sizes
+
+    def _sizes_of_full(self, x: torch.Tensor, dim: int, known: dict[int, Sizes]) -> Sizes:
+        """Return the sizes of all ranks' shards of a dim that this rank has in full."""
+        sizes = self._feature_sizes(x, dim)
+        full = x.shape[dim]
+        assert sizes is None or self.sections is None, "plans refuse to cut sections across"
+        sizes = sizes or known.get(dim)
+        if sizes is None:
+            if full % self.axis.size and not self.uneven:
+                # Shards of a plain tensor carry no global size: whoever gathers them has to take them as even.
+                raise StyleInputError(
+                    Problem(
+                        "uneven-shards",
+                        self.name,
+                        dim=dim,
+                        found=f"size {full} over {self.axis.size} ranks",
+                        hint="pad it to a multiple of the tp size, or hand over a DTensor, which knows its global size",
+                    )
+                )
+            sizes = chunk_sizes(full, self.axis.size)
+        known[dim] = sizes
+        if sum(sizes) != full:
+            raise StyleInputError(
+                Problem("wrong-size", self.name, dim=dim, found=f"{full}", hint=f"the module takes {sum(sizes)}")
+            )
+        return sizes
+
+
+def _moved(
+    x: torch.Tensor, transfer: Transfer, move: Redistribute, *, inplace_ok: bool, known: dict[int, Sizes] | None = None
+) -> torch.Tensor:
+    moved: torch.Tensor = _Moved.apply(x, transfer, move, inplace_ok, known)  # type: ignore[no-untyped-call]  # torch's
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, transfer: Transfer, move: Redistribute, inplace_ok: bool, known: Any
+    ) -> torch.Tensor:
+        sizes: dict[int, Sizes] = dict(known or {})
+        ctx.transfer, ctx.move, ctx.sizes = transfer, move, sizes
+        if transfer.forward.op == "none":
+            return x.view_as(x)
+        moved = move.run(transfer.forward, x, sizes, in_place=inplace_ok)
+        if moved is x:
+            ctx.mark_dirty(x)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        if _is_differentiated_again():  # the two steps are each other's transpose
+            again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
+            return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
+        return ctx.move.run(ctx.transfer.backward, gradient, ctx.sizes), None, None, None, None
+
+
+def _is_differentiated_again() -> bool:
+    """True if this backward is recorded (`create_graph=True`): collectives in place would look like no operation."""
+    return torch.is_grad_enabled() and not is_compiling()
+
+
+def summed_gradient(parameter: torch.Tensor, axis: TPGroup, split: Split | None = None) -> torch.Tensor:
+    """The tensor itself; in backward the ranks' gradients of it are summed.
+
+    Args:
+        parameter: A local tensor.
+        axis: Over which ranks.
+        split: Of which global tensor it is a part, where several ranks hold the same part: those sum theirs.
+    """
+    if not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    whole = split is None or split.is_replicated
+    summed: torch.Tensor = _SummedGradient.apply(parameter, axis, None if whole else split)  # type: ignore[no-untyped-call]  # torch's Function
+    return summed
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
+        ctx.axis, ctx.split = axis, split
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if _is_differentiated_again():
+            again: torch.Tensor = _Sum.apply(gradient, ctx.axis, ctx.split)  # type: ignore[no-untyped-call]  # torch's
+            return again, None, None
+        return _sum(gradient, ctx.axis, ctx.split), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The transpose of `_SummedGradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
+        ctx.axis, ctx.split = axis, split
+        return _sum(x, axis, split)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if _is_differentiated_again():
+            gradient = _SummedGradient.apply(gradient, ctx.axis, ctx.split)  # type: ignore[no-untyped-call]  # torch's
+        return gradient, None, None
+
+
+def _sum(gradient: torch.Tensor, axis: TPGroup, split: Split | None) -> torch.Tensor:
+    return axis.all_reduce(gradient) if split is None else _sum_of_copies(gradient, axis, split)
+
+
+def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch.Tensor:
+    """Only sections with copies are communicated, in a buffer of their global size: few rows, and no new groups."""
+    assert split.dim is not None
+    dim = split.dim
+    pieces = list(torch.split(gradient, [stop - start for start, stop in split.ranges(axis.rank, axis.size)], dim=dim))
+    for index, section in enumerate(split.sections):
+        if section.copies == 1:
+            continue
+        start, stop = section.bounds(axis.rank, axis.size)
+        shape = list(gradient.shape)
+        shape[dim] = section.size
+        buffer = gradient.new_zeros(shape)
+        buffer.narrow(dim, start, stop - start).copy_(pieces[index])
+        pieces[index] = axis.all_reduce_(buffer).narrow(dim, start, stop - start)
+    return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
+
+
+def as_dtensor(local: torch.Tensor, placement: Placement, axis: TPGroup, shape: torch.Size) -> DTensor:
+    """A DTensor of global `shape` around a local tensor."""
+    stride = torch.empty(shape, device="meta").stride()
+    placements = (normalized(placement, local.dim()),)
+    return DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+class EvenShardsCheck:
+    """Shards of a plain tensor carry no global size and are taken as even: on the first call the ranks compare.
+
+    Args:
+        axis: Over which ranks.
+        name: What is checked, for the error.
+    """
+
+    def __init__(self, axis: TPGroup, name: str) -> None:
+        self.axis = axis
+        self.name = name
+        self.done = axis.size == 1
+
+    def __call__(self, size: int, dim: int) -> None:
+        """Compare `size` between the ranks, once.
+
+        Raises:
+            StyleInputError: They differ; on every rank.
+        """
+        if self.done or is_compiling():
+            return
+        sizes = self.axis.all_gather_objects(size, "the first call")
+        if len(set(sizes)) > 1:
+            raise StyleInputError(
+                Problem(
+                    "uneven-shards",
+                    self.name,
+                    dim=dim,
+                    found=f"sizes {sizes} on the ranks",
+                    hint="pad to a multiple of the tp size, or hand over a DTensor, which knows its global size",
+                )
+            )
+        self.done = True
+
+
+def chunk_sizes(size: int, tp_size: int) -> tuple[int, ...]:
+    """Return every rank's shard size of a dim of `size`, as `torch.chunk` has it."""
+    section = Section(size)
+    return tuple(stop - start for start, stop in (section.bounds(rank, tp_size) for rank in range(tp_size)))

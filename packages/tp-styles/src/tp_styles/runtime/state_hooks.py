@@ -1,0 +1,340 @@
+"""State dicts with global shapes, and local parameters that stay shards whoever moves, resets or replaces them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
+from tp_styles._torch_compat import tree_map
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.values.split import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_styles._torch_compat import is_compiling
+from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.parameters import ShardParameter, contiguous_stride
+
+
+class SectionedShard(torch.Tensor):
+    """One rank's sections of a global tensor: fused weights, few key-value heads over many ranks.
+
+    It shares memory with the parameter. `torch.distributed.checkpoint` saves and loads it without gathering, one chunk
+    for each section, to and from any layout; `full_tensor()` gathers. What is computed with it is a plain tensor.
+    """
+
+    _sharding_info: ShardingInfo
+
+    @classmethod
+    def of(cls, local: torch.Tensor, info: ShardingInfo) -> SectionedShard:
+        """A view of a local tensor with what it is a part of."""
+        part = local.detach().as_subclass(cls)
+        part._sharding_info = info
+        if (read := sharding_info_of(part)) is not None:  # a plain tuple after pickling
+            setattr(part, ATTRIBUTE, read)
+        return part
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Results are plain tensors: they are no longer the part that the info speaks of."""
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
+        return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, SectionedShard) else x, result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SectionedShard.of, (self.plain(), self._sharding_info)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SectionedShard:
+        return SectionedShard.of(self.plain().clone(), self._sharding_info)
+
+    def plain(self) -> torch.Tensor:
+        """The local tensor as a plain one; the same memory."""
+        return self.as_subclass(torch.Tensor)
+
+    @property
+    def division(self) -> Split:
+        """Split of the global tensor."""
+        return split_of(self._sharding_info)
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the global tensor."""
+        return self._sharding_info.shape
+
+    # As with a DTensor, its shape is the global one; `torch.distributed.checkpoint` compares it.
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # a plain attribute in torch's stubs
+        """The global shape."""
+        return self.global_shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or one of its sizes."""
+        return self.global_shape if dim is None else self.global_shape[dim]
+
+    def full_tensor(self) -> torch.Tensor:
+        """The global tensor, on every rank; every rank calls it."""
+        return full_tensor(self.plain(), TPGroup(self._sharding_info.mesh), self.division)
+
+    # ------------------------------------------------------------------ the protocol of torch.distributed.checkpoint
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """One item for each section."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.plain())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.global_shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the place of each section in the global tensor."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=view.shape) for offsets, view in self._sections()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The section at that place, as a view."""
+        for offsets, view in self._sections():
+            if torch.Size(offsets) == index.offset:
+                return view
+        raise ValueError(f"{index.fqn}: no section at {index.offset} on this rank")
+
+    def _sections(self) -> list[tuple[list[int], torch.Tensor]]:
+        mesh, split, local = self._sharding_info.mesh, self.division, self.plain()
+        assert split.dim is not None
+        found = []
+        at = 0
+        for start, stop in split.ranges(mesh.get_local_rank(), mesh.size()):
+            offsets = [0] * local.dim()
+            offsets[split.dim] = start
+            if stop > start:
+                found.append((offsets, local.narrow(split.dim, at, stop - start)))
+            at += stop - start
+        return found
+
+
+class _StandIn:
+    """Stands in a module's place of a method that does not know of local parameters.
+
+    Args:
+        module: The module.
+        names: Its local parameters.
+    """
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.module = module
+        self.names = names
+
+    def parts(self) -> dict[str, ShardParameter]:
+        """The local parameters that still know of what they are parts."""
+        found = {name: self.module._parameters.get(name) for name in self.names}
+        return {name: part for name, part in found.items() if isinstance(part, ShardParameter)}
+
+
+class PreserveShardingOnApply(_StandIn):
+    """Stands as a module's `_apply`: `to_empty()` and its like make new parameters, which know nothing."""
+
+    def __call__(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """The module's own `_apply`; new parameters remember what the old ones did."""
+        module = self.module
+        before = {name: (part, dict(vars(part))) for name, part in self.parts().items()}
+        type(module)._apply(module, fn, recurse)
+        for name, (old, known) in before.items():
+            new = module._parameters.get(name)
+            if new is old and type(new) is nn.Parameter:  # swapped: the same object, another inside
+                object.__setattr__(new, "__class__", ShardParameter)
+                vars(new).update(known)
+            elif new is not None and new is not old:
+                module._parameters[name] = _remembering(new, known)
+        return module
+
+
+class ResetFullParameters(_StandIn):
+    """Stands as a module's `reset_parameters`: it runs on whole parameters, and their parts are taken.
+
+    Bounds depend on the number of input features: on a part of the columns they would be too wide.
+    """
+
+    def __call__(self) -> None:
+        """The module's own `reset_parameters`, with the default generator alike on every rank."""
+        module: Any = self.module
+        kept = {name: part for name, part in self.parts().items() if not part.is_meta}
+        try:
+            for name, part in kept.items():
+                module._parameters[name] = nn.Parameter(part.detach().new_zeros(part._sharding_info.shape))
+            type(module).reset_parameters(module)
+            whole = {name: module._parameters[name].detach() for name in kept}
+        finally:
+            module._parameters.update(kept)
+        with torch.no_grad():
+            for name, part in kept.items():
+                mesh = part._sharding_info.mesh
+                part.copy_(split_of(part._sharding_info).take(whole[name], mesh.get_local_rank(), mesh.size()))
+
+
+def _remembering(new: torch.Tensor, known: dict[str, Any]) -> ShardParameter:
+    parameter = ShardParameter(new.detach(), new.requires_grad)
+    parameter.__dict__.update(known)
+    parameter.grad = new.grad
+    return parameter
+
+
+class CheckSharded:
+    """Pre-hook that is there for the first forward: local parameters are still parts of global ones.
+
+    Args:
+        names: Local parameters of the module.
+        name: The module's FQN.
+    """
+
+    def __init__(self, names: tuple[str, ...], name: str) -> None:
+        self.names = names
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Look, and take the hook away.
+
+        Raises:
+            PlanError: Somebody has put ordinary parameters in their place.
+        """
+        if is_compiling():
+            return
+        check_parts(module, self.names, self.name)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
+            del module._forward_pre_hooks[key]
+
+
+def check_parts(module: nn.Module, names: tuple[str, ...], prefix: str) -> None:
+    """See that parameters which were made local know what they are a part of.
+
+    Raises:
+        PlanError: Some do not: state dicts and norms would take a part for the whole.
+    """
+    lost = [name for name in names if _is_lost(module._parameters.get(name))]
+    if lost:
+        raise PlanError(
+            Problem(
+                "part-unknown",
+                f"{prefix}.{name}".lstrip("."),
+                found=f"{type(module._parameters[name]).__name__} in place of a local part",
+                hint="what replaced it (FSDP2 does) takes the part for the whole, in state dicts and norms: give it a"
+                ' DTensor, which params="dtensor" does for all but fused sections and copied key-value heads',
+            )
+            for name in lost
+        )
+
+
+def _is_lost(parameter: torch.Tensor | None) -> bool:
+    if not isinstance(parameter, nn.Parameter | DTensor):
+        return False  # none; or a tensor for the time of a functional call
+    return not hasattr(parameter, "_sharding_info")
+
+
+class GlobalOnSave:
+    """State-dict hook: local parameters leave as DTensors, or as `SectionedShard`s where a DTensor cannot say it.
+
+    Nothing is communicated and no memory copied.
+
+    Args:
+        names: The module's parameters that styles divide.
+        local: Those of them that are plain tensors.
+    """
+
+    def __init__(self, names: tuple[str, ...], local: tuple[str, ...]) -> None:
+        self.names = names
+        self.local = local
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replace this module's entries.
+
+        Raises:
+            PlanError: A local parameter was replaced by one that does not know what it is a part of.
+        """
+        check_parts(module, self.local, prefix.removesuffix("."))
+        for name in self.names:
+            parameter = module._parameters.get(name)
+            value = state.get(prefix + name)
+            if not isinstance(parameter, ShardParameter) or isinstance(value, nn.Parameter | DTensor):
+                continue  # `keep_vars=True` gets the parameters themselves
+            if isinstance(value, torch.Tensor):
+                state[prefix + name] = global_view(value, parameter)
+
+
+class LocalOnLoad:
+    """Load hook: takes DTensors of any layout, `SectionedShard`s and whole tensors."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace this module's entries by what stands in the module."""
+        for name in self.names:
+            parameter, value = module._parameters.get(name), state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor | ShardParameter):
+                state[prefix + name] = _as_parameter(value, parameter, prefix + name)
+
+
+def global_view(local: torch.Tensor, parameter: ShardParameter) -> torch.Tensor:
+    """The local tensor with what it is a part of."""
+    info = parameter._sharding_info
+    if info.sections:
+        return SectionedShard.of(local, info)
+    mesh, placements, shape, stride, _ = info
+    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> torch.Tensor:
+    if isinstance(parameter, DTensor):
+        mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+        if isinstance(value, DTensor) and value.device_mesh == mesh and value.shape == shape:
+            # `assign=True` would put another layout in the module, whose forward takes a part
+            return value if value.placements == placements else value.redistribute(placements=placements)
+        if isinstance(value, DTensor) and mesh.ndim > 1:
+            return value  # FSDP2's, on a mesh of two dims: torch's own loading compares
+        local = _cut(value, ShardingInfo(mesh, placements, shape, parameter.stride()), key)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
+        )
+    assert isinstance(parameter, ShardParameter)
+    if isinstance(value, ShardParameter):
+        return value
+    loaded = ShardParameter(_cut(value, parameter._sharding_info, key), parameter.requires_grad)
+    loaded.__dict__.update(parameter.__dict__)
+    return loaded
+
+
+def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
+    """This rank's part of an entry; communicates only if it lies otherwise."""
+    mesh, placements, shape = info.mesh, info.placements, info.shape
+    if isinstance(value, SectionedShard):
+        if value._sharding_info == info:
+            return value.plain()
+        value = value.full_tensor()
+    if isinstance(value, DTensor):
+        if not info.sections and value.device_mesh == mesh and value.shape == shape:
+            return value.redistribute(placements=placements).to_local()
+        value = value.full_tensor()
+    if value.shape != shape:
+        raise PlanError(
+            Problem(
+                "state-shape",
+                key,
+                found=f"shape {tuple(value.shape)}",
+                hint=f"the whole tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() gave",
+            )
+        )
+    return split_of(info).take(value, mesh.get_local_rank(), mesh.size())

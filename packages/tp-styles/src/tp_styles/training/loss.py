@@ -1,0 +1,270 @@
+"""Cross entropy over a vocabulary that is sharded over the ranks, without gathering the logits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tp_styles.check import IN_ORIGINAL
+from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.values.split import chunk_bounds
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    num_classes: int | None = None,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` on logits whose last dim, the classes, is sharded over the ranks.
+
+    Communicates one maximum and one sum for each token, forward; nothing backward.
+
+    Args:
+        logits: `[..., local classes]`: this rank's shard, as a column-wise head gives it; or a DTensor sharded on its
+            last dim.
+        target: `[...]`: class of each token, the same on every rank.
+        mesh: 1-D mesh of the shards; a DTensor brings its own.
+        num_classes: Global number of classes. It may be left out for a DTensor and for even shards.
+        weight: `[num_classes]`: weight of each class, the same on every rank.
+        ignore_index: Target that counts for nothing.
+        label_smoothing: As in torch.
+        reduction: As in torch.
+
+    Returns:
+        The loss, the same on every rank: a scalar, or `[...]` without reduction.
+
+    Raises:
+        PlanError: No mesh, shards of another size than the classes say, or a target of another shape.
+        IndexError: On CPU, a target outside of the classes.
+    """
+    if not torch.compiler.is_compiling() and IN_ORIGINAL.get() and not isinstance(logits, DTensor):
+        found = F.cross_entropy(
+            logits.flatten(0, -2),
+            target.flatten(),
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+        return found.view(target.shape) if reduction == "none" else found
+    if isinstance(logits, DTensor):
+        mesh, num_classes, logits = _from_dtensor(logits, mesh, num_classes)
+    if mesh is None:
+        raise PlanError(Problem("no-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
+    if mesh.ndim != 1:
+        raise PlanError(Problem("mesh-not-1d", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
+    if reduction not in ("mean", "sum", "none"):
+        raise PlanError(Problem("reduction", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
+    axis = TPGroup(mesh)
+    target = target.long()
+    classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
+    start, stop = chunk_bounds(classes, axis.rank, axis.size)
+    _check(logits, target, stop - start, classes, weight, ignore_index, label_smoothing)
+    even = num_classes is None
+
+    counted = target != ignore_index
+    safe = target.masked_fill(~counted, 0)
+    by_class = None if weight is None else weight[start:stop].to(torch.promote_types(logits.dtype, torch.float32))
+    spread = label_smoothing > 0
+    normalizer, chosen, smooth = _Terms.apply(logits, safe, start, axis, by_class, spread, even)  # type: ignore[no-untyped-call]  # torch's
+    per_target = counted.to(normalizer.dtype) if weight is None else weight.to(normalizer.dtype)[safe] * counted
+    loss = per_target * (normalizer - chosen)
+    if spread:
+        total = float(classes) if weight is None else weight.to(normalizer.dtype).sum()
+        smoothed = (total * normalizer - smooth) * counted
+        loss = (1 - label_smoothing) * loss + label_smoothing / classes * smoothed
+    loss = loss.masked_fill(~counted, 0)  # whatever their logits were, nan and infinity too
+    if reduction == "mean":
+        loss = _mean(loss, per_target.sum())
+    elif reduction == "sum":
+        loss = loss.sum()
+    exact = torch.is_autocast_enabled(logits.device.type)  # autocast has torch's loss in float32, too
+    result: torch.Tensor = loss if exact else loss.to(logits.dtype)
+    return result
+
+
+def _mean(loss: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return torch's mean: nan if nothing counts, with zero gradients."""
+    none = total == 0
+    return (loss.sum() / total.masked_fill(none, 1)).masked_fill(none, float("nan"))
+
+
+def _from_dtensor(
+    logits: DTensor, mesh: DeviceMesh | None, num_classes: int | None
+) -> tuple[DeviceMesh, int, torch.Tensor]:
+    last = logits.dim() - 1
+    if tuple(logits.placements) != (Shard(last),):
+        raise PlanError(
+            Problem(
+                "logits-layout",
+                "logits",
+                found=str(logits.placements),
+                hint="they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])",
+            )
+        )
+    for name, given, known in (
+        ("mesh", mesh, logits.device_mesh),
+        ("num_classes", num_classes, logits.shape[-1]),
+    ):
+        if given is not None and given != known:
+            raise PlanError(
+                Problem("logits-say", name, found=str(given), hint=f"the DTensor's is {known}: leave it out")
+            )
+    return logits.device_mesh, logits.shape[-1], logits.to_local()
+
+
+def _check(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    local: int,
+    classes: int,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+) -> None:
+    problems = []
+    if not 0 <= label_smoothing <= 1:
+        problems.append(
+            Problem("label-smoothing", "label_smoothing", found=str(label_smoothing), hint="it is between 0 and 1")
+        )
+    if logits.shape[-1] != local:
+        problems.append(
+            Problem(
+                "logits-shard",
+                "logits",
+                dim=logits.dim() - 1,
+                found=f"{logits.shape[-1]} classes on this rank",
+                hint=f"of {classes} it holds {local}; pass num_classes= if the shards are uneven",
+            )
+        )
+    if logits.shape[:-1] != target.shape:
+        problems.append(
+            Problem(
+                "target-shape",
+                "target",
+                found=str(tuple(target.shape)),
+                hint=f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits",
+            )
+        )
+    if weight is not None and weight.shape != (classes,):
+        problems.append(
+            Problem("weight-shape", "weight", found=str(tuple(weight.shape)), hint=f"all {classes} on every rank")
+        )
+    if problems:
+        raise PlanError(problems)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
+        if bool(wrong.any()):
+            raise IndexError(f"target: a class is outside of 0..{classes - 1}")
+
+
+class _Terms(torch.autograd.Function):
+    """Of each token: log of the sum of exponentials, logit of the target, weighted sum of the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        start: int,
+        axis: TPGroup,
+        by_class: torch.Tensor | None,
+        spread: bool,
+        even: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One maximum and one sum over the ranks."""
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        highest = _highest(exact, axis, even)
+        shifted = exact - highest.unsqueeze(-1)
+        here, local = _local_targets(target, start, logits.shape[-1])
+        exponentials = shifted.exp()
+        terms = [exponentials.sum(-1)]
+        picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
+        terms.append(picked.masked_fill(~here, 0))  # a class that is masked with -inf is not the target
+        if spread:
+            terms.append((shifted if by_class is None else shifted * by_class).sum(-1))
+        summed = axis.all_reduce_(torch.stack(terms)) if axis.size > 1 else torch.stack(terms)
+        normalizer = summed[0].log()
+        ctx.save_for_backward(exponentials / summed[0].unsqueeze(-1), here, local, by_class, normalizer)
+        ctx.spread, ctx.dtype = spread, logits.dtype
+        # All three are relative to the highest logit, which cancels in every combination that the loss makes of them.
+        smooth = summed[2] if spread else summed[0]
+        return normalizer, summed[1], smooth
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Each rank's own part; nothing is communicated."""
+        by_normalizer, by_chosen, by_smooth = gradients
+        softmax, here, local, by_class, normalizer = ctx.saved_tensors
+        result = softmax * by_normalizer.unsqueeze(-1)
+        if result.shape[-1]:
+            result.scatter_add_(-1, local.unsqueeze(-1), (by_chosen * here).unsqueeze(-1))
+        if ctx.spread:
+            spread = by_smooth.unsqueeze(-1)
+            result += spread if by_class is None else spread * by_class
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            result = _Last.apply(result, normalizer)  # type: ignore[no-untyped-call]  # torch's Function
+        return result.to(ctx.dtype), None, None, None, None, None, None
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that goes no further: the softmax that it was made of is no constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """The gradient; `source` is something in the graph that it came from."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """There is none."""
+        raise PlanError(
+            Problem(
+                "second-derivative",
+                "vocab_parallel_cross_entropy",
+                found="a gradient of its gradient",
+                hint="gather the logits and use torch's cross_entropy where create_graph=True is needed",
+            )
+        )
+
+
+def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
+    """The highest logit of each token over all ranks."""
+    lowest = torch.finfo(logits.dtype).min
+    highest = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], lowest)
+    if axis.size == 1:
+        return highest
+    check = even and logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    if check:  # nobody said how many classes there are: the ranks' shards have to be alike
+        count = logits.new_tensor([logits.shape[-1], -logits.shape[-1]])
+        flat = torch.cat([highest.reshape(-1), count])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=axis.group)
+        most, least = flat[-2].item(), -flat[-1].item()
+        if most != least:
+            raise PlanError(
+                Problem(
+                    "uneven-classes",
+                    "num_classes",
+                    found=f"shards of {int(least)} to {int(most)} classes",
+                    hint="pass num_classes=, the global number",
+                )
+            )
+        return flat[:-2].view(highest.shape)
+    return axis.all_reduce_max_(highest.contiguous())
+
+
+def _local_targets(target: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    here = (target >= start) & (target < start + count)
+    return here, (target - start).masked_fill(~here, 0)

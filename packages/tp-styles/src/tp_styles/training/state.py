@@ -1,0 +1,63 @@
+"""The state dict of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tp_styles._shared.consensus import assert_consistent
+from tp_styles.runtime.parameters import ShardParameter
+from tp_styles.runtime.state_hooks import SectionedShard
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict that the unsharded model would have, on every rank; every rank calls it.
+
+    Args:
+        model: A model with parallel modules.
+
+    Returns:
+        Plain tensors under unchanged names.
+
+    Raises:
+        PlanError: A rank has no state dict, or one of other entries; on every rank.
+    """
+    state: dict[str, Any] = {}
+    fault = None
+    try:
+        state = model.state_dict()
+    except Exception as error:
+        fault = error
+    divided = [
+        f"{name}: {list(v.shape)} {v.dtype}" for name, v in state.items() if isinstance(v, DTensor | SectionedShard)
+    ]
+    for mesh in _meshes(model):
+        try:
+            assert_consistent(mesh, "full_state_dict", divided, fault, hint="every rank needs the same parameters")
+        except Exception as error:  # ranks of the other meshes have to raise, too
+            fault = error
+    if fault is not None:
+        raise fault
+    return {name: whole(value) for name, value in state.items()}
+
+
+def _meshes(model: nn.Module) -> list[DeviceMesh]:
+    """Over which the model's parameters are divided, in their order."""
+    found: dict[DeviceMesh, None] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            found[parameter.device_mesh] = None
+        elif isinstance(parameter, ShardParameter):
+            found[parameter._sharding_info.mesh] = None
+    return list(found)
+
+
+def whole(value: Any) -> Any:
+    """The global tensor of a state-dict entry; other entries as they are."""
+    if isinstance(value, DTensor | SectionedShard):
+        return value.full_tensor()
+    return value

@@ -1,0 +1,183 @@
+"""A style's meaning for one module, as values: no process group, no device, no tensor data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor.placement_types import Placement
+
+from tp_styles.problems import Problem
+from tp_styles.values.split import Split
+from tp_styles.values.transfer import Transfer, normalized, transfer
+
+# ---------------------------------------------------------------------------------------------- what a module is
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter of a module: its name below the module and what it looks like before anything is split."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """All that a style may know about a module.
+
+    Attributes:
+        name: FQN below the model's root, `""` for the root.
+        kind: The module's class.
+        parameters: Direct and nested parameters, dotted names.
+        arguments: Names of `forward`'s positional arguments, in order.
+        keyword_only: Names of its keyword-only arguments.
+        open_positional: It takes `*args`.
+        open_keyword: It takes `**kwargs`.
+        sizes: Integer, boolean and None attributes (`in_features`, `num_heads`, `max_norm` ...), sorted by name.
+        children: Dotted name and class of every module below it.
+    """
+
+    name: str
+    kind: type[nn.Module]
+    parameters: tuple[ParameterInfo, ...]
+    arguments: tuple[str, ...] = ()
+    keyword_only: tuple[str, ...] = ()
+    open_positional: bool = False
+    open_keyword: bool = False
+    sizes: tuple[tuple[str, int | float | None], ...] = ()
+    children: tuple[tuple[str, type[nn.Module]], ...] = ()
+
+    def parameter(self, name: str) -> ParameterInfo | None:
+        """The parameter of that name, None where there is none."""
+        return next((found for found in self.parameters if found.name == name), None)
+
+    def size(self, name: str) -> int | float | None:
+        """The attribute of that name, None where there is none."""
+        return dict(self.sizes).get(name)
+
+    def where(self, name: str = "") -> str:
+        """FQN of something below the module, for problems."""
+        return ".".join(part for part in (self.name, name) if part)
+
+
+def describe(module: nn.Module, name: str = "") -> ModuleInfo:
+    """The values of a module that styles decide on.
+
+    Args:
+        module: Any module, on any device, the meta device too.
+        name: Its FQN.
+    """
+    parameters = tuple(
+        ParameterInfo(fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for fqn, parameter in module.named_parameters(remove_duplicate=False)
+    )
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if not key.startswith("_") and (value is None or isinstance(value, int | float))
+    }
+    children = tuple((fqn, type(child)) for fqn, child in module.named_modules(remove_duplicate=False) if fqn)
+    kinds = {key: value.kind for key, value in inspect.signature(module.forward).parameters.items()}
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return ModuleInfo(
+        name,
+        type(module),
+        parameters,
+        arguments=tuple(key for key, kind in kinds.items() if kind in by_position),
+        keyword_only=tuple(key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY),
+        open_positional=inspect.Parameter.VAR_POSITIONAL in kinds.values(),
+        open_keyword=inspect.Parameter.VAR_KEYWORD in kinds.values(),
+        sizes=tuple(sorted(plain.items())),
+        children=children,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what a style decides
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """One activation that crosses a module's boundary.
+
+    Attributes:
+        src: Layout that it has.
+        dst: Layout that it gets.
+        gradient: Layout of the gradient that comes back on the wanted side, None for the usual one.
+        split: How the last dim is split wherever it is a shard; None where it is not known, then shards are even.
+        width: Global size of the last dim, 0 where it is not known.
+    """
+
+    src: Placement
+    dst: Placement
+    gradient: Placement | None = None
+    split: Split | None = None
+    width: int = 0
+
+    def transfer(self, ndim: int) -> Transfer:
+        """The steps for a tensor of `ndim` dims."""
+        gradient = None if self.gradient is None else normalized(self.gradient, ndim)
+        return transfer(normalized(self.src, ndim), normalized(self.dst, ndim), gradient)
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """Split of one parameter, and the sum of its gradient.
+
+    Attributes:
+        split: Which part lies where.
+        sum_gradient: Each rank computes only its part of a replicated parameter's gradient, and the parts are summed.
+        divide_by_tp: Every rank adds it to what is summed over the ranks afterwards: each adds an equal share.
+    """
+
+    split: Split
+    sum_gradient: bool = False
+    divide_by_tp: bool = False
+
+
+@dataclass(frozen=True)
+class StyleSpec:
+    """A style's decision for one module.
+
+    Attributes:
+        compute: Name of what runs in place of the module's forward (see `runtime.install`); `"hooks"` runs the
+            module's own forward between hooks, `"foreign"` hands the module to the style's own `_apply`.
+        parameters: Parameter name below the module -> its spec; others are left alone.
+        inputs: Argument name -> its flow.
+        num_positional: How many positional inputs a call may have; None for any number.
+        outputs: One flow for each output, None for one that is left alone.
+        local_output: Outputs are plain tensors; otherwise DTensors.
+        local_input: Inputs are plain tensors inside; otherwise DTensors.
+        attributes: Attributes of the module that become local (the number of heads).
+        shards_randomness: Ranks hold different parts: dropout inside draws other numbers on each.
+        children: Styles that this one puts on modules below, by dotted name.
+        problems: What makes it impossible.
+    """
+
+    compute: str = "hooks"
+    parameters: tuple[tuple[str, ParameterSpec], ...] = ()
+    inputs: tuple[tuple[str, Redistribution], ...] = ()
+    num_positional: int | None = None
+    outputs: tuple[Redistribution | None, ...] = ()
+    local_output: bool = True
+    local_input: bool = True
+    attributes: tuple[tuple[str, object], ...] = ()
+    shards_randomness: bool = False
+    children: tuple[tuple[str, object], ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    def flows(self) -> Iterator[tuple[str, Redistribution]]:
+        """All flows with a name: the argument's, or `-> i` for output i."""
+        yield from self.inputs
+        for index, flow in enumerate(self.outputs):
+            if flow is not None:
+                yield ("->" if len(self.outputs) == 1 else f"-> {index}"), flow
+
+    def with_problems(self, *problems: Problem) -> StyleSpec:
+        """The same with more problems."""
+        return replace(self, problems=(*self.problems, *problems))

@@ -1,0 +1,197 @@
+"""Shards of a parameter on the tensor-parallel axis: index arithmetic, no communication.
+
+One `Split` serves sharding, state dicts, undo and `explain`. Vocabulary:
+
+* a **section** is a run of rows that is divided over the ranks on its own (the q, k and v rows of one fused weight);
+* a **unit** is the number of rows that may not be cut (the rows of one head);
+* **copies** says how many neighbouring ranks hold the same part (few key-value heads over many ranks);
+* a **part** is what one rank holds of one section. Parts follow `torch.chunk`, as DTensor's `Shard` does: as many units
+  as fit evenly, rounded up, to the first ranks; the last ones may hold less, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def chunk_bounds(size: int, index: int, count: int) -> tuple[int, int]:
+    """First row and end of chunk `index` of `count`, as `torch.chunk` has them; the last ones may be empty."""
+    step = -(-size // count)
+    start = min(index * step, size)
+    return start, min(start + step, size)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of `size` rows, cut between units of `unit` rows, each part held by `copies` neighbouring ranks."""
+
+    size: int
+    unit: int = 1
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or self.unit < 1 or self.copies < 1 or self.size % self.unit:
+            raise ValueError(f"{self}: size must be a multiple of unit, and unit and copies at least 1")
+
+    @property
+    def num_units(self) -> int:
+        """Number of units in the section."""
+        return self.size // self.unit
+
+    def bounds(self, rank: int, tp_size: int) -> tuple[int, int]:
+        """First row and end of `rank`'s part, counted from the section's start."""
+        if tp_size % self.copies:
+            raise ValueError(f"{self}: copies={self.copies} does not divide tp_size={tp_size}")
+        start, stop = chunk_bounds(self.num_units, rank // self.copies, tp_size // self.copies)
+        return start * self.unit, stop * self.unit
+
+    def is_even(self, tp_size: int) -> bool:
+        """True if every rank's part has the same size."""
+        return tp_size % self.copies == 0 and self.num_units % (tp_size // self.copies) == 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split of one dim of a parameter over the ranks; `dim=None` means replicated.
+
+    Args:
+        dim: Tensor dim, not negative, or None for a replicated parameter.
+        sections: The sections of that dim, in order.
+    """
+
+    dim: int | None = None
+    sections: tuple[Section, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if (self.dim is None) != (len(self.sections) == 0):
+            raise ValueError(f"{self}: a split has a dim and sections, a replicated parameter neither")
+        if self.dim is not None and self.dim < 0:
+            raise ValueError(f"{self}: the dim must not be negative")
+
+    @classmethod
+    def replicated(cls) -> Split:
+        """Every rank holds all of it."""
+        return cls()
+
+    @classmethod
+    def along(cls, dim: int, size: int, *, unit: int = 1, copies: int = 1) -> Split:
+        """One section of `size` rows along `dim`."""
+        return cls(dim, (Section(size, unit, copies),))
+
+    @classmethod
+    def fused(cls, dim: int, sizes: Sequence[int], *, unit: int = 1) -> Split:
+        """Several sections along `dim`, each divided on its own."""
+        return cls(dim, tuple(Section(size, unit) for size in sizes))
+
+    # what it is
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if every rank holds all of it."""
+        return self.dim is None
+
+    @property
+    def global_size(self) -> int:
+        """Rows of all sections together."""
+        return sum(section.size for section in self.sections)
+
+    @property
+    def is_single(self) -> bool:
+        """True if one rank after the other holds the next rows: at most one section, and no copies."""
+        return len(self.sections) <= 1 and all(section.copies == 1 for section in self.sections)
+
+    def is_even(self, tp_size: int) -> bool:
+        """True if every rank's part of every section has the same size."""
+        return all(section.is_even(tp_size) for section in self.sections)
+
+    def is_plain(self, tp_size: int) -> bool:
+        """True if DTensor's `Shard(dim)` or `Replicate()` says exactly the same; a fused weight's never does."""
+        if self.is_replicated:
+            return True
+        if not self.is_single:
+            return False
+        (section,) = self.sections
+        return section.unit == 1 or section.is_even(tp_size)
+
+    def placement(self) -> Placement:
+        """The placement nearest to it: exact where `is_plain`, else only the dim is right."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return Replicate() if self.dim is None else Shard(self.dim)
+
+    def num_copies(self) -> int:
+        """Number of ranks that hold each shard (of the first section; sections with different copies exist)."""
+        return 1 if self.is_replicated else self.sections[0].copies
+
+    # where its rows are
+
+    def ranges(self, rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:
+        """Global `(start, stop)` of `rank`'s part of each section, in order."""
+        found = []
+        offset = 0
+        for section in self.sections:
+            start, stop = section.bounds(rank, tp_size)
+            found.append((offset + start, offset + stop))
+            offset += section.size
+        return tuple(found)
+
+    def local_size(self, rank: int, tp_size: int) -> int:
+        """Rows that `rank` holds."""
+        return sum(stop - start for start, stop in self.ranges(rank, tp_size))
+
+    def sizes(self, tp_size: int) -> tuple[int, ...]:
+        """Rows that each rank holds."""
+        return tuple(self.local_size(rank, tp_size) for rank in range(tp_size))
+
+    def local_shape(self, shape: Sequence[int], rank: int, tp_size: int) -> torch.Size:
+        """Shape of `rank`'s part of a tensor of global `shape`."""
+        local = list(shape)
+        if self.dim is not None:
+            local[self.dim] = self.local_size(rank, tp_size)
+        return torch.Size(local)
+
+    # acting on tensors, without communication
+
+    def take(self, full: torch.Tensor, rank: int, tp_size: int) -> torch.Tensor:
+        """`rank`'s part of a full tensor, as a contiguous tensor of its own."""
+        if self.dim is None:
+            return full.clone(memory_format=torch.contiguous_format)
+        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges(rank, tp_size)]
+        if len(pieces) == 1:
+            return pieces[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(pieces, dim=self.dim)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The full tensor from every rank's part, in rank order."""
+        if self.dim is None:
+            return parts[0].clone()
+        tp_size = len(parts)
+        shape = list(parts[0].shape)
+        shape[self.dim] = self.global_size
+        full = parts[0].new_empty(shape)
+        for rank, part in enumerate(parts):
+            offset = 0
+            for start, stop in self.ranges(rank, tp_size):
+                length = stop - start
+                full.narrow(self.dim, start, length).copy_(part.narrow(self.dim, offset, length))
+                offset += length
+        return full
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return "replicated"
+        text = f"dim {self.dim}"
+        if len(self.sections) > 1:
+            text += " in sections " + "+".join(str(section.size) for section in self.sections)
+        if any(section.unit > 1 for section in self.sections):
+            text += " by " + "/".join(str(section.unit) for section in self.sections)
+        if any(section.copies > 1 for section in self.sections):
+            text += ", copies " + "/".join(str(section.copies) for section in self.sections)
+        return text
