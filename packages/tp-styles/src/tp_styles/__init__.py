@@ -9,6 +9,7 @@ from tp_styles._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from tp_styles.apply import apply_plan as apply_plan
+    from tp_styles.from_plan.carry_out import apply_sharding_plan as apply_sharding_plan
     from tp_styles.from_plan.convert import from_sharding_plan as from_sharding_plan
     from tp_styles.handle import TPHandle as TPHandle
     from tp_styles.hf.auto import auto_plan as auto_plan
@@ -86,6 +87,7 @@ __all__ = [
     "TPPlan",
     "Problem",
     "PlanError",
+    "apply_sharding_plan",
     "from_sharding_plan",
     "from_hf_tp_plan",
     "auto_plan",
@@ -147,6 +149,7 @@ __getattr__, __dir__ = lazy_exports(
             "Problem",
             "PlanError",
         ),
+        "from_plan.carry_out": ("apply_sharding_plan",),
         "from_plan.convert": ("from_sharding_plan",),
         "hf.plan": ("from_hf_tp_plan",),
         "hf.auto": ("auto_plan",),

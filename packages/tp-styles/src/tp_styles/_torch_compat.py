@@ -138,3 +138,10 @@ def gradient_like(local: torch.Tensor, spec: Any) -> DTensor:
 def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all tensors in place, by few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def replicate(module: Any, mesh: Any) -> None:
+    """Average the gradients of a module over a 1-D mesh, in place; parameters may be DTensors on another axis."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+
+    torch_replicate(module, mesh=mesh)

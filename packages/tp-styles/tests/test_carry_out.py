@@ -1,0 +1,122 @@
+"""A plan of each kind that planners hand out, carried out by one call: five steps equal those of one process."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranktest import Ranks
+from shard_spec import FullyShardPlanner, MegatronPlanner, MeshSpec, ShardingPlan, compose
+from torch import nn
+from torch.distributed.tensor import DTensor
+from tp_styles import PlanError, apply_sharding_plan
+
+STEPS = 5
+
+
+class Block(nn.Module):
+    """A feed-forward block of odd sizes beside a norm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 36), nn.Linear(36, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    """Token ids in, logits out; the table is tied to the head, or not."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(15, 10)
+        self.blocks = nn.ModuleList(Block(10) for _ in range(2))
+        self.head = nn.Linear(10, 15, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def model(*, tied: bool = False) -> Net:
+    torch.manual_seed(0)
+    return Net(tied=tied).double()
+
+
+def megatron(mesh: MeshSpec) -> Any:
+    return MegatronPlanner(mesh)
+
+
+def fsdp(mesh: MeshSpec) -> Any:
+    return FullyShardPlanner(mesh, "fsdp")
+
+
+CASES: dict[str, tuple[dict[str, int], Callable[[MeshSpec], Any]]] = {
+    "data parallel": ({"dp": 4}, lambda mesh: megatron(MeshSpec({"dp": 4, "tp": 1}))),
+    "fully sharded": ({"fsdp": 4}, fsdp),
+    "hybrid sharded": ({"dp": 2, "fsdp": 2}, fsdp),
+    "tensor parallel": ({"tp": 4}, megatron),
+    "data and tensor parallel": ({"dp": 2, "tp": 2}, megatron),
+    "fully sharded and tensor parallel": ({"fsdp": 2, "tp": 2}, lambda mesh: compose(megatron(mesh), fsdp(mesh))),
+}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_five_steps_equal_those_of_one_process(ranks: Ranks, case: str, tied: bool) -> None:
+    axes, planner = CASES[case]
+    net, reference = model(tied=tied), model(tied=tied)
+    plan = ShardingPlan({}, mesh=axes) if case == "data parallel" else planner(MeshSpec(axes)).build_plan(net)
+    mesh = ranks.mesh(tuple(axes.values()), tuple(axes))
+    data = [axis for axis in axes if axis != "tp"]
+    count, mine = 1, 0
+    for axis in data:
+        count, mine = count * axes[axis], mine * axes[axis] + mesh.get_local_rank(axis)
+    assert apply_sharding_plan(net, mesh, plan) is net
+    sharded = sum(isinstance(p, DTensor) and p.to_local().numel() < p.numel() for p in net.parameters())
+    assert (sharded > 0) == (case != "data parallel")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.2, momentum=0.9, foreach=False) for each in (net, reference)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(0, 15, (2 * count, 3), generator=generator)
+        for each, optimizer, rows in zip((net, reference), optimizers, (ids.chunk(count)[mine], ids), strict=True):
+            optimizer.zero_grad()
+            logits = each(rows)
+            nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+            optimizer.step()
+    compared = 0
+    for (name, got), expected in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(full(got), expected, rtol=1e-9, atol=1e-11), name
+        compared += expected.numel()
+    assert compared == sum(p.numel() for p in model(tied=tied).parameters())
+
+
+@pytest.mark.ranks(4)
+def test_what_has_no_counterpart_is_refused_before_anything_changes(ranks: Ranks) -> None:
+    net, before = model(), model().state_dict()
+    two = {"blocks.0.up.weight": "tp:S(0)", "blocks.1.up.weight": "ep:S(0)"}
+    refused: dict[str, tuple[dict[str, int], dict[str, str], str]] = {
+        "kept whole": ({"fsdp": 2, "tp": 2}, {"blocks.*.up.weight": "fsdp:S(0)"}, "not-executable"),
+        "two model axes": ({"ep": 2, "tp": 2}, two, "not-executable"),
+        "other axes": ({"tp": 4}, {"blocks.*.up.weight": "tp:S(0)"}, "mesh-mismatch"),
+        "norm": ({"tp": 4}, {"blocks.*.norm.weight": "tp:S(0)"}, ""),
+    }
+    for name, (axes, rules, code) in refused.items():
+        mesh = ranks.mesh((4,), ("x",)) if name == "other axes" else ranks.mesh(tuple(axes.values()), tuple(axes))
+        with pytest.raises(PlanError) as caught:
+            apply_sharding_plan(net, mesh, ShardingPlan(rules, mesh=axes))
+        assert code in ("", caught.value.problems[0].code), (name, str(caught.value))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
