@@ -227,7 +227,7 @@ def graph(mesh: DeviceMesh) -> dict[str, Any]:
     model = nn.Sequential(models.GroupedAttention(16, 4, 2), nn.Linear(16, 18, bias=False))
     attention = nn.MultiheadAttention(16, 4, batch_first=True)
     grouped = tp.GQAParallel(q="q", k="k", v="v", o="o", norms=("q_norm", "k_norm"))
-    tp.apply_plan(model, mesh, {"0": grouped, "1": tp.ColwiseParallel()}, params="local")
+    tp.apply_plan(model, mesh, {"0": grouped, "1": tp.ColwiseParallel(use_local_output=True)}, params="local")
     tp.apply_plan(attention, mesh, tp.MultiheadAttentionParallel(), params="local")
     x, target = torch.randn(2, 6, 16), torch.randint(0, 18, (2, 6))
     model(x), attention(x, x, x)

@@ -35,6 +35,7 @@ def _rank(rank: int, size: int, function: Callable[..., Any], args: tuple[Any, .
     warnings.simplefilter("ignore")
     sys.path.insert(0, TESTS)
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # tensor-parallel ranks take the same batch
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     mesh: DeviceMesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     result = function(mesh, *args)
