@@ -62,9 +62,7 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
             if local and sharding & set(data):
                 # FSDP2 would take a local shard for the full parameter, and a checkpoint would say so.
                 handle.undo()
-                hint = (
-                    "use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order"
-                )
+                hint = "use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order"
                 text = "a shard that no DTensor describes cannot be sharded again by FSDP2"
                 raise PlanError([Problem("not-executable", name, found=text, hint=hint) for name in local])
     if data:
