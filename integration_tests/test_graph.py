@@ -19,7 +19,7 @@ def test_a_partitioned_step_trains_as_on_one_device(ranks: Ranks, style: str) ->
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = dp_partition.compile(train_step, mesh=mesh, style=style)
+    step = dp_partition.compile(train_step, mesh=mesh, style=dp_partition.DataParallelStyle[style.upper()])
 
     wanted_losses, wanted = reference(NUM_STEPS)
     losses = []

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pickle
 from types import ModuleType
+from typing import Any
 
 import dp_partition
 import pytest
@@ -53,7 +54,7 @@ def test_packages_are_installed_wheels_and_not_a_source_tree(package: ModuleType
 
 
 def test_functions_take_model_mesh_and_plan_in_this_order() -> None:
-    functions = [tp_styles.apply_plan, tp_styles.apply_sharding_plan, shard_spec.apply_plan]
+    functions: list[Any] = [tp_styles.apply_plan, tp_styles.apply_sharding_plan, shard_spec.apply_plan]
     for function in functions:
         first, *others = list(inspect.signature(function).parameters)[:3]
         assert first in ("model", "module")
@@ -61,7 +62,7 @@ def test_functions_take_model_mesh_and_plan_in_this_order() -> None:
 
 
 def test_plans_explain_themselves_and_have_a_digest_and_json() -> None:
-    plans = [
+    plans: list[Any] = [
         shard_spec.ShardingPlan,
         shard_reshard.ReshardPlan,
         tp_styles.TPPlan,

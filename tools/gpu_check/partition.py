@@ -37,7 +37,11 @@ def data_parallel_step(settings: Settings, style: str) -> tuple[Any, tuple[Any, 
         return loss
 
     mesh = init_device_mesh(torch.device(settings.device).type, (1,), mesh_dim_names=("dp",))
-    return dp_partition.compile(train, mesh=mesh, style=style), (model, optimizer, x)
+    return dp_partition.compile(train, mesh=mesh, style=dp_partition.DataParallelStyle[style.upper()]), (
+        model,
+        optimizer,
+        x,
+    )
 
 
 def partitioned_step(settings: Settings, style: str) -> tuple[Any, list[Any]]:

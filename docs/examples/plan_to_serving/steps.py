@@ -138,7 +138,7 @@ def train_as_graph(setting: Setting, references: dict[torch.dtype, Run]) -> None
             mesh = setting.world.mesh(dp=setting.world.size)
             model = setting.new_model(dtype)
             optimizer = new_optimizer(model)
-            step = dp_partition.compile(train_step, mesh=mesh, style=style)
+            step = dp_partition.compile(train_step, mesh=mesh, style=dp_partition.DataParallelStyle[style.upper()])
             rows = setting.batches_of(setting.world.rank, setting.world.size)
             with Progress(setting, f"graph, {style}, {NAMES[dtype]}", setting.num_compared) as progress:
                 run = repeat(
