@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.consensus import GroupInfo, assert_consistent, check_mode, data_device
+from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import destination_problems, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.execution.guards import Match, TensorGuards, record_guards
@@ -62,6 +63,7 @@ class Mover:
         self._in_flight = False
         self._guards: TensorGuards | None = None  # on the last call that needed no gradient and had no problem
         self._guarded_outs = -1  # how many of the guarded tensors were destinations; -1: none were passed
+        self.changes: ChangeExchange | None = None  # sends only what changed since the call before
         self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
 
     @cached_property
@@ -239,6 +241,9 @@ class Mover:
         """Send; the collective of the call that was started last."""
         group, call = self.members.group, self.num_calls
         try:
+            if self.changes is not None:
+                self.changes.all_to_all(output, input, output_splits, input_splits, group)
+                return None
             work = dist.all_to_all_single(output, input, output_splits, input_splits, group=group, async_op=async_op)
         except RuntimeError as error:
             raise self._failed(call) from error
@@ -266,6 +271,11 @@ class _Finish:
         finally:
             self._mover._release(self._device)
 
+    def abandon(self) -> None:
+        """Give the workspace up: the collective may still write to it, so that no later call may use it."""
+        self._mover.exchange.drop_workspace()
+        self._mover._in_flight = False
+
 
 class _NamedWork:
     """A work whose failure says which plan and call it was."""
@@ -288,13 +298,20 @@ class ReshardWork(NotPicklable):
     def __init__(self, result: Any, finish: Finish | None, what: str) -> None:
         self._result, self._finish, self._what = result, finish, what
         self._done = False
+        self._error: Exception | None = None
 
     def wait(self) -> Any:
         """Wait, unpack on the current stream, and return the destination tensor (a list for several boxes)."""
+        if self._error is not None:  # the destination is not complete: not now either
+            raise self._error
         if not self._done:
             self._done = True
-            if self._finish is not None:
-                self._finish()
+            try:
+                if self._finish is not None:
+                    self._finish()
+            except Exception as error:
+                self._error = error
+                raise
         return self._result
 
     def is_completed(self) -> bool:
@@ -303,6 +320,8 @@ class ReshardWork(NotPicklable):
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
+            if isinstance(self._finish, _Finish):
+                self._finish.abandon()
             warnings.warn(
                 f"a reshard of {self._what} was started and never waited for: its destination is not filled",
                 RuntimeWarning,
