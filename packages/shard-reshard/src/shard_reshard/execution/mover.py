@@ -57,7 +57,6 @@ class Mover:
         self.check = check_mode(check)
         self.keep_workspace = keep_workspace
         self.num_calls = 0
-        self.facts = "\n".join(plan.to_json() for plan in self.plans)
         self._transposed: Mover | None = None
         self._agreed: set[tuple[str, str]] = set()  # devices (and more) that all ranks have compared
         self._in_flight = False
@@ -70,6 +69,11 @@ class Mover:
     def exchange(self) -> Exchange:
         """The program on torch, made at the first call."""
         return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.keep_workspace)
+
+    @cached_property
+    def facts(self) -> str:
+        """What has to be equal on all ranks, as text."""
+        return "\n".join(plan.to_json() for plan in self.plans)
 
     @property
     def transposed(self) -> Mover:

@@ -99,7 +99,8 @@ class StateDictPlan:
     @cached_property
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        moves = [(move.source, move.target, move.plan.digest) for move in self.moves]
+        return hashlib.sha256(json.dumps([moves, self.buckets, dict(self.aliases)]).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Names and plans as JSON, byte-stable."""
