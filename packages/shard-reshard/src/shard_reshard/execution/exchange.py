@@ -71,11 +71,6 @@ class InFlight(NamedTuple):
     send: SendSide
     recv: RecvSide
 
-    def wait(self) -> None:
-        """Wait for the collective."""
-        if self.work is not None:
-            self.work.wait()
-
 
 class Recipe(NamedTuple):
     """Reads and writes of one step, for tensors of known strides."""
@@ -346,13 +341,15 @@ class PreparedCall:
             if left == 0 and async_op:
 
                 def finish(last: InFlight = in_flight) -> None:
-                    last.wait()
+                    if last.work is not None:
+                        last.work.wait()
                     for _ in steps:
                         raise AssertionError("one collective more than the program has")
                     self._release_outs()
 
                 return finish
-            in_flight.wait()
+            if in_flight.work is not None:
+                in_flight.work.wait()
             del in_flight  # its buffers are not to outlive their unpacking: the next step's are alive already
         self._release_outs()
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -261,24 +261,26 @@ class Mover:
         )
 
 
-class _Finish:
+class _Finish(NamedTuple):
     """The end of an asynchronous call, on the waiter's current stream."""
 
-    def __init__(self, mover: Mover, finish: Finish, device: torch.device, inference: bool) -> None:
-        self._mover, self._finish, self._device, self._inference = mover, finish, device, inference
+    mover: Mover
+    finish: Finish
+    device: torch.device
+    inference: bool
 
     def __call__(self) -> None:
         try:
             # Inference tensors may be written to in that mode only; writes to others have to count as versions.
-            with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self._inference):
-                self._finish()
+            with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
+                self.finish()
         finally:
-            self._mover._release(self._device)
+            self.mover._release(self.device)
 
     def abandon(self) -> None:
         """Give the workspace up: the collective may still write to it, so that no later call may use it."""
-        self._mover.exchange.drop_workspace()
-        self._mover._in_flight = False
+        self.mover.exchange.drop_workspace()
+        self.mover._in_flight = False
 
 
 class _NamedWork:

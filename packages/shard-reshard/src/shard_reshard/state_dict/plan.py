@@ -15,7 +15,7 @@ from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.planning.analyze import ReshardPlan, human
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
 
@@ -59,7 +59,7 @@ class RankMeta:
     problems: tuple[Problem, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorMove:
     """One tensor's (or stretch's) way."""
 

@@ -71,10 +71,10 @@ def plan_state_dict(
         if part.name in aliases:
             continue
         layout, dtype = targets[part.name]
-        key = *sources[source][:3], part.start, part.dim, part.source_start, part.size, id(layout), dtype
-        if key not in plans:
-            plans[key] = _plan_of_move(sources[source], part, targets[part.name], bucket_bytes)
-        moves.append(TensorMove(source, part.name, plans[key]))
+        same = *sources[source][:3], part.start, part.dim, part.source_start, part.size, id(layout), dtype
+        if same not in plans:
+            plans[same] = _plan_of_move(sources[source], part, targets[part.name], bucket_bytes)
+        moves.append(TensorMove(source, part.name, plans[same]))
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases)
 
 
@@ -85,16 +85,17 @@ def _merge(
 
     Plain tensors among ``located`` are shards of a layout that the caller gives, each of its own shape.
     """
-    by_name: dict[str, dict[int, TensorMeta]] = {}
+    merged: dict[str, TensorMeta] = {}
+    times = Counter(name for table in tables for name in table)
+    several: dict[str, dict[int, TensorMeta]] = {}
     for rank, table in enumerate(tables):
         for name, known in table.items():
-            by_name.setdefault(name, {})[rank] = known
-    merged: dict[str, TensorMeta] = {}
-    for name, by_rank in sorted(by_name.items()):
+            if times[name] == 1 and known.layout:
+                merged[name] = known
+            else:
+                several.setdefault(name, {})[rank] = known
+    for name, by_rank in sorted(several.items()):
         first = next(iter(by_rank.values()))
-        if len(by_rank) == 1 and first.layout:
-            merged[name] = first
-            continue
         for rank, known in by_rank.items():
             if name in located and known.layout == first.layout == "" and known.dtype == first.dtype:
                 continue
@@ -112,7 +113,7 @@ def _merge(
                 problems.append(Problem("ranks-disagree", f"out {name}", found=found, hint=hint))
             tied = {known.tied_to for known in by_rank.values() if known.tied_to}
             merged[name] = first._replace(layout=layout or first.layout, tied_to=tied.pop() if len(tied) == 1 else name)
-    return merged
+    return dict(sorted(merged.items()))
 
 
 def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> str:
@@ -176,18 +177,18 @@ def _target_shapes(
     sources: Mapping[str, TensorMeta], parts: list[tuple[str, Part]], problems: list[Problem]
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every destination; its parts have to tile it."""
+    times = Counter(part.name for _, part in parts)
     by_name: dict[str, list[tuple[str, Part]]] = {}
-    for source, part in parts:
-        by_name.setdefault(part.name, []).append((source, part))
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for source, part in parts:
+        known = sources[source]
+        if times[part.name] == 1 and not part.start and (not known.shape or part.size == known.shape[part.dim]):
+            shapes[part.name] = known.shape, known.dtype
+        else:
+            by_name.setdefault(part.name, []).append((source, part))
     for name, found in sorted(by_name.items()):
         first = sources[found[0][0]]
         dim = found[0][1].dim
-        if len(found) == 1 and not found[0][1].start:
-            shapes[name] = (*first.shape[:dim], found[0][1].size or 0, *first.shape[dim + 1 :]), first.dtype
-            if not first.shape:
-                shapes[name] = (), first.dtype
-            continue
         end, rests = 0, set()
         for source, part in sorted(found, key=lambda entry: entry[1].start):
             known = sources[source]
@@ -207,7 +208,7 @@ def _target_shapes(
             problems.append(Problem("parts-differ", name, found=", ".join(sorted(dtypes)), hint=hint))
         shape = (*first.shape[:dim], end, *first.shape[dim + 1 :]) if first.shape else ()
         shapes[name] = shape, first.dtype
-    return shapes
+    return dict(sorted(shapes.items()))
 
 
 def _dst_layout(
