@@ -72,7 +72,7 @@ class Mover:
 
     @cached_property
     def facts(self) -> str:
-        """What has to be equal on all ranks, as text."""
+        """All plans as text, which has to be equal on all ranks."""
         return "\n".join(plan.to_json() for plan in self.plans)
 
     @property

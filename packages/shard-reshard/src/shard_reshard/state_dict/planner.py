@@ -288,12 +288,12 @@ def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int,
     """Moves that share a collective: neighbours in the list, until the buffers of some rank are large enough."""
     buckets: list[list[int]] = []
     loads: dict[int, tuple[int, dict[int, int]]] = {}
-    everywhere, on_rank, most = bucket_bytes, dict[int, int](), 0
+    everywhere, on_rank, most = bucket_bytes + 1, dict[int, int](), 0  # no bucket to go on with
     for at, move in enumerate(moves):
         plan = move.plan
         if plan.max_workspace_bytes is not None:
             buckets.append([at])
-            everywhere, on_rank, most = bucket_bytes, {}, 0
+            everywhere, on_rank, most = bucket_bytes + 1, {}, 0
             continue
         if id(plan) not in loads:
             loads[id(plan)] = _loads(plan)
