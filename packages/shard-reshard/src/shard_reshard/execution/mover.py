@@ -214,9 +214,10 @@ class Mover:
         finally:
             if finish is None:
                 self._release(device)
-        return targets, None if finish is None else _Finish(
-            self, finish, device, any(out.is_inference() for out in targets)
-        )
+        if finish is None:
+            return targets, None
+        end: Any = _Finish(self, finish, device, True in map(torch.Tensor.is_inference, targets))
+        return targets, end
 
     def _release(self, device: torch.device) -> None:
         """Let the next call use the workspace."""
