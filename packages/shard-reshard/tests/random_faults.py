@@ -283,7 +283,7 @@ def check_saves(count: int, seed: int) -> Counter[str]:
     context, counts, rng = multiprocessing.get_context("fork"), Counter[str](), random.Random(seed)
     for _ in range(count):
         with tempfile.TemporaryDirectory() as folder:
-            delay = max(1e-4, rng.random() * 0.12)
+            delay = max(1e-4, rng.random() * rng.choice([0.12, 0.5]))
             workers = [context.Process(target=_save, args=(rank, folder, delay)) for rank in (0, 1)]
             for worker in workers:
                 worker.start()
