@@ -17,7 +17,7 @@ from shard_reshard import Resharder, StateDictResharder, plan_reshard, redistrib
 from torch.distributed.tensor import Shard, distribute_tensor
 
 FOLDER = str(Path(shard_reshard.__file__).parent)
-MOST = 35  # 40 for a handle, which is waited for
+MOST = 35
 
 
 def frames(call: Callable[[], Any]) -> Counter[str]:
@@ -61,12 +61,7 @@ def test_repeated_calls_enter_few_functions(ranks: Ranks) -> None:
             entered = frames(lambda: moved.append(call()))  # noqa: B023  # called at once
             assert torch.equal(moved[0], columns), name
             if number:
-                assert sum(entered.values()) <= MOST + 5 * ("async" in name), (
-                    name,
-                    number,
-                    sum(entered.values()),
-                    entered,
-                )
+                assert sum(entered.values()) <= MOST, (name, number, sum(entered.values()), entered)
 
 
 @pytest.mark.ranks(2)

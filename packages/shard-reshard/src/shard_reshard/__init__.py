@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shard_reshard.planning.planner import plan_reshard
     from shard_reshard.state_dict.outputs import MovedStateDict, Progress
     from shard_reshard.state_dict.plan import Part, StateDictPlan
+    from shard_reshard.state_dict.record import RecordedLayouts, record_layouts
     from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict, state_version
     from shard_reshard.testing import simulate
 
@@ -59,6 +60,8 @@ __all__ = [
     "reshard_state_dict",
     "StateDictResharder",
     "state_version",
+    "record_layouts",
+    "RecordedLayouts",
     "MovedStateDict",
     "Progress",
     "Part",
@@ -105,6 +108,7 @@ __getattr__, __dir__ = lazy_exports(
         "state_dict.resharder": ("reshard_state_dict", "StateDictResharder", "state_version"),
         "state_dict.outputs": ("MovedStateDict", "Progress"),
         "state_dict.plan": ("Part", "StateDictPlan"),
+        "state_dict.record": ("record_layouts", "RecordedLayouts"),
         "checkpoint.load": ("load_safetensors", "LoadedStateDict"),
         "checkpoint.plan": ("LoadPlan",),
         "checkpoint.stored": ("layouts_from_dcp", "layouts_from_safetensors", "StoredTensor"),

@@ -16,10 +16,13 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+DispatchMode = TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -123,6 +126,23 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     done: torch.Tensor = tensor.trigger_wait()
     return done
+
+
+def tensor_leaves(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested arguments or results."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operator writes to, by its schema."""
+    specs = func._schema.arguments
+    given = [(spec, args[at] if at < len(args) else kwargs.get(spec.name)) for at, spec in enumerate(specs)]
+    return tensor_leaves([value for spec, value in given if spec.alias_info is not None and spec.alias_info.is_write])
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, also on meta; of use while the storage is alive."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

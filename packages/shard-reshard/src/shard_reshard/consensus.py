@@ -86,6 +86,7 @@ class Topic(IntEnum):
     DTYPES = 2  # the dtypes of tensors that not every rank has
     STATE_DICT = 3  # a digest of what a rank knows of a state dict, and its version
     VERSION = 4  # the version alone
+    CHANGES = 5  # the version, and what the rank holds already
 
 
 def all_gather_header(members: GroupInfo, topic: Topic, payload: bytes) -> Callable[[], list[bytes] | None]:

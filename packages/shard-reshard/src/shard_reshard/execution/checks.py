@@ -74,10 +74,25 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
         if tensor.is_meta:
             hint = "give it memory with values first: to_empty() and loading, or materialising it"
             problems.append(Problem("no-data", which, found="a tensor on the meta device", hint=hint))
+        elif not _has_memory(tensor):
+            problems.append(Problem("no-data", which, found=_FREED, hint=_FREED_HINT))
         if tensor.layout != torch.strided:
             found = f"a {tensor.layout} tensor"
             problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))
     return problems
+
+
+_FREED = "a tensor whose storage was freed or shrunk"
+_FREED_HINT = "call it while the memory is there: inside of what gathers or loads the parameter"
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return False where the storage ends before the tensor: sharded data parallelism frees it between uses."""
+    if not tensor.numel() or tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES or is_fake((tensor,)):
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def destination_problems(
@@ -93,6 +108,8 @@ def destination_problems(
     """
     problems = []
     for tensor, name in zip(outs, names, strict=True):
+        if not _has_memory(tensor):
+            problems.append(Problem("no-data", name, found=_FREED, hint=_FREED_HINT))
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
             problems.append(Problem("out-overlaps", name, found=f"strides {tensor.stride()}", hint=hint))

@@ -34,6 +34,7 @@ _WIRE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 _PLAIN |= {"complex64", "complex128"}
 
+_MAX_RECIPES = 256
 Buffers = dict[tuple[int, torch.device], torch.Tensor]  # by slot: two steps may be in flight at a time
 
 # Sends `input` cut into `input_splits` bytes, receives `output`; returns a work to wait for, or None when it is done.
@@ -70,11 +71,6 @@ class InFlight(NamedTuple):
     send: SendSide
     recv: RecvSide
 
-    def wait(self) -> None:
-        """Wait for the collective."""
-        if self.work is not None:
-            self.work.wait()
-
 
 class Recipe(NamedTuple):
     """Reads and writes of one step, for tensors of known strides."""
@@ -104,7 +100,8 @@ class Exchange:
         self.workspace: Buffers = {}
         self.prepared: PreparedCall | None = None  # of tensors that came twice; holds on to their memory
         self._recipes: dict[tuple[object, ...], tuple[Recipe, ...]] = {}
-        self._places: dict[tuple[int, torch.device, int], list[torch.Tensor]] = {}  # by slot, device and side
+        # By slot, device and side; with the side, whose id must not be used again while it is here.
+        self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         self.wire_dtypes = [
             torch_dtype(plan.wire_dtype) if _as_values(plan) else _WIRE_INTEGERS[plan.itemsize]
             for plan in program.plans
@@ -176,6 +173,8 @@ class Exchange:
                 lay_out_step(step, plans, rank, dst if step.relayed else src, dst) for step in self.program.steps
             ]
             room = buffer_room(memories)
+            if len(self._recipes) >= _MAX_RECIPES:  # callers whose strides differ in every call
+                self._recipes, self._places = {}, {}
             found = self._recipes[key] = tuple(
                 self._recipe(step, memory, room) for step, memory in zip(self.program.steps, memories, strict=True)
             )
@@ -214,8 +213,9 @@ class Exchange:
 
     def places(self, slot: int, part: torch.Tensor, side: Side) -> list[torch.Tensor]:
         """Return the places of a side's regions in its part of a buffer, as tensors of their shapes."""
-        key = slot, part.device, id(side)  # sides live as long as the exchange, in `_recipes`
-        found = self._places.get(key) if self.keeps else None
+        key = slot, part.device, id(side)
+        kept = self._places.get(key) if self.keeps else None
+        found = None if kept is None else kept[1]
         if found is None:
             typed: dict[torch.dtype, torch.Tensor] = {}
             found = []
@@ -226,8 +226,12 @@ class Exchange:
                 place = typed[dtype].storage_offset() + entry.byte_offset // dtype.itemsize
                 found.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
             if self.keeps:
-                self._places[key] = found
+                self._places[key] = side, found
         return found
+
+    def drop_workspace(self) -> None:
+        """Forget buffers and views of them; the next call makes others."""
+        self.workspace, self.prepared, self._places = {}, None, {}
 
     def as_wire_dtype(self, tensors: Sequence[torch.Tensor], plans: Sequence[int]) -> list[torch.Tensor]:
         """Return tensors, without graphs, in the dtype in which they are copied: theirs, or integers of that size."""
@@ -337,13 +341,15 @@ class PreparedCall:
             if left == 0 and async_op:
 
                 def finish(last: InFlight = in_flight) -> None:
-                    last.wait()
+                    if last.work is not None:
+                        last.work.wait()
                     for _ in steps:
                         raise AssertionError("one collective more than the program has")
                     self._release_outs()
 
                 return finish
-            in_flight.wait()
+            if in_flight.work is not None:
+                in_flight.work.wait()
             del in_flight  # its buffers are not to outlive their unpacking: the next step's are alive already
         self._release_outs()
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.consensus import GroupInfo, assert_consistent, check_mode, data_device
+from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import destination_problems, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.execution.guards import Match, TensorGuards, record_guards
@@ -56,18 +57,23 @@ class Mover:
         self.check = check_mode(check)
         self.keep_workspace = keep_workspace
         self.num_calls = 0
-        self.facts = "\n".join(plan.to_json() for plan in self.plans)
         self._transposed: Mover | None = None
         self._agreed: set[tuple[str, str]] = set()  # devices (and more) that all ranks have compared
         self._in_flight = False
         self._guards: TensorGuards | None = None  # on the last call that needed no gradient and had no problem
         self._guarded_outs = -1  # how many of the guarded tensors were destinations; -1: none were passed
+        self.changes: ChangeExchange | None = None  # sends only what changed since the call before
         self._freed: Any = None  # CUDA event: the kept workspace is read and written no more
 
     @cached_property
     def exchange(self) -> Exchange:
         """The program on torch, made at the first call."""
         return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.keep_workspace)
+
+    @cached_property
+    def facts(self) -> str:
+        """All plans as text, which has to be equal on all ranks."""
+        return "\n".join(plan.to_json() for plan in self.plans)
 
     @property
     def transposed(self) -> Mover:
@@ -208,9 +214,10 @@ class Mover:
         finally:
             if finish is None:
                 self._release(device)
-        return targets, None if finish is None else _Finish(
-            self, finish, device, any(out.is_inference() for out in targets)
-        )
+        if finish is None:
+            return targets, None
+        end: Any = _Finish(self, finish, device, True in map(torch.Tensor.is_inference, targets))
+        return targets, end
 
     def _release(self, device: torch.device) -> None:
         """Let the next call use the workspace."""
@@ -239,6 +246,9 @@ class Mover:
         """Send; the collective of the call that was started last."""
         group, call = self.members.group, self.num_calls
         try:
+            if self.changes is not None:
+                self.changes.all_to_all(output, input, output_splits, input_splits, group)
+                return None
             work = dist.all_to_all_single(output, input, output_splits, input_splits, group=group, async_op=async_op)
         except RuntimeError as error:
             raise self._failed(call) from error
@@ -252,19 +262,26 @@ class Mover:
         )
 
 
-class _Finish:
+class _Finish(NamedTuple):
     """The end of an asynchronous call, on the waiter's current stream."""
 
-    def __init__(self, mover: Mover, finish: Finish, device: torch.device, inference: bool) -> None:
-        self._mover, self._finish, self._device, self._inference = mover, finish, device, inference
+    mover: Mover
+    finish: Finish
+    device: torch.device
+    inference: bool
 
     def __call__(self) -> None:
         try:
             # Inference tensors may be written to in that mode only; writes to others have to count as versions.
-            with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self._inference):
-                self._finish()
+            with torch.no_grad(), torch.inference_mode(torch.is_inference_mode_enabled() and self.inference):
+                self.finish()
         finally:
-            self._mover._release(self._device)
+            self.mover._release(self.device)
+
+    def abandon(self) -> None:
+        """Give the workspace up: the collective may still write to it, so that no later call may use it."""
+        self.mover.exchange.drop_workspace()
+        self.mover._in_flight = False
 
 
 class _NamedWork:
@@ -288,13 +305,20 @@ class ReshardWork(NotPicklable):
     def __init__(self, result: Any, finish: Finish | None, what: str) -> None:
         self._result, self._finish, self._what = result, finish, what
         self._done = False
+        self._error: Exception | None = None
 
     def wait(self) -> Any:
         """Wait, unpack on the current stream, and return the destination tensor (a list for several boxes)."""
+        if self._error is not None:  # the destination is not complete: not now either
+            raise self._error
         if not self._done:
             self._done = True
-            if self._finish is not None:
-                self._finish()
+            try:
+                if self._finish is not None:
+                    self._finish()
+            except Exception as error:
+                self._error = error
+                raise
         return self._result
 
     def is_completed(self) -> bool:
@@ -303,6 +327,8 @@ class ReshardWork(NotPicklable):
 
     def __del__(self) -> None:
         if not getattr(self, "_done", True):
+            if isinstance(self._finish, _Finish):
+                self._finish.abandon()
             warnings.warn(
                 f"a reshard of {self._what} was started and never waited for: its destination is not filled",
                 RuntimeWarning,

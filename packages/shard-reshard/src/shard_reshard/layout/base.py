@@ -46,6 +46,8 @@ class ShardMap(ABC):
 
     shape: Index
 
+    holes = False  # no rank has some elements: a destination may leave them out, a source may not
+
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:

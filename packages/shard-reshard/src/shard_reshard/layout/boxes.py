@@ -22,16 +22,18 @@ class BoxShardMap(ShardMap):
     Args:
         shape: Shape of the global tensor.
         boxes: For each rank that takes part, its boxes in the order of its local tensors.
+        holes: Elements that no rank has are allowed: in destinations that leave some out.
 
     Raises:
         PlanError: With every box outside of the shape, every hole and every overlap, by name.
     """
 
-    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]]) -> None:
+    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
         self.shape = tuple(int(size) for size in shape)
         self.boxes = {int(rank): tuple(found) for rank, found in sorted(boxes.items())}
         problems = coverage_problems(self.shape, self.boxes)
-        if problems:
+        self.holes = bool(problems) and {problem.code for problem in problems} == {"box-hole"}
+        if problems and not (holes and self.holes):
             raise PlanError(problems)
 
     @classmethod
@@ -121,7 +123,7 @@ class BoxShardMap(ShardMap):
 
     def to_json(self) -> dict[str, Any]:
         listed = [[rank, [[list(b.offsets), list(b.sizes)] for b in found]] for rank, found in self.boxes.items()]
-        return {"boxes": listed}
+        return {"boxes": listed, "holes": True} if self.holes else {"boxes": listed}
 
     def describe(self) -> str:
         if len(self.boxes) == 1:
@@ -141,17 +143,18 @@ class FusedShardMap(BoxShardMap):
         shape: Shape of the global tensor.
         boxes: For each rank its boxes, in their order in the local tensor; equal in all dims but ``dim``.
         dim: The dim along which they are joined.
+        holes: See `BoxShardMap`.
     """
 
-    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int) -> None:
-        super().__init__(shape, boxes)
+    def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int, holes: bool = False) -> None:
+        super().__init__(shape, boxes, holes)
         self.dim = dim
         rests = {
-            (box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
-            for found in self.boxes.values()
+            (rank, box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
+            for rank, found in self.boxes.items()
             for box in found
         }
-        if not 0 <= dim < len(self.shape) or len(rests) > 1 or not all(self.boxes.values()):
+        if not 0 <= dim < len(self.shape) or len(rests) > len(self.boxes) or not all(self.boxes.values()):
             hint = "boxes of one local tensor differ along one dim only, and each rank has one at least"
             raise PlanError(Problem("boxes-do-not-join", dim=dim, found=f"boxes of {self.shape}", hint=hint))
 

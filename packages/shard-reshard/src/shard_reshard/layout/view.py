@@ -33,6 +33,10 @@ class ShardMapView(ShardMap):
             found = f"window {Box(tuple(max(0, low) for low in self.start), self.shape)!r} of a tensor of {base.shape}"
             raise PlanError(Problem("window-outside", found=found, hint="a window lies inside of the tensor"))
 
+    @property
+    def holes(self) -> bool:  # type: ignore[override]  # of the larger tensor
+        return self.base.holes
+
     def __eq__(self, other: object) -> bool:
         key = (self.base, self.start, self.shape)
         return isinstance(other, ShardMapView) and key == (other.base, other.start, other.shape)
@@ -102,6 +106,9 @@ def shard_map_from_json(shape: Sequence[int], data: Mapping[str, Any]) -> ShardM
         return ShardMapView(shard_map_from_json(data["shape"], data["of"]), data["window"], shape)
     if "boxes" in data:
         boxes = {rank: [Box(tuple(o), tuple(s)) for o, s in found] for rank, found in data["boxes"]}
-        return FusedShardMap(shape, boxes, data["joined"]) if "joined" in data else BoxShardMap(shape, boxes)
+        holes = data.get("holes", False) is True
+        if "joined" in data:
+            return FusedShardMap(shape, boxes, data["joined"], holes)
+        return BoxShardMap(shape, boxes, holes)
     mesh = MeshSpec(dict(data["mesh"]), data["ranks"])
     return MeshShardMap(Layout.parse(data["layout"], mesh), shape)

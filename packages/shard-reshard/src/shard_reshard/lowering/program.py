@@ -215,12 +215,15 @@ class _Builder:
         segments: list[Segment] = []
         splits = [0] * self.world_size
         offset = 0
-        peers = sorted({peer for found in by_plan.values() for peer in found})
-        for peer in peers:
+        by_peer: dict[int, list[tuple[int, tuple[Copy, ...]]]] = {}
+        for at in self.order:
+            for peer, copies in by_plan.get(at, {}).items():
+                by_peer.setdefault(peer, []).append((at, copies))
+        for peer, found in sorted(by_peer.items()):
             begin = offset
-            for at in self.order:
+            for at, copies in found:
                 itemsize = self.plans[at].itemsize
-                for copy in by_plan[at].get(peer, ()) if at in by_plan else ():
+                for copy in copies:
                     tensor, start = (copy.src_tensor, copy.src_start) if sending else (copy.dst_tensor, copy.dst_start)
                     size = prod(copy.sizes) * itemsize
                     tensor, start = self._place(at, base, tensor, start)

@@ -23,6 +23,9 @@ def check_plan(plan: Plan) -> None:
     """Raise everything that keeps a plan from being carried out."""
     problems = []
     ops = () if plan.is_identity else plan.src.reduce_ops
+    if plan.src.holes:
+        hint = "only a destination may leave elements out"
+        problems.append(Problem("box-hole", "src", found="elements that no rank has", hint=hint))
     if len(set(ops)) > 1 and not set(ops) <= {"sum", "avg"}:
         hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
         problems.append(Problem("mixed-reductions", "src", found=f"partial axes of {', '.join(ops)}", hint=hint))

@@ -33,10 +33,11 @@ class Question(NamedTuple):
     bucket_bytes: int
     strict: bool
     versions: bool
+    changed_only: int = 0  # every how many calls everything is sent
 
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
-        asked = (self.bucket_bytes, self.strict, self.versions)
+        asked = (self.bucket_bytes, self.strict, self.versions, self.changed_only)
         return repr(sorted((self.key_map or {}).items())) + repr(asked) + _layouts_text(self.dst_layouts)
 
 
@@ -84,7 +85,8 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
-    assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
+    options = f" versions={question.versions} changed_only={question.changed_only}"
+    assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
     assert plan is not None
     return plan
 

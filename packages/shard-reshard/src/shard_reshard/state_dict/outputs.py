@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
 from shard_reshard.consensus import GroupInfo
+from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import address, destination_problems, local_problems
 from shard_reshard.execution.mover import Mover
 from shard_reshard.layout.dtypes import torch_dtype
@@ -198,8 +199,14 @@ def size_of(plan: Any) -> int:
 _movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
 
 
-def mover_for_bucket(members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool) -> Mover:
+def mover_for_bucket(
+    members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool, changed_only: bool = False
+) -> Mover:
     plans = tuple(plan.moves[at].plan for at in bucket)
+    if changed_only:
+        mover = Mover(plans, members, keep, check)
+        mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
+        return mover
     if keep:  # what is prepared for one caller's tensors must not meet another's
         return Mover(plans, members, True, check)
     key = plans, check

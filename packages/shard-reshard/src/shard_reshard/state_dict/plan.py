@@ -15,7 +15,7 @@ from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.planning.analyze import ReshardPlan, human
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
 
@@ -59,7 +59,7 @@ class RankMeta:
     problems: tuple[Problem, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorMove:
     """One tensor's (or stretch's) way."""
 
@@ -99,7 +99,8 @@ class StateDictPlan:
     @cached_property
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        moves = [(move.source, move.target, move.plan.digest) for move in self.moves]
+        return hashlib.sha256(json.dumps([moves, self.buckets, dict(self.aliases)]).encode()).hexdigest()
 
     def to_json(self) -> str:
         """Names and plans as JSON, byte-stable."""

@@ -14,6 +14,7 @@ from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
 from shard_reshard.layout.view import ShardMapView, shard_map_from_json
+from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import make_plan
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
 
@@ -48,9 +49,14 @@ def plan_state_dict(
     located = {name for name, layout in given.items() if layout is not None}
     outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets: dict[str, tuple[ShardMap, str]] = {}
+    # Large models have many tensors and few layouts: what is equal is resolved, planned and scheduled once.
+    resolved: dict[object, ShardMap] = {}
     for name, (shape, dtype) in shapes.items():
         try:
-            layout = _dst_layout(name, shape, given[name], outs.get(name), to_group)
+            key = id(given[name]), outs[name].layout if name in outs and given[name] is None else "", shape
+            if key not in resolved:
+                resolved[key] = _dst_layout(name, shape, given[name], outs.get(name), to_group)
+            layout = resolved[key]
             targets[name] = layout, outs[name].dtype if name in outs else dtype
         except PlanError as error:
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
@@ -59,11 +65,16 @@ def plan_state_dict(
     if problems:
         raise PlanError(dict.fromkeys(problems))
     aliases = _aliases(sources, outs, parts, targets)
-    moves = [
-        _move(source, sources[source], part, targets[part.name], bucket_bytes)
-        for source, part in parts
-        if part.name not in aliases
-    ]
+    plans: dict[object, ReshardPlan] = {}
+    moves = []
+    for source, part in parts:
+        if part.name in aliases:
+            continue
+        layout, dtype = targets[part.name]
+        same = *sources[source][:3], part.start, part.dim, part.source_start, part.size, id(layout), dtype
+        if same not in plans:
+            plans[same] = _plan_of_move(sources[source], part, targets[part.name], bucket_bytes)
+        moves.append(TensorMove(source, part.name, plans[same]))
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases)
 
 
@@ -74,12 +85,16 @@ def _merge(
 
     Plain tensors among ``located`` are shards of a layout that the caller gives, each of its own shape.
     """
-    by_name: dict[str, dict[int, TensorMeta]] = {}
+    merged: dict[str, TensorMeta] = {}
+    times = Counter(name for table in tables for name in table)
+    several: dict[str, dict[int, TensorMeta]] = {}
     for rank, table in enumerate(tables):
         for name, known in table.items():
-            by_name.setdefault(name, {})[rank] = known
-    merged: dict[str, TensorMeta] = {}
-    for name, by_rank in sorted(by_name.items()):
+            if times[name] == 1 and known.layout:
+                merged[name] = known
+            else:
+                several.setdefault(name, {})[rank] = known
+    for name, by_rank in sorted(several.items()):
         first = next(iter(by_rank.values()))
         for rank, known in by_rank.items():
             if name in located and known.layout == first.layout == "" and known.dtype == first.dtype:
@@ -98,7 +113,7 @@ def _merge(
                 problems.append(Problem("ranks-disagree", f"out {name}", found=found, hint=hint))
             tied = {known.tied_to for known in by_rank.values() if known.tied_to}
             merged[name] = first._replace(layout=layout or first.layout, tied_to=tied.pop() if len(tied) == 1 else name)
-    return merged
+    return dict(sorted(merged.items()))
 
 
 def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> str:
@@ -136,7 +151,10 @@ def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Pr
         given = key_map.get(name, name)
         listed = [] if given is None else [given] if isinstance(given, str | Part) else list(given)
         for entry in listed:
-            part = Part(entry) if isinstance(entry, str) else entry
+            if isinstance(entry, str):
+                parts.append((name, Part(entry, size=known.shape[0] if known.shape else None)))
+                continue
+            part = entry
             ndim = len(known.shape)
             if not ndim:
                 parts.append((name, Part(part.name)))
@@ -159,10 +177,15 @@ def _target_shapes(
     sources: Mapping[str, TensorMeta], parts: list[tuple[str, Part]], problems: list[Problem]
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every destination; its parts have to tile it."""
+    times = Counter(part.name for _, part in parts)
     by_name: dict[str, list[tuple[str, Part]]] = {}
-    for source, part in parts:
-        by_name.setdefault(part.name, []).append((source, part))
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for source, part in parts:
+        known = sources[source]
+        if times[part.name] == 1 and not part.start and (not known.shape or part.size == known.shape[part.dim]):
+            shapes[part.name] = known.shape, known.dtype
+        else:
+            by_name.setdefault(part.name, []).append((source, part))
     for name, found in sorted(by_name.items()):
         first = sources[found[0][0]]
         dim = found[0][1].dim
@@ -185,7 +208,7 @@ def _target_shapes(
             problems.append(Problem("parts-differ", name, found=", ".join(sorted(dtypes)), hint=hint))
         shape = (*first.shape[:dim], end, *first.shape[dim + 1 :]) if first.shape else ()
         shapes[name] = shape, first.dtype
-    return shapes
+    return dict(sorted(shapes.items()))
 
 
 def _dst_layout(
@@ -226,7 +249,7 @@ def _aliases(
     """Tied tensors that move once: one memory at the source, one at the destination, one layout."""
     whole = dict(parts)
     num_parts = Counter(source for source, _ in parts)
-    times = {name: sum(part.name == name for _, part in parts) for name in targets}
+    times = Counter(part.name for _, part in parts)
     aliases: dict[str, str] = {}
     for source, known in sources.items():
         first = known.tied_to
@@ -243,7 +266,7 @@ def _aliases(
     return aliases
 
 
-def _move(source: str, known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> TensorMove:
+def _plan_of_move(known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> ReshardPlan:
     layout, dtype = target
     src = shard_map_from_json(known.shape, json.loads(known.layout))
     if known.shape:
@@ -252,7 +275,7 @@ def _move(source: str, known: TensorMeta, part: Part, target: tuple[ShardMap, st
         layout = _window(layout, part.dim, part.start, window)
     itemsize = max(ITEMSIZES[known.dtype], ITEMSIZES[dtype])
     limit = bucket_bytes if (src.largest + layout.largest) * itemsize > bucket_bytes else None
-    return TensorMove(source, part.name, make_plan(src, layout, known.dtype, dtype, limit))
+    return make_plan(src, layout, known.dtype, dtype, limit)
 
 
 def _window(layout: ShardMap, dim: int, start: int, shape: tuple[int, ...]) -> ShardMap:
@@ -262,19 +285,41 @@ def _window(layout: ShardMap, dim: int, start: int, shape: tuple[int, ...]) -> S
 
 
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Moves that share a collective: neighbours in the list, until their buffers are large enough."""
+    """Moves that share a collective: neighbours in the list, until the buffers of some rank are large enough."""
     buckets: list[list[int]] = []
-    room = 0
+    loads: dict[int, tuple[int, dict[int, int]]] = {}
+    everywhere, on_rank, most = bucket_bytes + 1, dict[int, int](), 0  # no bucket to go on with
     for at, move in enumerate(moves):
         plan = move.plan
-        size = (plan.src.largest + plan.dst.largest) * plan.itemsize
         if plan.max_workspace_bytes is not None:
             buckets.append([at])
-            room = 0
+            everywhere, on_rank, most = bucket_bytes + 1, {}, 0
             continue
-        if not buckets or size > room:
+        if id(plan) not in loads:
+            loads[id(plan)] = _loads(plan)
+        shared, single = loads[id(plan)]
+        highest = max([most, *(on_rank.get(rank, 0) + size for rank, size in single.items())])
+        if not buckets or everywhere + shared + highest > bucket_bytes:
             buckets.append([])
-            room = bucket_bytes
+            everywhere, on_rank, highest = 0, {}, max(single.values(), default=0)
         buckets[-1].append(at)
-        room -= size
+        everywhere, most = everywhere + shared, highest
+        for rank, size in single.items():
+            on_rank[rank] = on_rank.get(rank, 0) + size
     return tuple(map(tuple, buckets))
+
+
+_FEW_RANKS = 32  # beyond that a layout counts as one of all ranks
+
+
+def _loads(plan: ReshardPlan) -> tuple[int, dict[int, int]]:
+    """Return the buffer bytes of a move: on every rank, and on ranks of their own."""
+    shared, single = 0, dict[int, int]()
+    for side in (plan.src, plan.dst):
+        size = side.largest * plan.itemsize
+        if len(side.ranks) > _FEW_RANKS:
+            shared += size
+        else:
+            for rank in side.ranks:
+                single[rank] = single.get(rank, 0) + size
+    return shared, single

@@ -24,6 +24,7 @@ from shard_reshard.execution.guards import Match, TensorGuards, pointers, record
 from shard_reshard.execution.mover import NotPicklable
 from shard_reshard.layout.parse import LayoutLike, layout_value
 from shard_reshard.state_dict.agreement import Question, agreed_plan, exchange_version, metadata_digest
+from shard_reshard.state_dict.chain import VersionChain
 from shard_reshard.state_dict.meta import (
     VERSION_KEY,
     LayoutChecker,
@@ -147,6 +148,10 @@ class StateDictResharder(NotPicklable):
     constructor only. The constructor communicates, and so does every call; every rank of the group makes them in the
     same order.
 
+    With ``changed_only=True`` (the same on every rank) a call sends the elements whose bits changed since the call
+    before, where that is shorter, and everything every ``anchor_every`` calls, or when some rank did not take part in
+    the call before or did not end it. Both ends keep a copy of the bytes that they exchange.
+
     Attributes:
         plan: What is moved how.
     """
@@ -169,16 +174,21 @@ class StateDictResharder(NotPicklable):
         check: str = "first",
         keep_workspace: bool = True,
         versions: bool = True,
+        changed_only: bool = False,
+        anchor_every: int = 64,
     ) -> None:
         self._members = group_info(group)
         try:
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
-            self._question = Question(dst_layouts, key_map, bucket_bytes, strict, versions)
+            self._question = Question(
+                dst_layouts, key_map, bucket_bytes, strict, versions, anchor_every if changed_only else 0
+            )
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
         self._facts, self._check, self._keeps = facts, check_mode(check), keep_workspace
+        self._chain = VersionChain(anchor_every) if changed_only else None
         self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version))
 
     def _follow(self, plan: StateDictPlan, version: int | None) -> None:
@@ -189,7 +199,8 @@ class StateDictResharder(NotPicklable):
         self._here = LocalTargets(plan, self._members.rank)
         self._kinds = OutputKinds(plan, self._question.dst_layouts)
         self._movers = [
-            mover_for_bucket(self._members, plan, bucket, self._check, self._keeps) for bucket in plan.buckets
+            mover_for_bucket(self._members, plan, bucket, self._check, self._keeps, self._chain is not None)
+            for bucket in plan.buckets
         ]
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
@@ -207,10 +218,18 @@ class StateDictResharder(NotPicklable):
         if torch.compiler.is_compiling():
             not_compiled("StateDictResharder")
         tensors = tensors_of(state_dict)
+        if version is not None and not self._question.versions:
+            hint = "make the resharder with versions=True"
+            raise PlanError(Problem("no-versions", "version", found=f"{version} with versions=False", hint=hint))
+        if self._chain is not None:
+            full, version = self._chain.agree(self._members, version, self._facts, tensors)
+            for mover in self._movers:
+                assert mover.changes is not None
+                mover.changes.begin(full)
+            result = self._run(tensors, out, tensors_of(out), progress, atomic, lambda: version)
+            self._chain.done()
+            return result
         if not self._question.versions:
-            if version is not None:
-                hint = "make the resharder with versions=True"
-                raise PlanError(Problem("no-versions", "version", found=f"{version} with versions=False", hint=hint))
             return self._run(tensors, out, tensors_of(out), progress, atomic, _no_version)
         # In flight while the tensors move.
         agreed = exchange_version(self._members, version, self._facts, tensors)

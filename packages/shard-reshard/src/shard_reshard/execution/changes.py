@@ -1,0 +1,160 @@
+"""Exchange of changes: of bytes that are sent again, only the elements that differ from those sent before."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAME, _DENSE, _GAPS, _RUNS = range(4)
+_ALIGNMENT = 8
+
+
+class Message(NamedTuple):
+    """The changes for one peer: a header of three numbers, an index, and values."""
+
+    code: int  # how they are written, and the bytes of a number of the index
+    index_bytes: int
+    num_values: int
+
+    def num_bytes(self, split: int, itemsize: int) -> int:
+        """Bytes on the wire for a peer that gets ``split`` bytes in full."""
+        if self.code == _DENSE:
+            return _aligned(split)
+        return _aligned(self.index_bytes) + _aligned(self.num_values * itemsize)
+
+
+class ChangeExchange:
+    """All-to-alls of a call that is repeated, with what each sent and received the last time.
+
+    Both ends keep a copy of all bytes: what a receiver does with its tensors meanwhile makes no difference.
+
+    Args:
+        itemsize: The smallest element that is sent.
+
+    Attributes:
+        full: The next call sends everything: both ends do not hold the same.
+    """
+
+    def __init__(self, itemsize: int) -> None:
+        self.itemsize = min(itemsize, 8)
+        self.full, self._number = True, 0
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # sent and received bytes of each collective
+
+    def begin(self, full: bool) -> None:
+        """Start a call; all ranks say the same."""
+        self.full, self._number = full, 0
+        if full:
+            self._kept = []
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Do as ``all_to_all_single`` does, on bytes."""
+        if self.full:
+            dist.all_to_all_single(output, input, output_splits, input_splits, group=group)
+            self._kept.append((input.clone(), output.clone()))
+            return
+        sent, received = self._kept[self._number]
+        self._number += 1
+        headers, parts = [], []
+        for new, old in zip(input.split(input_splits), sent.split(input_splits), strict=True):
+            message, part = encode(new, old, self.itemsize)
+            headers.append(message)
+            parts += part
+        sizes = torch.tensor(headers, dtype=torch.int64, device=input.device)
+        theirs = torch.empty_like(sizes)
+        dist.all_to_all_single(theirs, sizes, group=group)
+        messages = [Message(*row) for row in theirs.tolist()]
+        sends = [m.num_bytes(split, self.itemsize) for m, split in zip(headers, input_splits, strict=True)]
+        receives = [m.num_bytes(split, self.itemsize) for m, split in zip(messages, output_splits, strict=True)]
+        arrived = torch.empty(sum(receives), dtype=torch.uint8, device=input.device)
+        dist.all_to_all_single(arrived, torch.cat([arrived[:0], *parts]), receives, sends, group=group)
+        for message, part, target in zip(messages, arrived.split(receives), received.split(output_splits), strict=True):
+            decode(message, part, target, self.itemsize)
+        sent.copy_(input)
+        output.copy_(received)
+
+
+def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:
+    """Return the shortest message that makes ``new`` of ``old``, and its bytes in aligned parts."""
+    words = new.view(_WORDS[itemsize])
+    changed = words != old.view(_WORDS[itemsize])
+    count = int(changed.sum())
+    if not count:
+        return Message(_SAME, 0, 0), []
+    # Beyond that no index is short enough; positions would take more memory than the bytes themselves.
+    if count * itemsize <= new.numel() * 7 // 8:
+        positions = changed.nonzero().view(-1)
+        gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
+        begins = gaps.clamp(max=1)
+        begins[0] = 1
+        first = begins.nonzero().view(-1)
+        lengths = first.diff(append=first.new_full((1,), count))
+        runs = torch.stack([gaps[first], lengths - 1], 1).view(-1)
+        choices = [
+            (_packed_bytes(numbers, width), code + 4 * width, numbers, width)
+            for code, numbers in ((_GAPS, gaps), (_RUNS, runs))
+            for width in (1, 2)
+        ]
+        index_bytes, code, numbers, width = min(choices, key=lambda choice: choice[0])
+        message = Message(code, index_bytes, count)
+        if message.num_bytes(new.numel(), itemsize) < new.numel():
+            values = words[positions].view(torch.uint8)
+            return message, [*_padded(_pack(numbers, width)), *_padded(values)]
+    return Message(_DENSE, 0, 0), _padded(new)
+
+
+def decode(message: Message, part: torch.Tensor, target: torch.Tensor, itemsize: int) -> None:
+    """Write the changes of a message into ``target``."""
+    code, width = message.code % 4, message.code // 4
+    if code == _DENSE:
+        target.copy_(part[: target.numel()])
+    if code in (_SAME, _DENSE):
+        return
+    numbers = _unpack(part[: message.index_bytes], width)
+    begin = _aligned(message.index_bytes)
+    values = part[begin : begin + message.num_values * itemsize].view(_WORDS[itemsize])
+    if code == _GAPS:
+        positions = (numbers + 1).cumsum(0) - 1
+    else:
+        gaps, lengths = numbers[::2], numbers[1::2] + 1
+        shifts = gaps.cumsum(0)  # a run begins after all gaps, and all runs, before it
+        positions = torch.arange(message.num_values, device=part.device) + shifts.repeat_interleave(lengths)
+    target.view(_WORDS[itemsize])[positions] = values
+
+
+def _packed_bytes(numbers: torch.Tensor, width: int) -> int:
+    return width * (numbers.numel() + int((numbers // (256**width - 1)).sum()))
+
+
+def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:
+    """Numbers as bytes: the largest digit as often as it fits, then the rest."""
+    top = 256**width - 1
+    digits = numbers // top + 1
+    found = numbers.new_full((int(digits.sum()),), top)
+    found[digits.cumsum(0) - 1] = numbers % top
+    return found.to(torch.int16 if width == 2 else torch.uint8).view(torch.uint8)
+
+
+def _unpack(data: torch.Tensor, width: int) -> torch.Tensor:
+    top = 256**width - 1
+    digits = data.view(torch.int16 if width == 2 else torch.uint8).to(torch.int64) & top
+    totals: torch.Tensor = digits.cumsum(0)[digits != top]
+    return totals.diff(prepend=digits.new_zeros(1))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(data: torch.Tensor) -> list[torch.Tensor]:
+    rest = _aligned(data.numel()) - data.numel()
+    return [data, data.new_zeros(rest)] if rest else [data]

@@ -1,0 +1,328 @@
+"""Recorded loaders: a reshard by the recorded layouts fills a model bit for bit as its own loader does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from ranktest import Ranks
+from shard_reshard import PlanError, StateDictResharder, record_layouts, reshard_state_dict
+from torch import nn
+
+Weights = dict[str, torch.Tensor]
+HIDDEN, HEADS, KV, DIM, INNER, EXPERTS, VOCAB = 12, 8, 2, 4, 8, 3, 13
+
+
+class Weight(nn.Parameter):
+    """A parameter class, whose views are of that class."""
+
+
+class Engine(nn.Module):
+    """Tensor-parallel parameters with loaders of their own, in the manner of an inference engine's stacked ones."""
+
+    def __init__(self, rank: int, size: int, device: str = "cpu") -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+        self.kv_here, self.copies = max(1, KV // size), max(1, size // KV)
+        heads, inner = HEADS // size, INNER // size
+        self.rows = -(-VOCAB // size)
+
+        def new(*shape: int, loader: Any = None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+            made = Weight(torch.full(shape, -7.0, dtype=dtype, device=device), requires_grad=False)
+            made.weight_loader = loader or self._default  # type: ignore[attr-defined]
+            return made
+
+        self.embed = new(self.rows, HIDDEN, loader=self._vocab)
+        self.head = new(self.rows, HIDDEN, loader=self._vocab, dtype=torch.bfloat16)
+        self.qkv_proj = new((heads + 2 * self.kv_here) * DIM, HIDDEN, loader=self._qkv)
+        self.gate_up_proj = new(2 * inner, HIDDEN, loader=self._gate_up)
+        self.down_proj = new(HIDDEN, inner, loader=self._row)
+        self.disk_gate_up = new(2 * inner, HIDDEN, loader=self._fused_on_disk)
+        self.w13 = new(EXPERTS, 2 * inner, HIDDEN, loader=self._expert)
+        self.w2 = new(EXPERTS, inner, HIDDEN, loader=self._expert)  # transposed against the checkpoint's
+        self.norm = new(HIDDEN)
+        self.steps: torch.Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+
+    def _default(self, param: nn.Parameter, loaded: torch.Tensor, *_: Any) -> None:
+        assert param.shape == loaded.shape
+        param.data.copy_(loaded)
+
+    def _vocab(self, param: nn.Parameter, loaded: torch.Tensor, *_: Any) -> None:
+        start = min(self.rank * self.rows, VOCAB)
+        loaded = loaded.narrow(0, start, min(self.rows, VOCAB - start))
+        param[: loaded.shape[0]].data.copy_(loaded)
+        param[loaded.shape[0] :].data.fill_(0)
+
+    def _qkv(self, param: nn.Parameter, loaded: torch.Tensor, shard: str) -> None:
+        heads = HEADS // self.size
+        offset = {"q": 0, "k": heads * DIM, "v": (heads + self.kv_here) * DIM}[shard]
+        count, place = (heads, self.rank) if shard == "q" else (self.kv_here, self.rank // self.copies)
+        param.data.narrow(0, offset, count * DIM).copy_(loaded.narrow(0, place * count * DIM, count * DIM))
+
+    def _gate_up(self, param: nn.Parameter, loaded: torch.Tensor, shard: int) -> None:
+        inner = INNER // self.size
+        param.data[shard * inner : (shard + 1) * inner] = loaded.chunk(self.size, 0)[self.rank]
+
+    def _fused_on_disk(self, param: nn.Parameter, loaded: torch.Tensor, *_: Any) -> None:
+        for shard, part in enumerate(loaded.split([INNER, INNER])):
+            self._gate_up(param, part, shard)
+
+    def _row(self, param: nn.Parameter, loaded: torch.Tensor, *_: Any) -> None:
+        inner = INNER // self.size
+        param.data.copy_(loaded[:, self.rank * inner : (self.rank + 1) * inner])
+
+    def _expert(self, param: nn.Parameter, loaded: torch.Tensor, shard: str, expert: int) -> None:
+        inner = INNER // self.size
+        into = param.data[expert]
+        if shard == "w2":
+            into.copy_(loaded.t().contiguous().narrow(0, self.rank * inner, inner))
+        else:
+            into = into.narrow(0, inner * (shard == "w3"), inner)
+            into.copy_(loaded.narrow(0, self.rank * inner, inner))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        stacked = [("qkv_proj", f"{at}_proj", (at,)) for at in "qkv"]
+        stacked += [("gate_up_proj", "gate_proj", (0,)), ("gate_up_proj", "up_proj", (1,))]  # type: ignore[list-item]
+        for at in range(EXPERTS):
+            for shard in ("w1", "w2", "w3"):
+                stacked.append(("w2" if shard == "w2" else "w13", f"experts.{at}.{shard}", (shard, at)))  # type: ignore[arg-type]
+        params = dict(self.named_parameters())
+        found = set()
+        for name, loaded in weights:
+            if "rotary" in name:
+                continue
+            if name == "steps":
+                self.steps.copy_(loaded)
+                continue
+            target, args = next(((to, rest) for to, of, rest in stacked if of == name), (name, ()))
+            param: Any = params[target]
+            param.weight_loader(param, loaded, *args)
+            found.add(target)
+        return found
+
+
+def checkpoint(seed: int, device: str = "cpu") -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (VOCAB, HIDDEN), "head": (VOCAB, HIDDEN), "q_proj": (HEADS * DIM, HIDDEN),
+        "k_proj": (KV * DIM, HIDDEN), "v_proj": (KV * DIM, HIDDEN), "gate_proj": (INNER, HIDDEN),
+        "up_proj": (INNER, HIDDEN),
+        "down_proj": (HIDDEN, INNER), "disk_gate_up": (2 * INNER, HIDDEN), "norm": (HIDDEN,), "rotary.inv_freq": (4,),
+    }  # fmt: skip
+    for at in range(EXPERTS):
+        shapes |= {f"experts.{at}.w1": (INNER, HIDDEN), f"experts.{at}.w3": (INNER, HIDDEN)}
+        shapes[f"experts.{at}.w2"] = (HIDDEN, INNER)
+    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    found["steps"] = torch.tensor(seed)
+    return found
+
+
+def _compare(model: nn.Module, reference: nn.Module) -> int:
+    for name, value in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    return sum(value.numel() for value in reference.state_dict().values())
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_an_engines_loader(ranks: Ranks) -> None:
+    model, reference = (Engine(ranks.rank, ranks.world_size) for _ in range(2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    recorded = record_layouts(model, checkpoint(0))
+    for name, value in model.state_dict().items():  # nothing but padding was written
+        kept = value == before[name]
+        assert bool((kept | (value == 0)).all()), name
+    assert recorded.unfilled == ()
+    assert recorded.key_map == {"rotary.inv_freq": None}
+    size, compared = ranks.world_size, 0
+    # The trainer has uneven rows of everything.
+    layouts = {name: f"{size}: S(0)" for name, value in checkpoint(0).items() if value.dim()}
+    shapes = {name: tuple(value.shape) for name, value in checkpoint(0).items() if value.dim()}
+
+    def rows(full: torch.Tensor) -> torch.Tensor:
+        step = -(-full.shape[0] // size) if full.dim() else 0
+        return full[min(ranks.rank * step, len(full)) : (ranks.rank + 1) * step].clone() if step else full
+
+    sync = None
+    for step in range(5):
+        full = checkpoint(step)
+        state = {name: rows(value) for name, value in full.items()}
+        if sync is None:
+            sync = StateDictResharder(
+                state, recorded.layouts, src_layouts=layouts, shapes=shapes, out=recorded.out, key_map=recorded.key_map
+            )
+        sync(state, out=recorded.out, atomic=step % 2 == 0)
+        reference.load_weights(full.items())
+        compared += _compare(model, reference)
+    assert compared == 5 * sum(value.numel() for value in reference.state_dict().values())
+    assert sync is not None
+    assert sync.plan.wire_bytes == sync.plan.lower_bound
+    needed = sum(value.numel() * value.element_size() for value in recorded.out.values())
+    assert size > 1 or sync.plan.wire_bytes == 0 < needed
+    # A plain tensor that all ranks have is enough: receivers take it from themselves.
+    reshard_state_dict(checkpoint(9), recorded.layouts, out=recorded.out, key_map=recorded.key_map)
+    reference.load_weights(checkpoint(9).items())
+    _compare(model, reference)
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_on_other_ranks_and_on_meta(ranks: Ranks) -> None:
+    # Rank 0 trains, rank 1 serves alone.
+    model = Engine(0, 1) if ranks.rank else None
+    recorded = record_layouts(model, checkpoint(0) if ranks.rank else {})
+    state = {} if ranks.rank else checkpoint(3)
+    moved = reshard_state_dict(state, recorded.layouts, out=recorded.out or None, key_map=recorded.key_map)
+    assert moved.plan.wire_bytes == moved.plan.lower_bound > 0
+    if model is not None:
+        reference = Engine(0, 1)
+        reference.load_weights(checkpoint(3).items())
+        assert _compare(model, reference) > 1000
+    # Layouts of a model without memory are those of one with memory.
+    bare = record_layouts(Engine(ranks.rank, 2, "meta"), checkpoint(0))
+    assert bare.layouts == record_layouts(Engine(ranks.rank, 2), checkpoint(0)).layouts
+    assert all(value.is_meta for value in bare.out.values())
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 5, bias=False)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.a.weight
+        self.bn = nn.BatchNorm1d(7)
+
+
+@pytest.mark.ranks(2)
+def test_load_state_dict_and_its_hooks(ranks: Ranks) -> None:
+    def cut(state: Weights, prefix: str, *_: Any) -> None:  # a hook that takes this rank's rows
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].chunk(2, 0)[ranks.rank]
+
+    models = [Plain() for _ in range(2)]
+    for model in models:
+        model.b = nn.Linear(7, 3 - ranks.rank, bias=False)  # 5 rows, uneven
+        model.b._register_load_state_dict_pre_hook(cut)
+    torch.manual_seed(0)
+    state = Plain().double().state_dict()
+    recorded = record_layouts(models[0], state)
+    assert recorded.unfilled == ()
+    reshard_state_dict(state, recorded.layouts, out=recorded.out, key_map=recorded.key_map)
+    models[1].load_state_dict(state)
+    assert _compare(models[0], models[1]) > 70
+
+
+def _cat(p: Any, w: Weights) -> None:
+    p["x"].copy_(torch.cat([w["a"], w["b"].t()], 1))
+
+
+def _stack(p: Any, w: Weights) -> None:
+    p["y"].copy_(torch.stack([w["a"].flatten(), w["b"].t().reshape(-1)], 1))
+
+
+def _views(p: Any, w: Weights) -> None:
+    p["x"][:, :6].copy_(w["a"].view(2, 2, 6).transpose(0, 1).reshape(4, 6))
+    p["x"][:, 6:].copy_(w["b"].t())
+
+
+def _flat(p: Any, w: Weights) -> None:
+    p["y"].view(-1)[3:27].copy_(w["a"].reshape(-1))
+    p["y"].view(-1)[27:44].copy_(w["b"].reshape(-1)[5:22])
+
+
+def _halves(p: Any, w: Weights) -> None:  # the permutation of rotary embeddings
+    p["x"][:, :6].copy_(w["a"].view(2, 2, 6).transpose(0, 1).reshape(4, 6))
+    p["x"][:, 6:].copy_(w["a"][::2].repeat_interleave(2, 0))
+
+
+def _buffered(p: Any, w: Weights) -> None:
+    buffer = torch.empty(4, 12)
+    buffer[:, :6] = w["a"].to(torch.float64)
+    buffer[:, 6:].copy_(w["b"].t().to(torch.float32).clone())
+    p["x"].copy_(torch.cat([buffer.split(6, 1)[0]] * 2, 1))
+    p["y"].copy_(buffer.reshape(24, 2))
+
+
+def _twice(p: Any, w: Weights) -> None:
+    p["x"][:, :6].copy_(w["b"].t())
+    p["x"][:, :6].copy_(w["a"])  # the last one counts
+    p["x"][:, 6:].copy_(w["a"])
+
+
+@pytest.mark.parametrize("load", [_cat, _stack, _views, _flat, _halves, _buffered, _twice])
+def test_views_copies_and_concatenations(load: Callable[[Any, Weights], None]) -> None:
+    def new() -> nn.ParameterDict:
+        shapes = {"x": (4, 12), "y": (24, 2)}
+        return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+
+    weights = {"a": torch.randn(4, 6), "b": torch.randn(6, 4)}
+    model, reference = new(), new()
+    with torch.no_grad():
+        load(reference, weights)
+        recorded = record_layouts(model, weights, load=lambda pairs: load(model, dict(pairs)))
+        compared = 0
+        for name, view in recorded.out.items():
+            layout, known = recorded.layouts[name], weights[name.split(" ")[0]]
+            (local,) = layout.local_shapes(0)
+            assert view.shape == local
+            for piece in layout.local_pieces(0):
+                sizes = tuple(b - a for a, b in zip(piece.start, piece.stop, strict=True))
+                into, taken = view, known
+                for dim, size in enumerate(sizes):
+                    into = into.narrow(dim, piece.local_start[dim], size)
+                    taken = taken.narrow(dim, piece.start[dim], size)
+                into.copy_(taken)
+                compared += into.numel()
+    assert _compare(model, reference) == 96
+    assert compared >= 41
+    assert set(recorded.unfilled) == {name for name, value in reference.items() if bool((value == 0).any())}
+
+
+def _replace(model: Any, w: Weights) -> None:
+    model.weight = nn.Parameter(w["a"])
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
+    "arithmetic": (lambda m, w: m.weight.copy_(w["a"] + 1), "aten.add"),
+    "scaled": (lambda m, w: m.weight.copy_(w["a"] * w["b"]), "aten.mul"),
+    "norm of a weight": (lambda m, w: m.weight.copy_(w["a"].softmax(0)), "softmax"),
+    "a value": (lambda m, w: m.weight.fill_(w["a"][0, 0].item()), "item()"),
+    "added in place": (lambda m, w: m.weight.add_(w["a"]), "aten.add_"),
+    "changed after loading": (lambda m, w: m.weight.copy_(w["a"]).mul_(2), "aten.mul_"),
+    "filled after loading": (lambda m, w: m.weight.copy_(w["a"])[1].zero_(), "aten.zero_"),
+    "indexed": (lambda m, w: m.weight.copy_(w["a"][torch.tensor([1, 0, 2, 3])]), "aten.index"),
+    "an indexed write": (lambda m, w: m.weight.index_copy_(0, torch.tensor([1]), w["a"][:1]), "index_copy"),
+    "bits": (lambda m, w: m.weight.copy_(w["a"].view(torch.int32)), "int32"),
+    "rounded twice": (lambda m, w: m.weight.copy_(w["a"].half()), "float16"),
+    "other values": (lambda m, w: m.weight.copy_(torch.ones(4, 4)), "aten.copy_"),
+    "padded": (lambda m, w: m.weight.copy_(nn.functional.pad(w["a"][:, :3], (0, 1))), "constant_pad"),
+    "a half-filled copy": (lambda m, w: m.weight.copy_(w["a"].new_empty(4, 4)), "no checkpoint tensor"),
+    "replaced": (_replace, "replaces"),
+    "into the checkpoint": (lambda m, w: w["b"].copy_(w["a"]), "aten.copy_"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_copy_is_refused_by_name(name: str) -> None:
+    call, found = REFUSED[name]
+    model = nn.Linear(4, 4, bias=False).requires_grad_(False)
+    before = model.weight.clone()
+    weights = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    with pytest.raises(PlanError, match="not-recordable") as caught:
+        record_layouts(model, weights, load=lambda pairs: call(model, dict(pairs)))
+    assert found in str(caught.value), caught.value
+    assert name == "replaced" or torch.equal(model.weight, before)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_cannot_record_stops_all(ranks: Ranks) -> None:
+    model = nn.Linear(4, 4, bias=False).requires_grad_(False)
+
+    def load(pairs: Any) -> None:
+        weights = dict(pairs)
+        model.weight.copy_(weights["weight"] + 1 if ranks.rank else weights["weight"])
+
+    with pytest.raises(PlanError, match=r"aten\.add"):
+        record_layouts(model, {"weight": torch.randn(4, 4)}, load=load)
+    with pytest.raises(PlanError, match="ranks-disagree"):
+        record_layouts(model, {"weight": torch.randn(4, 4 + ranks.rank)}, load=lambda pairs: None)
