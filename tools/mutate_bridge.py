@@ -240,7 +240,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an optimizer tried for a few steps only",
-        "optim/elementwise.py",
+        "_shared/elementwise.py",
         "STEPS = 12",
         "STEPS = 3",
         "optim/test_elementwise.py::test_full_matrix_optimizers_raise_at_their_first_step",

@@ -1,35 +1,25 @@
-"""Optimizers may work on shards if each element's update depends on that element alone; here they are tried.
+"""Optimizers of models with local shards: tried on a small tensor before they step, and looked through for groups.
 
-Adafactor, Muon, LBFGS, Shampoo, LAMB and others look at full matrices or at all parameters at once. On a shard they
-compute something else, without an error. A list of names would miss the next one. So a second optimizer of the same
-class, with the same settings, takes a few steps on a small full tensor, and a third one on its halves: they have to
-agree. This happens once for each optimizer that holds shards, at its first step (torch's global step pre-hook) or in
-``check_optimizer``. The real optimizer, its parameters and all random states stay as they are.
+The trial is that of `_shared/elementwise`. It happens once for each optimizer that holds shards, at its first step
+(torch's global step pre-hook) or in ``check_optimizer``.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tp_ddp_bridge._shared.elementwise import elementwise_problems
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale
 from tp_ddp_bridge.layout import is_local_shard, layout_of
-
-STEPS = 12  # preconditioners often start after some steps, or are renewed every tenth
-SIDE = 4  # halves of 2
-RTOL = 1e-3  # of the greatest update; kernels may round the last bits of a short row otherwise
 
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -55,26 +45,7 @@ def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bo
     problems: list[Problem] = []
     if is_zero_optimizer(optimizer):
         problems += _zero_group_problems(optimizer)
-    # A wrapper steps the optimizer inside, which is looked at in its own right.
-    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    for each in inner or [optimizer]:
-        if getattr(each, "is_elementwise", None) is True:  # the word of whoever wrote it
-            continue
-        for group in each.param_groups:
-            sharded = [parameter for parameter in group["params"] if is_sharded(parameter)]
-            reason = _first_reason(each, group, sharded)
-            if reason:
-                problems.append(
-                    Problem(
-                        "not-elementwise",
-                        f"optimizer: {type(each).__name__}",
-                        found=f"it holds local shards, and {reason}",
-                        hint="use an elementwise optimizer for them (SGD, Adam, AdamW, ...); if it is one all the "
-                        "same, set optimizer.is_elementwise = True",
-                    )
-                )
-                break
-    return problems
+    return [*problems, *elementwise_problems(optimizer, is_sharded)]
 
 
 @functools.cache
@@ -109,75 +80,3 @@ def _zero_group_problems(optimizer: Any) -> Iterator[Problem]:
 def _shard_ranks(parameter: torch.Tensor) -> set[int]:
     layout = None if is_stale(parameter) else layout_of(parameter)
     return set() if layout is None or not layout.sharded_axes() else set(layout.mesh.mesh.flatten().tolist())
-
-
-# ---- the trial ---------------------------------------------------------------------------------------------------
-
-
-def _first_reason(optimizer: Optimizer, group: dict[str, Any], sharded: list[torch.Tensor]) -> str:
-    """Return why the optimizer needs more than one element at a time, or nothing."""
-    for example in {each.dim(): each for each in sharded if each.dim()}.values():
-        shape = (SIDE,) * example.dim()
-        like = example.to_local() if isinstance(example, DTensor) else example
-        full = _values(shape, 0.0, like)
-        if type(full) is not torch.Tensor or like.is_meta:
-            continue  # under fake tensors there are no values to compare
-        for dim in range(example.dim()):
-            reason = _reason(optimizer, group, full, dim)
-            if reason:
-                return reason
-    return ""
-
-
-def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim: int) -> str:
-    halves = [half.contiguous() for half in full.chunk(2, dim)]
-    grads = [_values(tuple(full.shape), step + 1.0, full) for step in range(STEPS)]
-    devices = [full.device] if full.device.type != "cpu" else []
-    try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
-            whole = _train(optimizer, group, full, grads)
-            parts = [
-                _train(optimizer, group, half, [grad.chunk(2, dim)[index].contiguous() for grad in grads])
-                for index, half in enumerate(halves)
-            ]
-    except Exception as error:
-        return f"it cannot be tried on a small tensor ({type(error).__name__}: {error})"
-    difference = float((whole - torch.cat(parts, dim)).double().abs().max())
-    update = float((whole - full).double().abs().max())
-    if math.isfinite(difference) and difference <= RTOL * max(update, torch.finfo(full.dtype).eps):
-        return ""
-    return f"half a tensor is updated otherwise than as part of the full one (by {difference:.1e} of {update:.1e})"
-
-
-def _train(
-    optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, grads: Iterable[torch.Tensor]
-) -> torch.Tensor:
-    """Return ``value`` after some steps of a new optimizer with the settings of ``group``."""
-    parameter = nn.Parameter(value.clone())
-    known = inspect.signature(type(optimizer).__init__).parameters
-    settings = {key: setting for key, setting in optimizer.defaults.items() if key in known}
-    trial = type(optimizer)([parameter], **settings)
-    own = {key: setting for key, setting in group.items() if key != "params"}
-    trial.param_groups[0].update({key: x.clone() if isinstance(x, torch.Tensor) else x for key, x in own.items()})
-    if float(own.get("lr", 1.0)) == 0.0:  # a warmup's first step, which would show nothing
-        trial.param_groups[0]["lr"] = optimizer.defaults.get("lr") or 1e-2
-    needs_closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
-    for grad in grads:
-
-        def closure(grad: torch.Tensor = grad) -> torch.Tensor:
-            parameter.grad = grad + parameter.detach() * 0.1  # of each element alone
-            return (parameter.detach() * parameter.grad).sum()
-
-        closure()
-        if needs_closure is not None and needs_closure.default is inspect.Parameter.empty:
-            trial.step(closure)  # type: ignore[arg-type]  # a tensor will do for a number
-        else:
-            trial.step()
-    return parameter.detach()
-
-
-def _values(shape: tuple[int, ...], phase: float, like: torch.Tensor) -> torch.Tensor:
-    """Return numbers of both signs and of several sizes, rows and columns unlike one another; draws nothing random."""
-    count = math.prod(shape)
-    place = torch.arange(1, count + 1, dtype=torch.float64)
-    return (torch.sin(place * place + phase) * (1 + place / count)).view(shape).to(like.device, like.dtype)
