@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranktest import Ranks, fake_cuda
-from shard_spec.apply.exchange import RowExchange, gather_rows, scatter_rows
-from shard_spec.apply.forwards.lookup import look_up
 from shard_spec.apply.gradients import masked_identity
-from shard_spec.apply.weight_sharding import WeightSharding
+from shard_spec.distributed.exchange import RowExchange, gather_rows, scatter_rows
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.legacy.forwards.lookup import look_up
+from shard_spec.legacy.weight_sharding import WeightSharding
 from torch.nn import functional as F
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from shard_spec._shared.problems import PlanError, Problem
     from shard_spec.apply.apply import apply_plan
     from shard_spec.apply.handle import ShardHandle
-    from shard_spec.apply.module import shard_module, shard_parameter
     from shard_spec.convert.dcp import CheckpointShard, dcp_state_dict
     from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication, Transfer
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from shard_spec.layout.layout import Layout
     from shard_spec.layout.mesh import MeshSpec
     from shard_spec.layout.placements import BlockShard, InterleavedShard, PlacementLike, UnevenShard
+    from shard_spec.legacy.shard_module import shard_module, shard_parameter
     from shard_spec.optimal import OptimalPlanner, Workload
     from shard_spec.plan.from_module import layout_of_tensor
     from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
@@ -175,7 +175,7 @@ __getattr__, __dir__ = lazy_exports(
             "AlphaBetaCostModel",
         ),
         "convert.dcp": ("CheckpointShard", "dcp_state_dict"),
-        "apply.module": (
+        "legacy.shard_module": (
             "shard_module",
             "shard_parameter",
         ),

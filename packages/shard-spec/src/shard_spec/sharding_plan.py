@@ -20,9 +20,9 @@ from shard_spec.plan.from_module import layouts_of_module
 from shard_spec.plan.read import from_json, from_yaml
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import to_json, to_yaml
-from shard_spec.plan.validate import validate
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
+from shard_spec.validation import validate
 
 if TYPE_CHECKING:
     from torch import nn

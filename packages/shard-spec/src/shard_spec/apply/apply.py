@@ -26,10 +26,8 @@ from shard_spec.apply.apply_checks import (
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.gradients import LayGradient
 from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
-from shard_spec.apply.install import install_module, run_sharders
 from shard_spec.apply.local_parameter import LocalParameter, sharding_info
-from shard_spec.apply.parameter_format import ParameterFormat, choose_format
-from shard_spec.apply.rank_state import RankState, capture_errors, raise_on_all_ranks
+from shard_spec.apply.sharders import install_module, run_sharders
 from shard_spec.apply.sources import (
     Initializer,
     Source,
@@ -42,12 +40,14 @@ from shard_spec.apply.sources import (
 )
 from shard_spec.apply.tensors import TensorAction, replacing_problems, tensor_at
 from shard_spec.apply.transaction import Transaction
+from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
+from shard_spec.distributed.rank_state import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine
-from shard_spec.plan.validate import validate
 from shard_spec.specs import as_sharder
+from shard_spec.validation import validate
 
 
 def apply_plan(

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.rank_state import RankState, group_or_default, raise_on_all_ranks
 from shard_spec.apply.sources import SOURCES
+from shard_spec.distributed.rank_state import RankState, group_or_default, raise_on_all_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec import _torch_compat
-from shard_spec.apply.forward_context import GroupRef
+from shard_spec.distributed.mesh_cache import GroupRef
 
 
 class SumGradient:

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
-from shard_spec.apply.rank_state import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.apply.reporting import write_report
-from shard_spec.apply.scatter import gather_pieces
 from shard_spec.apply.transaction import put_tensor
+from shard_spec.distributed.rank_state import RankState, capture_errors, raise_on_all_ranks
+from shard_spec.distributed.scatter import gather_pieces
 from shard_spec.layout.layout import Layout
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.sharding_info import Section, ShardingInfo
-from shard_spec.apply.parameter_format import ParameterFormat
+from shard_spec.distributed.parameter_format import ParameterFormat
 
 
 class LocalParameter(nn.Parameter):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import Problem, raise_problems
-from shard_spec.apply.parameter_format import dtensor_placement, dtensor_terms
 from shard_spec.convert.refuse import not_expressible, sharder_problems
+from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_terms
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import resolve
 

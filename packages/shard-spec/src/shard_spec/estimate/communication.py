@@ -17,11 +17,11 @@ from shard_spec.estimate.batch import Batch, num_tokens
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
 from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
+from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec.report.text import communication_parts, joined
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,10 +12,10 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.batch import Batch
 from shard_spec.estimate.optimizers import OptimizerLike, OptimizerState, optimizer_state
+from shard_spec.formatting import joined, memory_parts
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
-from shard_spec.report.text import joined, memory_parts
 
 if TYPE_CHECKING:
     from torch import nn

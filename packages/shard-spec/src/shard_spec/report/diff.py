@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.memory import memory_of
+from shard_spec.formatting import table
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import _document
-from shard_spec.report.text import table
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,10 +9,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
+from shard_spec.formatting import human_count, human_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
-from shard_spec.report.text import human_count, human_ranks
 
 if TYPE_CHECKING:
     from shard_spec.estimate.activations import ActivationEstimate

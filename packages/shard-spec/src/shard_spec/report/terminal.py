@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from shard_spec.formatting import Parts, Table, communication_parts, joined, memory_parts
 from shard_spec.plan.resolve import examine
 from shard_spec.report.explain import explain_model
-from shard_spec.report.text import Parts, Table, communication_parts, joined, memory_parts
 
 if TYPE_CHECKING:
     from shard_spec.estimate.communication import Communication

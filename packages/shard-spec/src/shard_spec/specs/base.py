@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.shard_tensor import shard_tensor
+from shard_spec.distributed.shard_tensor import shard_tensor
 from shard_spec.layout.boxes import Box
 from shard_spec.layout.intervals import chunk
 from shard_spec.layout.layout import Layout

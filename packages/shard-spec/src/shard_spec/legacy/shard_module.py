@@ -11,18 +11,20 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.execution_plan import ExecutionPlan, plan_module, plan_on_all_ranks
-from shard_spec.apply.forward_context import ForwardContext, GroupRef
+from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.handle import ShardHandle, settled
-from shard_spec.apply.install import install, run_sharders
-from shard_spec.apply.mesh_cache import MeshCache
-from shard_spec.apply.rank_checks import known_layout
-from shard_spec.apply.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
-from shard_spec.apply.scatter import broadcast_, scatter
-from shard_spec.apply.shard_tensor import as_dtensor
+from shard_spec.apply.sharders import run_sharders
 from shard_spec.apply.tensors import TensorAction, tensor_at
 from shard_spec.apply.transaction import Transaction
+from shard_spec.distributed.mesh_cache import GroupRef, MeshCache
+from shard_spec.distributed.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
+from shard_spec.distributed.scatter import broadcast_, scatter
+from shard_spec.distributed.shard_tensor import as_dtensor
 from shard_spec.layout.layout import Layout
+from shard_spec.legacy.forward_context import ForwardContext
+from shard_spec.legacy.install import install
+from shard_spec.legacy.plan_module import plan_module
+from shard_spec.legacy.rank_checks import known_layout
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from shard_spec.apply.weight_sharding import WeightSharding
+from shard_spec.legacy.weight_sharding import WeightSharding
 
 
 def check_ids(ids: torch.Tensor, num_embeddings: int, name: str) -> None:

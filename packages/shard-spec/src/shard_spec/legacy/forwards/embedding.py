@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.exchange import scatter_rows
-from shard_spec.apply.forwards.base import ShardedForward, rows_problem
-from shard_spec.apply.forwards.lookup import check_ids, look_up, renormalize
+from shard_spec.distributed.exchange import scatter_rows
+from shard_spec.legacy.forwards.base import ShardedForward, rows_problem
+from shard_spec.legacy.forwards.lookup import check_ids, look_up, renormalize
 
 
 class ShardedEmbedding(ShardedForward):

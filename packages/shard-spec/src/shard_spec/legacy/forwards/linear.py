@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.exchange import gather_rows
-from shard_spec.apply.forwards.base import ShardedForward, rows_problem, whole_parameter
 from shard_spec.apply.gradients import masked_identity
-from shard_spec.apply.wrapping import unwrap
+from shard_spec.distributed.exchange import gather_rows
+from shard_spec.legacy.forwards.base import ShardedForward, rows_problem, whole_parameter
+from shard_spec.legacy.wrapping import unwrap
 
 
 class ShardedLinear(ShardedForward):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.shard_tensor import group_device
+from shard_spec.distributed.shard_tensor import group_device
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution
 from shard_spec.specs import ShardMetadata, as_spec

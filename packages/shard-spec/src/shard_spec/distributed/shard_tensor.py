@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.apply.forward_context import GroupRef
-from shard_spec.apply.mesh_cache import MeshCache
-from shard_spec.apply.parameter_format import ParameterFormat, choose_format
-from shard_spec.apply.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
-from shard_spec.apply.scatter import scatter
+from shard_spec.distributed.mesh_cache import GroupRef, MeshCache
+from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
+from shard_spec.distributed.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
+from shard_spec.distributed.scatter import scatter
 from shard_spec.layout.layout import Layout
 
 

@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.exchange import RowExchange, gather_rows
-from shard_spec.apply.forward_context import ForwardContext
 from shard_spec.apply.gradients import masked_identity
-from shard_spec.apply.input_metadata import BatchMetadata, all_gather_input_metadata
-from shard_spec.apply.weight_sharding import WeightSharding
-from shard_spec.apply.wrapping import unwrap, whole, wrap
+from shard_spec.distributed.exchange import RowExchange, gather_rows
 from shard_spec.layout.layout import Layout
+from shard_spec.legacy.forward_context import ForwardContext
+from shard_spec.legacy.input_metadata import BatchMetadata, all_gather_input_metadata
+from shard_spec.legacy.weight_sharding import WeightSharding
+from shard_spec.legacy.wrapping import unwrap, whole, wrap
 
 
 class ShardedForward:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shard_spec.apply.exchange import Columns, RowExchange
+from shard_spec.distributed.exchange import Columns, RowExchange
 from shard_spec.layout.layout import Layout
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.forwards.base import ShardedForward
-from shard_spec.apply.forwards.embedding import ShardedEmbedding
-from shard_spec.apply.forwards.embedding_bag import ShardedEmbeddingBag
-from shard_spec.apply.forwards.linear import ShardedLinear
+from shard_spec.legacy.forwards.base import ShardedForward
+from shard_spec.legacy.forwards.embedding import ShardedEmbedding
+from shard_spec.legacy.forwards.embedding_bag import ShardedEmbeddingBag
+from shard_spec.legacy.forwards.linear import ShardedLinear
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, ShardedEmbeddingBag)
 _HINT = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.parameter_format import choose_format
-from shard_spec.apply.shard_tensor import rank_problems
 from shard_spec.apply.tensors import TensorAction
+from shard_spec.distributed.parameter_format import choose_format
+from shard_spec.distributed.shard_tensor import rank_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 

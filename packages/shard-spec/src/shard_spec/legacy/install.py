@@ -10,21 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import Problem
 from shard_spec.apply.execution_plan import ExecutionPlan
-from shard_spec.apply.forward_context import ForwardContext
 from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, still_ours, user_attributes
-from shard_spec.apply.mesh_cache import MeshCache
-from shard_spec.apply.module_tracker import ModuleTracker
-from shard_spec.apply.outputs import LocalRows, PostForwardHook, PreForwardHook, ReshardOutput
-from shard_spec.apply.rank_state import RankState, capture_errors, raise_on_all_ranks
-from shard_spec.apply.supported_modules import forward_for
+from shard_spec.apply.sharders import install_module
 from shard_spec.apply.tensors import TensorAction, tensor_at
-from shard_spec.apply.transaction import Snapshot, Transaction
+from shard_spec.apply.transaction import Transaction
+from shard_spec.distributed.mesh_cache import MeshCache
+from shard_spec.legacy.forward_context import ForwardContext
+from shard_spec.legacy.module_tracker import ModuleTracker
+from shard_spec.legacy.outputs import LocalRows, PostForwardHook, PreForwardHook, ReshardOutput
+from shard_spec.legacy.supported_modules import forward_for
 
 
 def install(
@@ -90,15 +89,6 @@ def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor,
     return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
 
 
-def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Transaction) -> None:
-    """Put ``new`` where the module at ``path`` is, everywhere it is."""
-    old = module.get_submodule(path)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is old:
-                transaction.set_module(parent, name, new)
-
-
 def _install_hooks(
     module: nn.Module,
     actions: ExecutionPlan,
@@ -157,29 +147,3 @@ def _restorer(module: nn.Module, name: str, before: object) -> Callable[[], None
             module.__dict__[name] = before
 
     return restore
-
-
-def run_sharders(
-    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
-) -> dict[str, nn.Module]:
-    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
-    if not actions.sharders:
-        return {}
-
-    def run() -> dict[str, nn.Module]:
-        made = {}
-        for path, sharder in actions.sharders.items():
-            old = module.get_submodule(path)
-            transaction.on_rollback(Snapshot(old).restore)
-            new = sharder.shard(old)
-            if not isinstance(new, nn.Module):
-                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
-                raise PlanError(Problem("sharder-returned-no-module", path, found=found, hint="return an nn.Module"))
-            made[path] = new
-        return made
-
-    made, problems = capture_errors(run)
-    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
-    raise_on_all_ranks(group, RankState(lines, problems), "a Sharder failed")
-    assert made is not None
-    return made

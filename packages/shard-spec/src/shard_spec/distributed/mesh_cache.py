@@ -17,8 +17,35 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.apply.forward_context import GroupRef
 from shard_spec.layout.layout import Layout
+
+
+class GroupRef:
+    """A process group that survives ``copy.deepcopy`` and, within one job, pickling: it travels by its name."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in group order."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return dist.get_world_size(self.group)
+
+    def __getstate__(self) -> dict[str, str]:
+        return {"name": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.group = _torch_compat.group_of_name(state["name"])
 
 
 class MeshKey(NamedTuple):

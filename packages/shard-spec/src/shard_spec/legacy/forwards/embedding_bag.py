@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from shard_spec._torch_compat import eager_only
-from shard_spec.apply.exchange import gather_rows, scatter_rows
-from shard_spec.apply.forwards.base import ShardedForward, rows_problem
-from shard_spec.apply.forwards.embedding import ids_problem
-from shard_spec.apply.forwards.lookup import check_ids, look_up, renormalize
+from shard_spec.distributed.exchange import gather_rows, scatter_rows
+from shard_spec.legacy.forwards.base import ShardedForward, rows_problem
+from shard_spec.legacy.forwards.embedding import ids_problem
+from shard_spec.legacy.forwards.lookup import check_ids, look_up, renormalize
 
 
 @dataclass(frozen=True)

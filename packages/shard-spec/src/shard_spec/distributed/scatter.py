@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shard_spec import _torch_compat
-from shard_spec.apply.exchange import as_bytes
+from shard_spec.distributed.exchange import as_bytes
 from shard_spec.layout.layout import Layout
 
 

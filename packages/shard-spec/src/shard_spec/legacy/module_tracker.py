@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import Problem
-from shard_spec.apply.forward_context import GroupRef
 from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
-from shard_spec.apply.rank_state import RankState
 from shard_spec.apply.sources import fingerprint
 from shard_spec.apply.tensors import is_sharded
+from shard_spec.distributed.mesh_cache import GroupRef
+from shard_spec.distributed.rank_state import RankState
 
 
 @dataclass
