@@ -170,11 +170,11 @@ class _Recorder(DispatchMode):
         # By tensor and place: what is written to one place again replaces what was there.
         self.landed: dict[tuple[str, object], tuple[str, Landing]] = {}
 
-    def run(self, load: Callable[[Any], object]) -> None:
+    def run(self, loader: Callable[[Any], object]) -> None:
         before = {name: storage_key(value) for name, value in self.held.items()}
         try:
             with self:
-                load(self._pairs())
+                loader(self._pairs())
         except PlanError:
             raise
         except Exception as error:
