@@ -53,7 +53,7 @@ def test_calls_that_one_rank_gets_wrong(ranks: Ranks) -> None:
     told(ranks, lambda: spec.shard(3 if odd else net[0].weight), "not-a-tensor", "on rank 1")  # type: ignore[arg-type]  # as above
     told(ranks, lambda: spec.shard(net[0].weight.detach().requires_grad_(not odd)), "ranks-disagree", "frozen")
     group = mesh.get_group()
-    told(ranks, lambda: apply_plan(PLAN, net, None if odd else mesh, group=group), "not-a-mesh", "on rank 1")  # type: ignore[arg-type]  # as above
+    told(ranks, lambda: apply_plan(net, None if odd else mesh, PLAN, group=group), "not-a-mesh", "on rank 1")  # type: ignore[arg-type]  # as above
     told(ranks, lambda: shard_module(net, ShardingPlan(RULES, mesh={"tp": 1 + odd})), "ranks-missing")
     table = nn.Embedding(8, 4, max_norm=1.0 if odd else None)
     told(ranks, lambda: shard_parameter(table, "weight", spec), "ranks-disagree", "max_norm=1.0")
