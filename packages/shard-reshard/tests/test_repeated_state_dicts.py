@@ -110,3 +110,30 @@ def test_whatever_happens_between_calls(ranks: Ranks) -> None:
     trainer.state["b"] = DTensor.from_local(trainer.state["b"].to_local().view(3, 4), trainer.mesh, [Shard(0)])
     with pytest.raises(PlanError, match=r"layout-differs|local-shape"):
         kept(trainer.state, out=out, atomic=False)
+
+
+@pytest.mark.ranks(2)
+def test_fresh_results_share_nothing(ranks: Ranks) -> None:
+    mesh, generator = ranks.mesh((2,), ("dp",)), torch.Generator().manual_seed(5)
+    # Of one shape, uneven, of a dtype that travels as integers, and complex: what is allocated is the result itself.
+    shapes = [((6, 4), torch.float32)] * 3 + [((5, 3), torch.bfloat16), ((4, 6), torch.complex64), ((2, 2), torch.int8)]
+    full = [torch.randn(shape, generator=generator).mul(9).to(ranks.device, dtype) for shape, dtype in shapes]
+    state = {str(at): distribute_tensor(value, mesh, [Shard(0)]) for at, value in enumerate(full)}
+    kept, results = StateDictResharder(state, (mesh, (Shard(1),))), []
+    for _ in range(3):
+        results.append(kept(state))
+    locals_ = [value.to_local() for moved in results for value in moved.values()]
+    assert len({local.untyped_storage().data_ptr() for local in locals_}) == 3 * len(full)
+    for number, moved in enumerate(results):
+        for value, expected in zip(moved.values(), full, strict=True):
+            wanted = distribute_tensor(expected, mesh, [Shard(1)])
+            assert value._spec == wanted._spec
+            assert type(value) is DTensor
+            assert (value.shape, value.stride(), value.requires_grad) == (wanted.shape, wanted.stride(), False)
+            assert (value.dtype, value.is_leaf) == (wanted.dtype, True)
+            local = value.to_local()
+            assert local.untyped_storage().nbytes() == local.numel() * local.element_size()
+            assert torch.equal(value.full_tensor(), expected)
+            value.to_local().zero_()  # reaches no other result
+            assert not value.full_tensor().any(), number
+            assert torch.equal(value.redistribute(placements=[Replicate()]).to_local(), torch.zeros_like(expected))

@@ -108,7 +108,7 @@ class Exchange:
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # No dtype that could be conjugated, none that travels as integers: tensors are copied as they are.
-        self._as_they_are = all(
+        self.copies_values = all(
             _as_values(plan) and not {plan.dtype, plan.out_dtype} & {"complex32", "complex64", "complex128"}
             for plan in program.plans
         )
@@ -237,7 +237,7 @@ class Exchange:
         """Return tensors, without graphs, in the dtype in which they are copied: theirs, or integers of that size."""
         # The memory itself, where nothing is negated.
         found = list(map(torch.Tensor.resolve_neg, map(torch.Tensor.detach, tensors)))
-        if not self._as_they_are:
+        if not self.copies_values:
             for at, plan in enumerate(plans):
                 found[at] = found[at].resolve_conj()
                 if not _as_values(self.program.plans[plan]):
@@ -275,7 +275,9 @@ class PreparedCall:
     def receive_into(self, outs: Sequence[torch.Tensor]) -> None:
         """Make the views of destinations, and those of sources unless they are there already."""
         exchange = self.exchange
-        self.dst = exchange.as_wire_dtype(outs, exchange.dst_plan)
+        # Ours alone: they have neither graphs nor lazy bits to take off.
+        bare = self.fresh_outs and exchange.copies_values
+        self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
         recipes = exchange.recipes(self.src, self.dst)
         if recipes is not self.recipes:
             self.recipes, self.sends = recipes, []
