@@ -411,7 +411,7 @@ def _planning_rows() -> list[dict[str, str]]:
 
 
 def _forget_plans() -> None:
-    from shard_reshard import planner
+    from shard_reshard.planning import planner
 
     planner._plan_of_values.cache_clear()
     planner.cached_plan.cache_clear()

@@ -16,6 +16,7 @@ from shard_reshard.consensus import data_device
 from shard_reshard.execution.checks import local_problems
 from shard_reshard.execution.mover import Mover
 from shard_reshard.layout.base import Index
+from shard_reshard.layout.dtypes import torch_dtype
 
 _movers: dict[str, Mover] = {}
 
@@ -38,7 +39,7 @@ def operator_of(mover: Mover) -> Operator:
     ):  # without a kept workspace: compiled calls may overlap eager ones of the same Resharder
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
     shapes = plan.dst.local_shapes(mover.members.rank)
-    return Operator(key, shapes, plan.torch_dtypes()[2], str(data_device(mover.members.group)))
+    return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(mover.members.group)))
 
 
 def key_of_pair(mover: Mover, backward: Mover) -> str:
@@ -86,7 +87,7 @@ def _(tensors: list[torch.Tensor], key: str, transposed: bool, mismatch: str) ->
     problems = local_problems(plan, rank, tensors[: len(plan.src.local_shapes(rank))])
     if problems:
         raise PlanError(problems)
-    dtype = plan.torch_dtypes()[2]
+    dtype = torch_dtype(plan.out_dtype)
     shapes = plan.dst.local_shapes(rank)
     return [tensors[0].new_empty(shape, dtype=dtype) for shape in shapes] or [tensors[0].new_empty(0)]
 

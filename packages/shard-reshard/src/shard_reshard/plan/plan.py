@@ -7,14 +7,11 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from shard_reshard.layout.base import Index, ShardMap
-from shard_reshard.layout.dtypes import ITEMSIZES, torch_dtype
+from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.mesh import MeshShardMap
-
-if TYPE_CHECKING:
-    import torch
 
 FORMAT = 1
 
@@ -154,10 +151,6 @@ class Plan:
         )
         turned.__dict__["_transposed"] = self
         return turned
-
-    def torch_dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """The torch dtypes of source, wire and destination."""
-        return torch_dtype(self.dtype), torch_dtype(self.wire_dtype), torch_dtype(self.out_dtype)
 
 
 def _averaged(layout: ShardMap) -> int:

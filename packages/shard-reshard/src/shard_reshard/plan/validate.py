@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.dtypes import FLOATING
 from shard_reshard.plan.plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 # What torch has no kernels for; found here, because a rank that finds it while it reduces leaves the others waiting.
 _NOT_REDUCED = {

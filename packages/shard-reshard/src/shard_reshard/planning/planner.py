@@ -45,14 +45,10 @@ def plan_reshard(
     Raises:
         PlanError: With every hole and overlap of the layouts by name, and whatever else cannot be carried out.
     """
-    if isinstance(src, _VALUES) and isinstance(dst, _VALUES):
-        size = None if shape is None else tuple(shape)
-        return _plan_of_values(
-            size, str(dtype), src, dst, None if out_dtype is None else str(out_dtype), max_workspace_bytes
-        )
-    return cached_plan(
-        *resolve_layouts(shape, src, dst), dtype_name(dtype), maybe_dtype_name(out_dtype), max_workspace_bytes
-    )
+    values = isinstance(src, _VALUES) and isinstance(dst, _VALUES)
+    plan = _plan_of_values if values else _plan_of_values.__wrapped__
+    size, out = None if shape is None else tuple(shape), None if out_dtype is None else str(out_dtype)
+    return plan(size, str(dtype), src, dst, out, max_workspace_bytes)
 
 
 # Layouts that are plain values: the same question can be answered from memory.
@@ -68,9 +64,8 @@ def _plan_of_values(
     out_dtype: str | None,
     max_workspace_bytes: int | None,
 ) -> ReshardPlan:
-    return cached_plan(
-        *resolve_layouts(shape, src, dst), dtype_name(dtype), maybe_dtype_name(out_dtype), max_workspace_bytes
-    )
+    out = None if out_dtype is None else dtype_name(out_dtype)
+    return cached_plan(*resolve_layouts(shape, src, dst), dtype_name(dtype), out, max_workspace_bytes)
 
 
 def resolve_layouts(
@@ -102,11 +97,6 @@ def _tells_shape(layout: LayoutLike) -> bool:
     except PlanError:
         return False
     return True
-
-
-def maybe_dtype_name(dtype: torch.dtype | str | None) -> str | None:
-    """The name of a dtype that may be left out."""
-    return None if dtype is None else dtype_name(dtype)
 
 
 @lru_cache(maxsize=4096)
