@@ -1,16 +1,21 @@
 """A plan of each kind that planners hand out, carried out by one call: five steps equal those of one process."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from ranktest import Ranks
-from shard_spec import FullyShardPlanner, MegatronPlanner, MeshSpec, ShardingPlan, compose
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tp_styles import PlanError, apply_sharding_plan
 
+if TYPE_CHECKING:
+    from shard_spec import MeshSpec
+
+pytestmark = pytest.mark.extra("shard-spec")
 STEPS = 5
 
 
@@ -52,20 +57,30 @@ def model(*, tied: bool = False) -> Net:
 
 
 def megatron(mesh: MeshSpec) -> Any:
+    from shard_spec import MegatronPlanner
+
     return MegatronPlanner(mesh)
 
 
 def fsdp(mesh: MeshSpec) -> Any:
+    from shard_spec import FullyShardPlanner
+
     return FullyShardPlanner(mesh, "fsdp")
 
 
-CASES: dict[str, tuple[dict[str, int], Callable[[MeshSpec], Any]]] = {
-    "data parallel": ({"dp": 4}, lambda mesh: megatron(MeshSpec({"dp": 4, "tp": 1}))),
+def both(mesh: MeshSpec) -> Any:
+    from shard_spec import compose
+
+    return compose(megatron(mesh), fsdp(mesh))
+
+
+CASES: dict[str, tuple[dict[str, int], Callable[[Any], Any] | None]] = {
+    "data parallel": ({"dp": 4}, None),
     "fully sharded": ({"fsdp": 4}, fsdp),
     "hybrid sharded": ({"dp": 2, "fsdp": 2}, fsdp),
     "tensor parallel": ({"tp": 4}, megatron),
     "data and tensor parallel": ({"dp": 2, "tp": 2}, megatron),
-    "fully sharded and tensor parallel": ({"fsdp": 2, "tp": 2}, lambda mesh: compose(megatron(mesh), fsdp(mesh))),
+    "fully sharded and tensor parallel": ({"fsdp": 2, "tp": 2}, both),
 }
 
 
@@ -77,9 +92,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_five_steps_equal_those_of_one_process(ranks: Ranks, case: str, tied: bool) -> None:
+    from shard_spec import MeshSpec, ShardingPlan
+
     axes, planner = CASES[case]
     net, reference = model(tied=tied), model(tied=tied)
-    plan = ShardingPlan({}, mesh=axes) if case == "data parallel" else planner(MeshSpec(axes)).build_plan(net)
+    plan = ShardingPlan({}, mesh=axes) if planner is None else planner(MeshSpec(axes)).build_plan(net)
     mesh = ranks.mesh(tuple(axes.values()), tuple(axes))
     data = [axis for axis in axes if axis != "tp"]
     count, mine = 1, 0
@@ -106,6 +123,8 @@ def test_five_steps_equal_those_of_one_process(ranks: Ranks, case: str, tied: bo
 
 @pytest.mark.ranks(4)
 def test_what_has_no_counterpart_is_refused_before_anything_changes(ranks: Ranks) -> None:
+    from shard_spec import ShardingPlan
+
     net, before = model(), model().state_dict()
     two = {"blocks.0.up.weight": "tp:S(0)", "blocks.1.up.weight": "ep:S(0)"}
     refused: dict[str, tuple[dict[str, int], dict[str, str], str]] = {
