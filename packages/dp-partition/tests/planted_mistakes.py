@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from dp_partition import runner
 from dp_partition._torch_compat import pytree
@@ -369,6 +370,35 @@ def _other_mask(graph: fx.Graph) -> bool:
         node.update_arg(1, 0.6)
     return bool(_named(graph, "aten.bernoulli_"))
 
+
+def _one_unreduced(graph: fx.Graph) -> bool:
+    """The first gradient of the bucket is this rank's own."""
+    reduction = next(
+        node for node in _reductions(graph) if any(_named(graph, "split_with_sizes")) and is_wait(node.next)
+    )
+    split = next(node for node in _named(graph, "split_with_sizes") if node.args[0] is reduction.next)
+    sizes: Any = split.args[1]
+    one = next(user for user in split.users if user.args[1] == sizes.index(max(sizes)))
+    with graph.inserting_before(reduction):
+        own = graph.call_function(aten.clone.default, (reduction.args[0],))  # it is reduced in place
+        if "reduce_scatter" in str(reduction.target):
+            own = graph.call_function(aten.view.default, (own, [reduction.args[2], -1]))
+            own = graph.call_function(aten.select.int, (own, 0, dist.get_rank()))
+    with graph.inserting_before(split):
+        parts = graph.call_function(split.target, (own, split.args[1]))  # type: ignore[arg-type]
+    one.update_arg(0, parts)
+    return True
+
+
+# gradients that have another factor or direction, under a norm that hides the factor
+CLIPPED_MISTAKES: dict[str, tuple[str, Change]] = {
+    "all doubled": ("replicate", _other_op("sum")),
+    "all doubled, sharded": ("fully_shard", _other_op("sum")),
+    "all doubled, zero1": ("zero1", _other_op("sum")),
+    "all doubled, zero2": ("zero2", _other_op("sum")),
+    "one not reduced": ("replicate", _one_unreduced),
+    "one not reduced, sharded": ("fully_shard", _one_unreduced),
+}
 
 # what is planted -> style, change of the graph
 GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {

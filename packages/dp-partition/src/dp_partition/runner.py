@@ -131,12 +131,23 @@ class Runner:
             return CheckedCall(self, binding, program, call).run()
         return self.run(binding, program, call, optimizers)
 
-    def run(self, binding: Binding, program: Program, call: CallArguments, optimizers: OptimizerReads) -> Any:
-        """Run the graph and put new state in place."""
+    def run(
+        self,
+        binding: Binding,
+        program: Program,
+        call: CallArguments,
+        optimizers: OptimizerReads,
+        gradients: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the graph and put new state in place; gradients are noted for a caller that passes a dict for them."""
         check_no_gradients(binding.step_state, program.capture.cleared)
         inputs = bind_inputs(binding, program, call.leaves, optimizers)
         with self.guarded(program, inputs):
-            values = program.run(inputs)
+            if gradients is None:
+                values = program.run(inputs)
+            else:
+                values, noted = program.run_noting_gradients(inputs)
+                gradients.update(noted)
         store_outputs(binding, program, values)
         return program.capture.returned.result(values)
 

@@ -14,8 +14,10 @@ import planted_mistakes as planted
 import pytest
 import torch
 from dp_partition.api import runner_of
+from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
 from dp_partition.check.copying import CannotCopyError, Copier
+from dp_partition.check.verdict import differences
 from ranktest import Ranks
 from torch import fx, nn
 
@@ -106,6 +108,43 @@ def test_mistakes_in_a_graph_are_found(ranks: Ranks) -> None:
     missed = {name: outcome for name, outcome in outcomes.items() if outcome != "found"}
     assert not missed
     assert len(outcomes) >= 20
+
+
+@pytest.mark.ranks(2, timeout=300)
+def test_wrong_gradients_are_found_although_they_are_clipped(ranks: Ranks) -> None:
+    outcomes = {}
+    for name, (style, change) in planted.CLIPPED_MISTAKES.items():
+        for optimizer in ("SGD", "AdamW"):
+            with models.case(f"{name}, {optimizer}"):
+                outcomes[name, optimizer] = attempt(ranks, style, optimizer, change, planted.plain)
+    assert set(outcomes.values()) == {"found"}, outcomes
+    assert len(outcomes) == 12
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "replicate": {"style": "replicate"},
+    "fully_shard": {"style": "fully_shard"},
+    "one collective each": {"style": "fully_shard", "bucket_mb": 0},
+    "zero1": {"style": "zero1"},
+    "zero2": {"style": "zero2"},
+    "accumulate": {"style": "fully_shard", "accumulate": 2},
+    "global": {"style": "fully_shard", "semantics": "global"},
+}
+
+
+@pytest.mark.ranks(2)
+def test_all_gradients_are_compared_before_they_are_clipped(ranks: Ranks) -> None:
+    for name, settings in SETTINGS.items():
+        with models.case(name), patch.object(checked_call, "differences", wraps=differences) as compared:
+            model, optim = started(ranks)
+            if name == "global":
+                model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+                optim = torch.optim.AdamW(model.parameters())
+            step = dp.compile(planted.plain, mesh=ranks.mesh((2,), ("dp",)), **settings)
+            step(model, optim, *batch(ranks, 0))
+            wanted = {f"{fqn} gradient" for fqn, _ in model.named_parameters()}
+            for outcome in compared.call_args.args:
+                assert {key for key in outcome.tensors if key.endswith(" gradient")} == wanted
 
 
 @pytest.mark.ranks(2, timeout=300)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,15 @@ from dp_partition._torch_compat import FakeTensor
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.hyperparameters import read_optimizers
 from dp_partition.check.copying import CannotCopyError, Transform
-from dp_partition.check.reference import Ended, Outcome, copy_step, is_out_of_memory, live_outcome, run_reference
+from dp_partition.check.reference import (
+    Ended,
+    Outcome,
+    StepCopy,
+    copy_step,
+    is_out_of_memory,
+    live_outcome,
+    run_reference,
+)
 from dp_partition.check.verdict import (
     INTEGERS,
     Difference,
@@ -69,6 +78,7 @@ class CheckedCall:
     def __init__(self, runner: Runner, binding: Binding, program: Program, call: CallArguments) -> None:
         self.runner, self.binding, self.program, self.call = runner, binding, program, call
         self.arguments = (call.args, call.kwargs)
+        self.gradients: dict[str, torch.Tensor] = {}  # of the graph, before anything clips them
         # A step without collectives may be called by some ranks only: its check must not communicate either.
         self.communicates = binding.mesh.size() > 1 and any(map(is_collective, program.module.graph.nodes))
 
@@ -92,11 +102,11 @@ class CheckedCall:
         reason = next(filter(None, self.gather(reason)), "")
         if copied is None or reason:
             return self.unchecked(reason)
-        result = self.graph_run()
+        result = self.graph_run(self.gradients)
         after = RandomState(self.arguments, self.runner.stream)
         versions = self.versions()
         self.random.restore()
-        ended = run_reference(copied, self.binding, self.runner.settings, self.runner.stream)
+        ended = self.reference(copied)
         del copied
         after.restore()
         self.conclude(ended, result, versions)
@@ -113,6 +123,7 @@ class CheckedCall:
             failure = f"the step raised {type(ended.error).__name__}: {ended.error}, and its graph did not"
         elif ended.outcome is not None:
             graph = live_outcome(self.binding, result, self.before.local)
+            graph.add_gradients(self.gradients)
             found = differences(graph, ended.outcome)
         rows = self.gather((failure, ended.unchecked, len(found)))
         failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
@@ -166,12 +177,8 @@ class CheckedCall:
             copied = None
         if not all(self.gather(copied is not None)) or copied is None:
             return None
-        if mode is None:
-            ended = run_reference(copied, self.binding, self.runner.settings, self.runner.stream)
-        else:
-            with mode:
-                ended = run_reference(copied, self.binding, self.runner.settings, self.runner.stream)
-        return ended.outcome
+        with mode or nullcontext():
+            return self.reference(copied).outcome
 
     def is_count(self, name: str, reference: Outcome | None) -> bool:
         """Return whether a value is made of integers, which rounding decides only at ties."""
@@ -210,11 +217,17 @@ class CheckedCall:
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def graph_run(self) -> Any:
+    def reference(self, copied: StepCopy) -> Ended:
+        """Run a copy of the step."""
+        settings, placements = self.runner.settings, self.program.gradient_placements()
+        wanted = {name: placements[name] for name in self.gradients}
+        return run_reference(copied, self.binding, settings, self.runner.stream, wanted)
+
+    def graph_run(self, gradients: dict[str, torch.Tensor] | None = None) -> Any:
         """Run the graph; a failure is the step's own, and leaves the schedule going."""
         try:
             optimizers = read_optimizers(self.binding.step_state.optimizers)
-            return self.runner.run(self.binding, self.program, self.call, optimizers)
+            return self.runner.run(self.binding, self.program, self.call, optimizers, gradients)
         except BaseException:
             self.runner.schedule.advance(again=True)
             raise

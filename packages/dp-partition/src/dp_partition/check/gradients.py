@@ -42,6 +42,8 @@ class GradientAverage:
 
     Attributes:
         stopped: Why no rank may communicate any more; None while all run.
+        noted: Complete gradients by name, as the first backward pass that makes one leaves it; None for one that
+            another pass adds to.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
@@ -55,6 +57,8 @@ class GradientAverage:
         self.fired: set[str] = set()
         self.micro_batches, self.is_last = 1, True
         self.sums: list[dict[str, torch.Tensor]] = []
+        self.noted: dict[str, torch.Tensor | None] = {}
+        self.held: frozenset[str] = frozenset()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -84,6 +88,7 @@ class GradientAverage:
             before: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
             if self.micro_batches > 1:
                 before = {n: None if p.grad is None else p.grad.clone() for n, p in self.params.items()}
+            self.held = frozenset(name for name, param in self.params.items() if param.grad is not None)
             self.depth += 1
             try:
                 result = call(*args, **kwargs)
@@ -94,11 +99,11 @@ class GradientAverage:
         return outermost
 
     def _after_backward(self, result: Any, before: dict[str, torch.Tensor | None], *args: Any, **kwargs: Any) -> Any:
-        if not self.averages or not self.fired:
-            return result
-        gradients = {name: param.grad for name, param in self.params.items()}
-        for name, value in self._reduced(gradients, before).items():
-            self.params[name].grad = value
+        if self.averages and self.fired:
+            gradients = {name: param.grad for name, param in self.params.items()}
+            for name, value in self._reduced(gradients, before).items():
+                self.params[name].grad = value
+        self._note_complete({name: self.params[name].grad for name in self.fired - self.held})
         self.fired.clear()
         return result
 
@@ -119,8 +124,16 @@ class GradientAverage:
         gradients: dict[str, torch.Tensor | None] = dict.fromkeys(self.params)
         gradients |= {name: one for name, one in zip(asked, result, strict=True) if name is not None}
         reduced = self._reduced(gradients, dict.fromkeys(self.params))
+        self._note_complete({name: one for name, one in reduced.items() if name in asked})
         self.fired.clear()
         return tuple(one if name is None else reduced.get(name, one) for name, one in zip(asked, result, strict=True))
+
+    def _note_complete(self, gradients: dict[str, torch.Tensor | None]) -> None:
+        if not self.is_last:
+            return
+        for name in self.fired:
+            one = gradients.get(name)
+            self.noted[name] = None if one is None or name in self.noted else one.detach().clone()
 
     @torch.no_grad()
     def _reduced(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from dp_partition._torch_compat import FakeTensor, pytree
 from dp_partition.capture.fingerprint import ById, FunctionReads
@@ -64,6 +64,12 @@ class Outcome:
     tensors: dict[str, torch.Tensor]
     before: dict[str, torch.Tensor]
     numbers: dict[str, Any]
+
+    def add_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Take in gradients as they were before the step clipped or scaled them, by parameter."""
+        for name, gradient in gradients.items():
+            self.tensors[f"{name} gradient"] = gradient
+            self.before[f"{name} gradient"] = torch.zeros_like(gradient)
 
 
 @dataclass
@@ -123,8 +129,22 @@ def _first_uncopied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return "the step's function, or what it holds"
 
 
-def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream: Stream | None) -> Ended:
-    """Run a copy to its end, on all ranks alike. Random numbers are those of the generators as they stand."""
+def run_reference(
+    copied: StepCopy,
+    binding: Binding,
+    settings: Settings,
+    stream: Stream | None,
+    wanted: dict[str, Placement] | None = None,
+) -> Ended:
+    """Run a copy to its end, on all ranks alike. Random numbers are those of the generators as they stand.
+
+    Args:
+        copied: The copy.
+        binding: The placed model and optimizers.
+        settings: How gradients are averaged.
+        stream: The step's random numbers.
+        wanted: Placement of each gradient that the outcome has to hold as well.
+    """
     local = settings.semantics == "local"
     shares = not copied.step_state.optimizers
     average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and not shares)
@@ -138,7 +158,7 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
             if local:
                 result = _run_local(copied, average, settings)
             else:
-                result = _run_global(copied, binding, settings)
+                result = _run_global(copied, average, binding, settings)
         average.meet(FINISHED)
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
@@ -162,7 +182,11 @@ def run_reference(copied: StepCopy, binding: Binding, settings: Settings, stream
     tensors = _locals(copied.step_state, binding)
     if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
         return Ended(error=RuntimeError("it uses a fake tensor: a cache beside its arguments kept what the trace made"))
-    return Ended(Outcome(leaves, spec, tensors, before, numbers_of(copied.step_state)))
+    outcome = Outcome(leaves, spec, tensors, before, numbers_of(copied.step_state))
+    if average.averages or not local:
+        full = {name: one for name, one in average.noted.items() if one is not None and name in (wanted or {})}
+        outcome.add_gradients({name: cut(one, (wanted or {})[name], binding) for name, one in full.items()})
+    return Ended(outcome)
 
 
 def _plain(value: Any) -> Any:
@@ -237,7 +261,7 @@ def _mean_of_scalars(*values: Any) -> Any:
     return values[-1]
 
 
-def _run_global(copied: StepCopy, binding: Binding, settings: Settings) -> Any:
+def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, settings: Settings) -> Any:
     """Run the step on all ranks' rows. Its draws would be one device's and not the ranks': no comparison then."""
     group, world = shard_group(binding.mesh), shard_world(binding.mesh)
 
@@ -251,7 +275,8 @@ def _run_global(copied: StepCopy, binding: Binding, settings: Settings) -> Any:
 
     args, kwargs = pytree.tree_map(all_rows, (copied.args, copied.kwargs))
     before = _generator_states()
-    result = copied.function(*args, **kwargs)
+    with average.installed():
+        result = copied.function(*args, **kwargs)
     if world > 1 and not all(map(torch.equal, before, _generator_states())):
         raise NotComparableError("draws random numbers under global semantics")
     return result
@@ -292,7 +317,11 @@ def shard_like(tensor: torch.Tensor, like: torch.Tensor | None, binding: Binding
     """The part of a full tensor that this rank holds of another one."""
     if not isinstance(like, DTensor) or like.shape != tensor.shape:
         return tensor
-    placement = like.placements[-1]
+    return cut(tensor, like.placements[-1], binding)
+
+
+def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.Tensor:
+    """The part of a full tensor that this rank holds under a placement."""
     if not isinstance(placement, Shard):
         return tensor
     size = tensor.shape[placement.dim]

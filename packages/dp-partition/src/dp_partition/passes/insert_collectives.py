@@ -8,6 +8,7 @@ the graph was written in a gathered copy, the rank's part is copied back.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from dp_partition.passes.moves import Move, Mover
 from dp_partition.passes.reshard_after_forward import MARK
 from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, PlacementSpec, PlacementStrategy, RankLocal, local_shape
+from dp_partition.sharding.propagate import gradient_name, is_gradient
 
 # Which argument of an operator names the output's shape.
 SHAPE_ARGUMENTS: dict[Any, int] = {
@@ -37,6 +39,10 @@ SHAPE_ARGUMENTS: dict[Any, int] = {
 ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 
 LOWERED = (OWN_ROWS, SHARE_ROWS)
+
+READS = (
+    "reads_gradients"  # on the first node that reads a gradient: rows of its place among the leaves, name, placement
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Inserter:
         self.family: dict[fx.Node, list[fx.Node]] = {}
         self.moves: list[Move] = []
         self.gathered: dict[fx.Node, str] = {}  # in which phase a source was moved last
+        self.unread = single_gradients(module.graph)
 
     def run(self) -> None:
         """Rewrite the full graph."""
@@ -77,6 +84,7 @@ class Inserter:
         sources = list(node.all_input_nodes)
         wanted = dict(zip(sources, strategy.input_specs or (None,) * len(sources), strict=True))
         written, base = mutated_inputs(node), base_of(node)
+        self.note_gradients(node, wanted)
         moved: dict[fx.Node, fx.Node] = {}
         for source, spec in wanted.items():
             if isinstance(spec, PlacementSpec) and source in self.versions:
@@ -84,6 +92,7 @@ class Inserter:
                 if version is not source:
                     moved[source] = version
         for source in written:
+            self.unread.pop(self.roots.get(source, source), None)
             spec = wanted.get(source)
             if isinstance(spec, PlacementSpec):
                 self.keep_written(node, source, spec.placement)
@@ -109,6 +118,17 @@ class Inserter:
         elif node.target in ROW_ARGUMENTS and spec_values(strategy.output_spec)[0].placement == Shard(0):
             position = ROW_ARGUMENTS[node.target]
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
+
+    def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Any]) -> None:
+        """Mark the first node that reads an averaged gradient: passes change what it reads, and not where."""
+        rows = []
+        for source, spec in wanted.items():
+            placement = getattr(spec, "placement", None)
+            if source in self.unread and isinstance(placement, Replicate | Shard):
+                place = pytree.tree_leaves((node.args, node.kwargs)).index(source)
+                rows.append((place, self.unread.pop(source), placement))
+        if rows:
+            node.meta[READS] = rows
 
     def lower_rows(self, node: fx.Node) -> None:
         """ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
@@ -272,6 +292,14 @@ def spec_values(spec: Any) -> list[PlacementSpec]:
     return [one for one in pytree.tree_leaves(spec) if isinstance(one, PlacementSpec)]
 
 
+def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Gradients by node, of parameters that have one in the step: several are summed before they are complete."""
+    means = {node: str(node.meta["mean_gradient"]) for node in graph.nodes if "mean_gradient" in node.meta}
+    found = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
+    counts = Counter(found.values())
+    return {node: name for node, name in found.items() if name and counts[name] == 1}
+
+
 def erase_tags(graph: fx.Graph) -> None:
     """Drop gradient tags: the tagged value takes their place, and remembers whose gradient it is."""
     for node in list(graph.nodes):
@@ -282,4 +310,4 @@ def erase_tags(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-__all__ = ["Inserter", "erase_tags", "spec_values"]
+__all__ = ["READS", "Inserter", "erase_tags", "spec_values"]

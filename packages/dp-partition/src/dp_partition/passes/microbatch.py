@@ -15,6 +15,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
 from dp_partition.ops import aten, base_of
+from dp_partition.sharding.propagate import gradient_name
 
 
 def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
@@ -47,6 +48,8 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
     for node in crossing:
         with graph.inserting_before(rest[0]):
             mean = _mean(graph, [copy[node] for copy in copies])
+        if node.target is TAG_GRAD:
+            mean.meta["mean_gradient"] = gradient_name(node)
         for user in [user for user in node.users if user in rest]:
             user.replace_input_with(node, mean)
 

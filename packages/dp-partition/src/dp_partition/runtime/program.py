@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from dp_partition._torch_compat import is_gloo
+from dp_partition._torch_compat import is_gloo, pytree
 from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
 from dp_partition.backends.inductor import Lowered
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import shard_group
+from dp_partition.passes.insert_collectives import READS
 from dp_partition.passes.local_shapes import record_local_values
 from dp_partition.passes.peephole import use_bindings
 from dp_partition.passes.reshard_after_forward import MARK
@@ -62,6 +64,28 @@ class Program:
             use_bindings(graph)
             self.bound = fx.GraphModule(self.module, graph)
         return self.bound(*inputs)
+
+    def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
+        """The graph's values, and copies of gradients by name, as the first node that uses one reads it."""
+        if self.lowered is not None:
+            return self.lowered(*inputs), {}  # what lies between its compiled pieces is not to be had
+        graph = self.for_backend()
+        use_bindings(graph)
+        noted: dict[str, fx.Node] = {}
+        for node in list(graph.nodes):
+            leaves = pytree.tree_leaves((node.args, node.kwargs))
+            for place, name, _ in node.meta.get(READS, ()):
+                with graph.inserting_before(node):  # clipping writes them in place
+                    noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
+        output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        output.args = ((output.args[0], list(noted.values())),)
+        values, gradients = fx.GraphModule(self.module, graph)(*inputs)
+        return values, dict(zip(noted, gradients, strict=True))
+
+    def gradient_placements(self) -> dict[str, Placement]:
+        """Placement of each gradient that `run_noting_gradients` may return."""
+        rows = [row for node in self.module.graph.nodes for row in node.meta.get(READS, ())]
+        return {name: placement for _, name, placement in rows}
 
     def for_backend(self) -> fx.Graph:
         """A copy of the partitioned graph with its collectives as the backend carries them best."""
