@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 import re
 from typing import Any
 
@@ -108,6 +110,50 @@ def build(family: str) -> nn.Module:
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=0.5, std=0.3)
     return model
+
+
+def on_meta(key: str, kind: Any) -> nn.Module | None:
+    """A model with a tensor-parallel plan on the meta device; None where transformers builds none from defaults.
+
+    Args:
+        key: Model type.
+        kind: Class of its configuration.
+    """
+    for sizes in ({}, {**SMALL, **FAMILIES.get(key, {})}):
+        for short in (True, False):  # some defaults have layers of which later ones need the first
+            for build_class in _model_classes(kind):
+                try:
+                    with torch.device("meta"):
+                        model: nn.Module = build_class(_first_layers(kind(**sizes)) if short else kind(**sizes))
+                except Exception:  # whatever transformers' code raises on defaults that do not fit
+                    continue
+                if getattr(model, "tp_plan", None):
+                    return model
+    return None
+
+
+def _first_layers(config: Any) -> Any:
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        count = getattr(part, "num_hidden_layers", None)
+        if isinstance(count, int) and count > 2:
+            part.num_hidden_layers = 2
+            for name, value in list(vars(part).items()):
+                if isinstance(value, list) and len(value) == count:
+                    setattr(part, name, value[:2])
+    return config
+
+
+def _model_classes(kind: Any) -> list[Any]:
+    """Makers of models from a configuration, causal models first: those of Auto, then the classes beside it."""
+    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+    found = [auto.from_config for auto in (AutoModelForCausalLM, AutoModel) if kind in auto._model_mapping]
+    path = kind.__module__.replace("configuration_", "modeling_")
+    beside = vars(importlib.import_module(path)).values() if importlib.util.find_spec(path) else ()
+    classes: list[Any] = [each for each in beside if isinstance(each, type) and issubclass(each, PreTrainedModel)]
+    return found + [
+        each for each in classes if each.config_class is kind and not each.__name__.endswith("PreTrainedModel")
+    ]
 
 
 def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""Fused weights and copied key-value heads between tensor-parallel sizes: files, exchanges, and Adam's checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranktest import Ranks
+from shard_reshard import load_safetensors, reshard_state_dict
+from small_models import new_batches
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from tp_ddp_bridge import optimizer_state_to_dtensor, optimizer_state_to_local
+from tp_styles import (
+    FusedColwiseParallel,
+    GQAParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    apply_plan,
+    full_state_dict,
+)
+
+VOCAB, DIM, HEADS, KV_HEADS, HEAD_DIM = 64, 32, 4, 2, 8
+KV = KV_HEADS * HEAD_DIM
+
+
+class Block(nn.Module):
+    """Grouped-query attention with separate or fused projections, and a fused gate."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = HEADS, KV_HEADS
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        if fused:
+            self.qkv = nn.Linear(DIM, DIM + 2 * KV)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = nn.Linear(DIM, DIM), nn.Linear(DIM, KV), nn.Linear(DIM, KV)
+        self.o_proj = nn.Linear(DIM, DIM)
+        self.gate_up, self.down = nn.Linear(DIM, 96), nn.Linear(48, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        if hasattr(self, "qkv"):
+            sizes = [HEAD_DIM * n for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+            parts: Any = self.qkv(h).split(sizes, dim=-1)
+        else:
+            parts = self.q_proj(h), self.k_proj(h), self.v_proj(h)
+        q, k, v = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(-2))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+class GroupedGPT(nn.Module):
+    """Logits of two blocks, one of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block(fused=fused) for fused in (False, True))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+PLAN: dict[str, ParallelStyle] = {
+    "blocks.0": GQAParallel(kv_replicate=True),
+    "blocks.1": GQAParallel(kv_replicate=True, qkv="qkv"),
+    "blocks.*.gate_up": FusedColwiseParallel(2),
+    "blocks.*.down": RowwiseParallel(),
+    "tokens": RowwiseParallel(),
+}
+# What no DTensor describes: k and v of block 0 on four ranks, the fused projections of both blocks on any.
+SECTIONED = {2: 6, 4: 10}
+
+
+def new_model(seed: int = 0, device: str = "cpu") -> GroupedGPT:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return GroupedGPT().double()
+
+
+def parallel(ranks: Ranks, tp_size: int, model: GroupedGPT) -> GroupedGPT:
+    """Apply the plan over neighbouring ranks; the rest of the ranks repeat it."""
+    mesh = ranks.mesh((ranks.world_size // tp_size, tp_size), ("dp", "tp"))
+    apply_plan(model, mesh["tp"] if tp_size < ranks.world_size else ranks.mesh((tp_size,), ("tp",)), PLAN)
+    sectioned = [p for p in model.parameters() if getattr(p, "_sharding_info", None) is not None]
+    assert len(sectioned) == SECTIONED[tp_size]
+    return model
+
+
+def assert_full(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    """Bit for bit, every parameter."""
+    found = full_state_dict(model)
+    assert found.keys() == wanted.keys()
+    assert len(found) == 30
+    assert sum(found[name].numel() for name in wanted if torch.equal(found[name], wanted[name])) == sum(
+        value.numel() for value in wanted.values()
+    )
+
+
+@pytest.mark.ranks(2, 4)
+def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    wanted = new_model().state_dict()
+    if ranks.rank == 0:
+        save_file(dict(wanted), folder / "model.safetensors")
+    ranks.gather(None)
+    model = parallel(ranks, ranks.world_size, new_model(device="meta"))
+    loaded = load_safetensors(folder, out=model)
+    assert len(loaded.materialized) == 30
+    assert_full(model, wanted)
+
+
+@pytest.mark.ranks(4)
+def test_between_two_sizes_and_back(ranks: Ranks) -> None:
+    """From four ranks onto the first two of them, and back."""
+    wanted = new_model().state_dict()
+    four, pair = parallel(ranks, 4, new_model()), DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    two = new_model(seed=1)
+    has_two = ranks.rank < 2
+    if has_two:
+        apply_plan(two, pair, PLAN)
+    reshard_state_dict(four.state_dict(), out=two if has_two else {})
+    if has_two:
+        assert_full(two, wanted)
+    with torch.no_grad():
+        for parameter in four.parameters():
+            parameter.zero_()
+        for parameter in two.parameters():
+            parameter.mul_(2)
+    reshard_state_dict(two.state_dict() if has_two else {}, out=four)
+    assert_full(four, {name: 2 * value for name, value in wanted.items()})
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
+    losses = []
+    for ids, targets in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sizes", list(itertools.permutations([2, 4])), ids=str)
+def test_adam_goes_on_with_another_size(ranks: Ranks, sizes: tuple[int, int], tmp_path: Path) -> None:
+    """Five steps at one size, five at the other, equal to ten on one device."""
+    folder = ranks.gather(str(tmp_path))[0]
+    batches = new_batches(10)
+    alone = new_model()
+    reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    wanted = train(alone, reference, batches)
+
+    before = parallel(ranks, sizes[0], new_model())
+    optimizer = torch.optim.AdamW(before.parameters(), lr=1e-2)
+    losses = train(before, optimizer, batches[:5])
+    save({"model": before.state_dict(), "optim": optimizer_state_to_dtensor(before, optimizer)}, checkpoint_id=folder)
+    after = parallel(ranks, sizes[1], new_model(seed=1))
+    resumed = torch.optim.AdamW(after.parameters(), lr=1e-2)
+    state = {"model": after.state_dict(), "optim": optimizer_state_to_dtensor(after, resumed, template=True)}
+    load(state, checkpoint_id=folder)
+    after.load_state_dict(state["model"])
+    optimizer_state_to_local(after, resumed, state["optim"])
+    assert_full(after, full_state_dict(before))
+    losses += train(after, resumed, batches[5:])
+    uninterrupted = train(before, optimizer, batches[5:])
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=0)
+    torch.testing.assert_close(losses[5:], uninterrupted, rtol=1e-10, atol=0)
+    compared = 0
+    other = full_state_dict(before)
+    for name, value in full_state_dict(after).items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-8, atol=1e-10, msg=name)
+        torch.testing.assert_close(value, other[name], rtol=1e-8, atol=1e-10, msg=name)
+        compared += value.numel()
+    assert compared == sum(p.numel() for p in alone.parameters())
