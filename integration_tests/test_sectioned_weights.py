@@ -113,7 +113,10 @@ def assert_full(model: nn.Module, wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tp_size: int, tmp_path: Path) -> None:
+    """On four ranks with two shards each pair is a replica."""
+    tp_size = min(tp_size, ranks.world_size)
     from safetensors.torch import save_file
 
     folder = Path(ranks.gather(str(tmp_path))[0])
@@ -121,7 +124,7 @@ def test_from_safetensors_into_a_parallel_model(ranks: Ranks, tmp_path: Path) ->
     if ranks.rank == 0:
         save_file(dict(wanted), folder / "model.safetensors")
     ranks.gather(None)
-    model = parallel(ranks, ranks.world_size, new_model(device="meta"))
+    model = parallel(ranks, tp_size, new_model(device="meta"))
     loaded = load_safetensors(folder, out=model)
     assert len(loaded.materialized) == 30
     assert_full(model, wanted)
@@ -145,6 +148,19 @@ def test_between_two_sizes_and_back(ranks: Ranks) -> None:
         for parameter in two.parameters():
             parameter.mul_(2)
     reshard_state_dict(two.state_dict() if has_two else {}, out=four)
+    assert_full(four, {name: 2 * value for name, value in wanted.items()})
+
+
+@pytest.mark.ranks(4)
+def test_onto_and_from_two_replicas_of_two_ranks(ranks: Ranks) -> None:
+    wanted = new_model().state_dict()
+    four, two = parallel(ranks, 4, new_model()), parallel(ranks, 2, new_model(seed=1))
+    reshard_state_dict(four.state_dict(), out=two)
+    assert_full(two, wanted)
+    with torch.no_grad():
+        for parameter in two.parameters():
+            parameter.mul_(2)
+    reshard_state_dict(two.state_dict(), out=four)
     assert_full(four, {name: 2 * value for name, value in wanted.items()})
 
 

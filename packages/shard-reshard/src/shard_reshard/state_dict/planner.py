@@ -124,6 +124,12 @@ def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> str:
     if len(texts) == 1:
         return texts[0]
     layouts = [json.loads(text) for text in texts]
+    if all("boxes" in entry for entry in layouts):
+        boxes = [held for entry in layouts for held in entry["boxes"]]
+        settings = {json.dumps({**entry, "boxes": None}, sort_keys=True) for entry in layouts}
+        if len(settings) > 1 or len({rank for rank, _ in boxes}) < len(boxes):
+            return ""
+        return json.dumps({**layouts[0], "boxes": boxes})  # ranks with equal boxes are replicas
     alike = {json.dumps([entry.get("mesh"), entry.get("layout")]) for entry in layouts}
     ranks = [rank for entry in layouts for rank in _ranks_of(entry)]
     if len(alike) > 1 or not layouts[0].get("mesh") or len(set(ranks)) < len(ranks):
