@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 STEPS = 5
 ALL = bool(os.environ.get("SHARD_SPEC_ALL"))  # every case on every number of ranks
 # Sums over columns and ranks are formed in another order than in one process.
-CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-11}
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def devices(ranks: Ranks, order: list[int] | None = None) -> list[str]:
@@ -214,7 +214,7 @@ def ids_of(rows: Callable[[int], int], length: int = 4, num: int = 9) -> Callabl
 def test_tied_frozen_integer_and_buffers(ranks: Ranks) -> None:
     """torch: the tie is cut, frozen parameters become trainable, int8 parameters and buffers fail."""
     for dim in (0, 1) if ALL or ranks.world_size == 2 else (1,):
-        torch.manual_seed(dim)
+        torch.manual_seed(2 + dim)
         spec = {at: ChunkShardingSpec(at, devices(ranks)) for at in (0, 1)}
         plan = ShardingPlan(
             {
