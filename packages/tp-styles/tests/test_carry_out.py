@@ -139,3 +139,23 @@ def test_what_has_no_counterpart_is_refused_before_anything_changes(ranks: Ranks
             apply_sharding_plan(net, mesh, ShardingPlan(rules, mesh=axes))
         assert code in ("", caught.value.problems[0].code), (name, str(caught.value))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.ranks(4)
+def test_a_plan_that_one_rank_cannot_carry_out_raises_on_all(ranks: Ranks) -> None:
+    from shard_spec import ShardingPlan
+
+    net, odd = model(), ranks.rank == 3
+    rules = {"blocks.*.up.weight": "fsdp:S(0)"} if odd else {}
+    other = {"head.weight": "tp:S(0)"} if odd else {"table.weight": "tp:S(0)"}
+    refused = {
+        "not-executable": ShardingPlan(rules, mesh={"fsdp": 2, "tp": 2}),
+        "ranks-disagree": ShardingPlan(other, mesh={"tp": 4}),
+    }
+    for code, plan in refused.items():
+        where = ranks.mesh((2, 2), ("fsdp", "tp")) if code == "not-executable" else ranks.mesh((4,), ("tp",))
+        with pytest.raises(PlanError) as caught:
+            apply_sharding_plan(net, where, plan)
+        assert code in {problem.code for problem in caught.value.problems}
+    assert len(refused) == 2
+    assert not any(isinstance(p, DTensor) for p in net.parameters())

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from tp_styles import _torch_compat
+from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.apply import apply_plan
 from tp_styles.from_plan.convert import from_sharding_plan
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tp_styles.check.checker import Check
+    from tp_styles.styles.base import ParallelStyle
 
 # Axes along which ranks see different samples, by the names that shard_spec's estimates take for such, too.
 _DATA_AXES = frozenset(
@@ -47,17 +49,21 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
         PlanError: Before anything is changed: `not-executable`, and what `from_sharding_plan` and `apply_plan` refuse.
             Afterwards: `layout-differs`, where a parameter lies otherwise than planned.
     """
-    found = plan.resolve(model)
-    layouts: dict[str, Layout] = {name: found[name] for name, _ in model.named_parameters()}
     names = mesh.mesh_dim_names or ()
-    problems = _axis_problems(names, mesh, layouts)
-    if problems:
-        raise PlanError(problems, "the plan cannot be carried out on this mesh:")
+    layouts: dict[str, Layout] = {}
+    styles: dict[str, dict[str, ParallelStyle]] = {}
+    digest, fault = "", None
+    try:
+        digest = plan.digest
+        layouts, styles = _decided(model, mesh, plan)
+    except Exception as error:  # raised below, together with all ranks: the others would wait in `apply_plan`
+        fault = error
+    assert_consistent(mesh, "apply_sharding_plan", (digest, *sorted(styles)), fault)
     sharding = {axis for layout in layouts.values() for axis in names if _dim(layout, axis) is not None}
     data = tuple(axis for axis in names if axis in _DATA_AXES and mesh[axis].size() > 1)
     for axis in names:
-        if axis in sharding and axis not in _DATA_AXES:
-            handle = apply_plan(model, mesh[axis], from_sharding_plan(plan, model, axis=axis), check=check)
+        if axis in styles:
+            handle = apply_plan(model, mesh[axis], styles[axis], check=check)
             local = [name for name, p in model.named_parameters() if sharding_info_of(p) is not None]
             if local and sharding & set(data):
                 # FSDP2 would take a local shard for the full parameter, and a checkpoint would say so.
@@ -75,6 +81,20 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
                 _torch_compat.replicate(block, mesh[data[0]])
     _compare(model, layouts)
     return model
+
+
+def _decided(
+    model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan
+) -> tuple[dict[str, Layout], dict[str, dict[str, ParallelStyle]]]:
+    """Return each parameter's layout, and the styles along each model axis; sends and changes nothing."""
+    names, resolution = mesh.mesh_dim_names or (), plan.resolve(model)
+    layouts: dict[str, Layout] = {name: resolution[name] for name, _ in model.named_parameters()}
+    problems = _axis_problems(names, mesh, layouts)
+    if problems:
+        raise PlanError(problems, "the plan cannot be carried out on this mesh:")
+    sharding = [axis for axis in names if any(_dim(layout, axis) is not None for layout in layouts.values())]
+    model_axes = [axis for axis in sharding if axis not in _DATA_AXES]
+    return layouts, {axis: from_sharding_plan(plan, model, axis=axis) for axis in model_axes}
 
 
 def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, Layout]) -> list[Problem]:
