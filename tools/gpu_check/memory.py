@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpu_check.common import Result, Settings, claim, one_rank, peak_of
-from gpu_check.partition import partitioned_step
+from gpu_check.partition import data_parallel_step, graph_inputs
 
 if TYPE_CHECKING:
     pass
@@ -60,7 +60,10 @@ def partition_peak(settings: Settings, style: str) -> tuple[int, int]:
     import torch
 
     with one_rank(settings):
-        step, inputs = partitioned_step(settings, style)
+        step, arguments = data_parallel_step(settings, style)
+        for _ in range(2):
+            step(*arguments)
+        inputs = graph_inputs(step, arguments)
 
         def call() -> None:
             with torch.no_grad():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def data_parallel_step(settings: Settings, style: str) -> tuple[Any, tuple[Any, ...]]:
+def data_parallel_step(settings: Settings, style: str, backend: Any = "eager") -> tuple[Any, tuple[Any, ...]]:
     """A train step made data-parallel, and its arguments."""
     import dp_partition
     import torch
@@ -19,8 +19,8 @@ def data_parallel_step(settings: Settings, style: str) -> tuple[Any, tuple[Any, 
     from torch.distributed.device_mesh import init_device_mesh
 
     width, layers, rows = (32, 2, 8) if settings.dry else (2048, 8, 4096)
+    torch.manual_seed(0)  # the same weights and rows for every backend
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(layers)]
-    torch.manual_seed(0)
     model = nn.Sequential(*blocks).to(settings.device)
     optimizer: torch.optim.Optimizer
     if settings.dry:  # on the CPU, AdamW's step count is a number in the graph, and every step compiles anew
@@ -37,27 +37,18 @@ def data_parallel_step(settings: Settings, style: str) -> tuple[Any, tuple[Any, 
         return loss
 
     mesh = init_device_mesh(torch.device(settings.device).type, (1,), mesh_dim_names=("dp",))
-    return dp_partition.compile(train, mesh=mesh, style=dp_partition.DataParallelStyle[style.upper()]), (
-        model,
-        optimizer,
-        x,
-    )
+    kind = dp_partition.DataParallelStyle[style.upper()]
+    return dp_partition.compile(train, mesh=mesh, style=kind, backend=backend), (model, optimizer, x)
 
 
-def partitioned_step(settings: Settings, style: str) -> tuple[Any, list[Any]]:
-    """A step that has run twice, and what its graph takes for the third time."""
-    step, arguments = data_parallel_step(settings, style)
-    step(*arguments)
-    step(*arguments)
-    from dp_partition.api import runner_of
+def graph_inputs(step: Any, arguments: tuple[Any, ...]) -> list[Any]:
+    """What the graph of a step that has run takes for its next call."""
     from dp_partition.capture.arguments import read_arguments
     from dp_partition.runtime.io import bind_inputs, reconcile
 
-    runner = runner_of(step)
-    assert runner.latest is not None  # it has run
+    runner = step._runner  # the graph's inputs are nobody's business but a CUDA graph's
     binding = runner.bound()
-    leaves = read_arguments(step.name, arguments, {}).leaves
-    return step, bind_inputs(binding, runner.latest, leaves, reconcile(binding))
+    return bind_inputs(binding, runner.latest, read_arguments(step.name, arguments, {}).leaves, reconcile(binding))
 
 
 def lowering(settings: Settings) -> Result:
@@ -77,55 +68,62 @@ def lowering(settings: Settings) -> Result:
 
 
 def lower_style(settings: Settings, style: str) -> tuple[Result, list[Result]]:
-    """The same for one style."""
-    import torch
+    """The same for one style: five steps and the parameters after them, then the graph of one step."""
 
-    step, inputs = partitioned_step(settings, style)
-    module = step.graph
+    def trained(backend: str) -> tuple[Any, tuple[Any, ...], list[torch.Tensor]]:
+        step, arguments = data_parallel_step(settings, style, backend)
+        values = [step(*arguments).clone() for _ in range(5)]
+        with step.unsharded():
+            values += [parameter.detach().clone() for parameter in arguments[0].parameters()]
+        return step, arguments, values
 
-    def fresh() -> list[Any]:
-        return [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-
-    def results(function: Callable[..., Any]) -> list[torch.Tensor]:
-        values = fresh()
-        with torch.no_grad():
-            returned = function(*values)
-        return [value.clone() for value in [*flat_tensors(returned), *flat_tensors(values)]]
-
-    def milliseconds(function: Callable[..., Any]) -> float:
-        values = fresh()
-
-        def call() -> None:
-            with torch.no_grad():
-                function(*values)
-
-        return round(1e3 * timed(call, settings), 3)
-
-    expected = results(module)
-    row: Result = {"style": style, "compared": len(expected), "eager_ms": milliseconds(module)}
+    step, arguments, expected = trained("eager")
+    row: Result = {"style": style, "compared": len(expected)}
+    row["eager_ms"] = round(1e3 * timed(lambda: step(*arguments), settings), 3)
     claims = []
-    ways: dict[str, Callable[[], Any]] = {"inductor": lambda: compiled(module)}
-    if not settings.dry:
-        ways["cuda_graph"] = lambda: captured(module, fresh())
-    for name, lower in ways.items():
+
+    def lowered(name: str, run: Callable[[], tuple[float, float]]) -> None:
         try:
-            function = lower()
-            error = largest_difference(results(function), expected)
-            row[f"{name}_ms"] = milliseconds(function)
+            error, seconds = run()
+            row[f"{name}_ms"] = round(1e3 * seconds, 3)
             claims.append(claim(f"{style}, {name}: largest difference", error, "<= 1e-4", error <= 1e-4))
         except Exception as problem:
             row[f"{name}_error"] = f"{type(problem).__name__}: {problem}"[:2000]
             claims.append(claim(f"{style}, {name}", 0.0, "runs", False))
+
+    def inductor() -> tuple[float, float]:
+        compiled, given, found = trained("inductor")
+        return largest_difference(found, expected), timed(lambda: compiled(*given), settings)
+
+    def cuda_graph() -> tuple[float, float]:
+        inputs = graph_inputs(step, arguments)
+        replay = captured(step.graph, fresh(inputs))
+        values = fresh(inputs)
+        return largest_difference(results(replay, inputs), results(step.graph, inputs)), timed(
+            lambda: replay(*values), settings
+        )
+
+    lowered("inductor", inductor)
+    if not settings.dry:
+        lowered("cuda_graph", cuda_graph)
     return row, claims
 
 
-def compiled(module: Callable[..., Any]) -> Callable[..., Any]:
-    """A function through inductor."""
+def fresh(values: list[Any]) -> list[Any]:
+    """Copies of the tensors among values."""
     import torch
 
-    compile_it: Any = torch.compile
-    function: Callable[..., Any] = compile_it(module, dynamic=False)
-    return function
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def results(function: Callable[..., Any], inputs: list[Any]) -> list[torch.Tensor]:
+    """What a function returns for copies of its inputs, and what it leaves in them."""
+    import torch
+
+    values = fresh(inputs)
+    with torch.no_grad():
+        returned = function(*values)
+    return [value.clone() for value in [*flat_tensors(returned), *flat_tensors(values)]]
 
 
 def captured(module: Callable[..., Any], values: list[Any]) -> Callable[..., Any]:
