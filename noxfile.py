@@ -212,6 +212,12 @@ def pins(session: nox.Session, file: Path) -> None:
 
 
 @nox.session(default=False)
+def install(session: nox.Session) -> None:
+    """Every command of `docs/install.md`, each block in an empty environment: git, checkout, wheels with pins."""
+    session.run("python", "tools/check_install.py")
+
+
+@nox.session(default=False)
 @nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
 def versions(session: nox.Session, torch: str) -> None:
     """Every package's tests on another torch (about 5.5 GB an environment where only CUDA builds exist)."""
