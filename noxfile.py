@@ -55,6 +55,7 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/lint_layers.py")
     session.run("python", "tools/lint_structure.py")
     session.run("python", "tools/sync_shared.py", "--check")
+    session.run("python", "tools/error_codes.py")
     session.run("python", "tools/lint_changelogs.py")
     session.run("python", "tools/public_api.py")
     session.run("python", "tools/public_api.py", "--breaks")
