@@ -27,7 +27,8 @@ import docs_samples
 import repo
 
 FENCE = re.compile(
-    r"(?:<!-- (?P<verb>run|file): (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+    r"(?:<!-- (?P<verb>run|file): (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
+    re.DOTALL | re.MULTILINE,
 )
 OUTPUT = re.compile(r"\s*<!-- output -->\s*\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = tuple(repo.packages())
