@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import docs_hooks  # noqa: E402
+import docs_hooks
 
 
 @pytest.mark.parametrize(
