@@ -238,6 +238,18 @@ def jax(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def accelerate(session: nox.Session) -> None:
+    """The bridge's Accelerator in Hugging Face accelerate: 2 x 2 ranks against one process."""
+    session.install(TORCH, *PYTEST, "accelerate==1.15.0", "transformers>=5,<6", str(RANKTEST))
+    _install_editable(session, ["tp-ddp-bridge"])
+    session.chdir(repo.packages()["tp-ddp-bridge"].path)
+    session.run(
+        "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+        "-m", "pytest", "tests/accelerate_host.py", *session.posargs, env=RANK_ENV,
+    )  # fmt: skip
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
     house = wheelhouse.build_current(PACKAGES)

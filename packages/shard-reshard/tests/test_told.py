@@ -69,7 +69,7 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
     assert all(torch.equal(moved[name], full[at : at + 2]) for name, at in (("x", 0), ("y", 2), ("z", 1)))
     resharder = StateDictResharder({"a": rows, "b": rows}, "2: R", **tied)
     resharder({"a": rows, "b": rows})
-    refused("untied", lambda: resharder({"a": rows, "b": -rows}))
+    refused("tied-weights", lambda: resharder({"a": rows, "b": -rows}))
     refused("unknown-name", lambda: resharder({"a": rows, "b": rows, "c": rows}))
 
     # A DTensor is not taken for, and not filled as, what it does not say it is.

@@ -66,24 +66,21 @@ def test_what_has_no_style() -> None:
 
     model = models.GPT(tied=True)
 
-    def codes(rules: dict[str, Any], **options: Any) -> list[tuple[str, str]]:
+    def codes(rules: dict[str, Any], **options: Any) -> list[str]:
         with pytest.raises(tp.PlanError) as caught:
             tp.from_sharding_plan(ShardingPlan(rules, mesh="dp=2, tp=2", **options), model, unproven="gather")
-        return sorted((problem.code, problem.name) for problem in caught.value.problems)
+        return sorted(problem.code for problem in caught.value.problems)
 
-    assert codes({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}) == {
-        "layout-mismatch",
-        "layout-mismatch",
-    }
-    assert codes({"head.weight": {"tp": UnevenShard(0, (10, 7))}}) == {"layout-mismatch"}
-    assert codes({"**.up.*": "dp:S(0), tp:S(0)"}) == {"invalid-layout"}  # dp's slices are cut by tp: not tp's rows
-    assert codes({}, output_plan={"head": "tp:R"}, return_local_tensor=["head"]) == {
+    assert codes({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}) == ["layout-mismatch"] * 3
+    assert codes({"head.weight": {"tp": UnevenShard(0, (10, 7))}}) == ["layout-mismatch"] * 2
+    assert codes({"**.up.*": "dp:S(0), tp:S(0)"}) == ["invalid-layout"]  # dp's slices are cut by tp: not tp's rows
+    assert codes({}, output_plan={"head": "tp:R"}, return_local_tensor=["head"]) == [
         "invalid-argument",
         "invalid-argument",
-    }
+    ]
     with pytest.raises(tp.PlanError, match="unknown-axis"):
         tp.from_sharding_plan(ShardingPlan({}, mesh="tp=2"), model, axis="ep")
-    with pytest.raises(tp.PlanError, match="unproven"):
+    with pytest.raises(tp.PlanError, match=r"invalid-argument.*refuse"):
         tp.from_sharding_plan(ShardingPlan({"**.up.*": "tp:S(0)"}, mesh="tp=2"), model, unproven="x")  # type: ignore[arg-type]
 
 
