@@ -284,7 +284,8 @@ def docs(session: nox.Session) -> None:
     session.install(
         "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11"
     )
-    session.install(TORCH, "numpy", "transformers>=5,<6", "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
+    examples = ["transformers>=5,<6", "accelerate==1.15.0", "rich", "matplotlib", "pyyaml", "safetensors", "highspy"]
+    session.install(TORCH, "numpy", *examples)
     _install_editable(session, PACKAGES)
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--config-file", "docs/mkdocs.yml")
