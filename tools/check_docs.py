@@ -2,6 +2,7 @@
 
     python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the READMEs, and every notebook
     python tools/check_docs.py links site     every link inside the built site
+    python tools/check_docs.py numbers        every figure of the front page stands on its package's benchmark page
 
 Python blocks of one page run in order, in one process and one namespace; a text block behind `<!-- output -->` is what
 the block before it has to print. `<!-- run: torchrun 4 -->` before a block runs it, with the page's earlier torchrun
@@ -204,10 +205,26 @@ def _parse(file: Path) -> _Links:
     return parser
 
 
+def numbers() -> int:
+    front = (repo.ROOT / "README.md").read_text().split("[start:numbers]")[1].split("[end:numbers]")[0]
+    wrong, checked = [], 0
+    for row in re.findall(r"^\| ([a-z-]+) \| (.*?) \|", front, re.MULTILINE):
+        if row[0] not in repo.packages():
+            continue
+        page = (repo.ROOT / "docs" / "benchmarks" / f"{row[0]}.md").read_text()
+        for figure in re.findall(r"\d+\.\d+", row[1]):
+            checked += 1
+            wrong += [] if figure in page else [f"{row[0]}: {figure} is not in docs/benchmarks/{row[0]}.md"]
+    print("\n".join(wrong) or f"front page: {checked} figures, all on the benchmark pages")
+    return 1 if wrong or not checked else 0
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", *names]:
             sys.exit(run([Path(name).resolve() for name in names] or pages()))
+        case ["numbers"]:
+            sys.exit(numbers())
         case ["links", folder]:
             sys.exit(links(Path(folder)))
         case _:
