@@ -213,6 +213,12 @@ def pins(session: nox.Session, file: Path) -> None:
 
 
 @nox.session(default=False)
+def install(session: nox.Session) -> None:
+    """Every command of `docs/install.md`, each block in an empty environment: git, checkout, wheels with pins."""
+    session.run("python", "tools/check_install.py")
+
+
+@nox.session(default=False)
 @nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
 def versions(session: nox.Session, torch: str) -> None:
     """Every package's tests on another torch (about 5.5 GB an environment where only CUDA builds exist)."""
@@ -278,11 +284,13 @@ def docs(session: nox.Session) -> None:
     session.install(
         "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11"
     )
-    session.install(TORCH, "numpy", "transformers>=5,<6", "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
+    examples = ["transformers>=5,<6", "accelerate==1.15.0", "rich", "matplotlib", "pyyaml", "safetensors", "highspy"]
+    session.install(TORCH, "numpy", *examples)
     _install_editable(session, PACKAGES)
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "links", "site")
+    session.run("python", "tools/check_docs.py", "numbers")
 
 
 @nox.session(default=False)

@@ -1,17 +1,19 @@
 """Run what the docs show, and check where their links lead.
 
-    python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the packages' READMEs
+    python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the READMEs, and every notebook
     python tools/check_docs.py links site     every link inside the built site
+    python tools/check_docs.py numbers        every figure of the front page stands on its package's benchmark page
 
 Python blocks of one page run in order, in one process and one namespace; a text block behind `<!-- output -->` is what
 the block before it has to print. `<!-- run: torchrun 4 -->` before a block runs it, with the page's earlier torchrun
-blocks, on that many ranks. Of shell blocks, the packages' own commands run, a
-page's in one folder with the files of `docs_samples.py`; `# exits 1` behind a command is checked. What installs,
-launches sessions or needs a cluster is listed as not run.
+blocks, on that many ranks; `<!-- file: model.py -->` makes it a file that the other blocks import. Of shell blocks, the
+packages' own commands run; `# exits 1` behind a command is checked. A page has one folder, with the files of
+`docs_samples.py` where it names one. What installs, launches sessions or needs a cluster is listed as not run.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -26,7 +28,8 @@ import docs_samples
 import repo
 
 FENCE = re.compile(
-    r"(?:<!-- run: (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+    r"(?:<!-- (?P<verb>run|file): (?P<how>[^>]*?) -->\s*\n)?```(?P<language>\w+)[^\n]*\n(?P<code>.*?)^```",
+    re.DOTALL | re.MULTILINE,
 )
 OUTPUT = re.compile(r"\s*<!-- output -->\s*\n```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 COMMANDS = tuple(repo.packages())
@@ -42,24 +45,46 @@ class Block:
     code: str
     ranks: int  # 0: a plain process
     output: str | None = None  # what it has to print
+    file: str | None = None  # the name under which other blocks import it
 
 
 def pages() -> list[Path]:
     return [
         repo.ROOT / "README.md",
         *sorted((repo.ROOT / "docs").rglob("*.md")),
+        *sorted((repo.ROOT / "docs").rglob("*.ipynb")),
         *(p.path / "README.md" for p in repo.packages().values()),
     ]
 
 
 def blocks(page: Path) -> list[Block]:
+    if page.suffix == ".ipynb":
+        return _cells(page)
     found = []
     text = page.read_text()
     for match in FENCE.finditer(text):
         how = (match["how"] or "").split()
         ranks = int(how[1]) if how[:1] == ["torchrun"] else 0
         output = OUTPUT.match(text, match.end())
-        found.append(Block(page, match["language"], match["code"], ranks, output[1] if output else None))
+        file = how[0] if match["verb"] == "file" else None
+        found.append(Block(page, match["language"], match["code"], ranks, output[1] if output else None, file))
+    return found
+
+
+def _cells(notebook: Path) -> list[Block]:
+    """The code cells of a notebook. `%%writefile NAME` makes a file; `!COMMAND` runs between the cells around it."""
+    found = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            continue
+        if code.startswith("%%writefile "):
+            first, code = code.split("\n", 1)
+            found.append(Block(notebook, "python", code, 0, file=first.split()[1]))
+        else:
+            shell = "import subprocess\nsubprocess.run({!r}, shell=True, check=True)"
+            lines = [shell.format(line[1:]) if line.startswith("!") else line for line in code.splitlines()]
+            found.append(Block(notebook, "python", "\n".join(lines) + "\n", 0))
     return found
 
 
@@ -67,8 +92,9 @@ def run_page(page: Path) -> tuple[int, list[str], list[str]]:
     """Returns the number of blocks and commands run, what failed, and what was not run."""
     python: dict[int, list[Block]] = {}
     commands, left = [], []
-    for block in blocks(page):
-        if block.language in ("python", "py"):
+    found = blocks(page)
+    for block in found:
+        if block.language in ("python", "py") and block.file is None:
             python.setdefault(block.ranks, []).append(block)
         elif block.language in ("sh", "bash", "shell", "console"):
             for line in filter(None, map(str.strip, block.code.replace("\\\n", " ").splitlines())):
@@ -76,24 +102,30 @@ def run_page(page: Path) -> tuple[int, list[str], list[str]]:
                     commands.append(line.removeprefix("$ "))
                 elif not line.startswith("#"):
                     left.append(line)
-    failed = _run_commands(commands, page)
-    for ranks, found in python.items():
-        failed += _run_python(found, ranks, page)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if commands or any(sample in block.code for block in found for sample in docs_samples.NAMES):
+            docs_samples.write(folder)
+        for block in found:
+            if block.file is not None:
+                (folder / block.file).write_text(block.code)
+        failed = _run_commands(commands, page, folder)
+        for ranks, same in python.items():
+            failed += _run_python(same, ranks, page, folder)
     return len(commands) + sum(map(len, python.values())), failed, left
 
 
-def _run_python(found: list[Block], ranks: int, page: Path) -> list[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "page.py"
-        script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-        done = _call([sys.executable, *launch, str(script)], Path(folder))
+def _run_python(found: list[Block], ranks: int, page: Path, folder: Path) -> list[str]:
+    script = folder / "page.py"
+    script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    done = _call([sys.executable, *launch, str(script)], folder)
     failed = _failure(done, page)
     if not failed and not ranks:
-        said = done.stdout.split(BETWEEN + "\n")
-        for block, text in zip(found, said, strict=True):
+        printed = done.stdout.split(BETWEEN + "\n")
+        for block, text in zip(found, printed, strict=True):
             if block.output is not None and _plain(text) != _plain(block.output):
-                failed.append(f"{page.relative_to(repo.ROOT)} says another output than this:\n{text}")
+                failed.append(f"{page.relative_to(repo.ROOT)} shows another output than this:\n{text}")
     return failed
 
 
@@ -101,28 +133,26 @@ def _plain(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
-def _run_commands(commands: list[str], page: Path) -> list[str]:
-    if not commands:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        docs_samples.write(Path(folder))
-        failed = []
-        for command in commands:
-            told = re.search(r"# exits (\d+)", command)
-            failed += _failure(_call(["bash", "-ec", command], Path(folder)), page, int(told[1]) if told else 0)
-        return failed
+def _run_commands(commands: list[str], page: Path, folder: Path) -> list[str]:
+    failed = []
+    for command in commands:
+        status = re.search(r"# exits (\d+)", command)
+        failed += _failure(_call(["bash", "-ec", command], folder), page, int(status[1]) if status else 0)
+    return failed
 
 
 def _call(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # notebooks call torchrun
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "PATH": here}
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=300)
 
 
 def _failure(done: subprocess.CompletedProcess[str], page: Path, status: int = 0) -> list[str]:
     if done.returncode == status:
         return []
-    said = f"{done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return [f"{page.relative_to(repo.ROOT)}: exit {done.returncode}: {done.args[-1][:120]}\n{said}"]
+    first = done.stderr.find("Traceback")  # under torchrun the launcher's own report comes after it
+    tail = f"{done.stdout[-2000:]}{done.stderr[max(first, 0) :][:4000]}"
+    return [f"{page.relative_to(repo.ROOT)}: exit {done.returncode}: {done.args[-1][:120]}\n{tail}"]
 
 
 def run(chosen: list[Path]) -> int:
@@ -175,10 +205,26 @@ def _parse(file: Path) -> _Links:
     return parser
 
 
+def numbers() -> int:
+    front = (repo.ROOT / "README.md").read_text().split("[start:numbers]")[1].split("[end:numbers]")[0]
+    wrong, checked = [], 0
+    for row in re.findall(r"^\| ([a-z-]+) \| (.*?) \|", front, re.MULTILINE):
+        if row[0] not in repo.packages():
+            continue
+        page = (repo.ROOT / "docs" / "benchmarks" / f"{row[0]}.md").read_text()
+        for figure in re.findall(r"\d+\.\d+", row[1]):
+            checked += 1
+            wrong += [] if figure in page else [f"{row[0]}: {figure} is not in docs/benchmarks/{row[0]}.md"]
+    print("\n".join(wrong) or f"front page: {checked} figures, all on the benchmark pages")
+    return 1 if wrong or not checked else 0
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["run", *names]:
             sys.exit(run([Path(name).resolve() for name in names] or pages()))
+        case ["numbers"]:
+            sys.exit(numbers())
         case ["links", folder]:
             sys.exit(links(Path(folder)))
         case _:

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-PYTHONS = ("3.11", "3.12")
+PYTHONS = ("3.11", "3.12", "3.13")
 LATEST_ONLY = ("lint", "types", "build", "demo", "docs")  # what does not depend on the interpreter runs once
 ELSEWHERE = ("integration_gpu", "release", "versions", "bench")  # a GPU runner, a person, a big disk, a quiet machine
 

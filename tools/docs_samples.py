@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+NAMES = ("mypackage", "path/to/config.json", "model.safetensors", "before.json", "after.json", "qwen3-tiny")
 MODELS = """
 import torch
 from torch import nn

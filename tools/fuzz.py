@@ -1,4 +1,4 @@
-"""Try every parser of strangers' files on 10,000 inputs and more, and write what was found.
+"""Try every parser of untrusted files on 10,000 inputs and more, and write what was found.
 
     python tools/fuzz.py                              all of them, 10,000 inputs each, into docs/benchmarks/fuzz.md
     python tools/fuzz.py --only plan-yaml --inputs 500     one, for a look; no page is written
@@ -132,7 +132,7 @@ def page(rows: list[dict[str, Any]], count: int) -> str:
 
     short = [row["name"] for row in rows if row["read"] + row["refused"] < count]
     fewer = f", fewer for {', '.join(short)}, whose runs were ended (each row has its numbers)" if short else ""
-    head = f"""# Files from strangers
+    head = f"""# Untrusted input: fuzzing every parser
 
 Made by `python tools/fuzz.py` on {date.today().isoformat()}, {count:,} inputs for each parser{fewer}; torch
 {torch.__version__}, hypothesis {hypothesis.__version__}. What is trusted, and what is not:

@@ -64,6 +64,17 @@ print(tag, wheelhouse.build_released({"shard-spec": tag}))
         assert b"AFTER_THE_TAG" not in archive.read("shard_spec/__init__.py")
 
 
+def test_all_first_releases_in_a_dry_run(clone: Path) -> None:
+    """The pin file resolves against tags alone, and the repository that was cloned has none afterwards."""
+    run("git", "commit", "-qam", "tools", "--allow-empty", cwd=clone)
+    printed = run(sys.executable, "tools/release.py", "all", "0.1.0", "--dry-run", "--date", "2026-12-01", cwd=clone)
+    for package in repo.packages().values():
+        assert f"{package.dist}-v0.1.0\n" in printed
+        assert f"{package.module}-0.1.0-py3-none-any.whl" in printed
+    assert run("git", "tag", "--list", cwd=clone) == run("git", "tag", "--list", cwd=ROOT)
+    assert run("git", "status", "--porcelain", cwd=clone) == ""
+
+
 @pytest.mark.parametrize("name", ["shard-spec", "tp-styles"])
 def test_a_release_sets_version_date_and_tag_name(clone: Path, name: str) -> None:
     changelog = clone / "packages" / name / "CHANGELOG.md"

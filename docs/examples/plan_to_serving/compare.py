@@ -65,6 +65,13 @@ class Comparisons:
             )
         self.done.append(comparison)
 
+    def verdict(self) -> str:
+        """One sentence; a claim that did not hold has raised before."""
+        values = sum(c.num_values for c in self.done)
+        return (
+            f"All {len(self.done)} comparisons hold, over {values:,} values; the table below lists each with its limit."
+        )
+
     def table(self) -> str:
         """One line a claim."""
         lines = [f"{'compared':58} {'values':>9}  {'greatest difference':>20}  {'limit':>8}"]

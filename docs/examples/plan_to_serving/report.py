@@ -17,6 +17,7 @@ table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: l
 td.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f8fa; padding: 1rem; overflow-x: auto; font-size: 13px; line-height: 1.35 }
 svg { max-width: 100%; height: auto } p.note { color: #57606a }
+.scroll { overflow-x: auto } .verdict { font-size: 1.15rem }
 """
 PIECES = ("#9cc7f7", "#f7c59c", "#b4dfb5", "#dcb8ec")
 
@@ -27,6 +28,7 @@ class Report:
 
     title: str
     subtitle: str
+    verdict: str  # the first sentence: whether all that was compared holds
     sections: list[str] = field(default_factory=list)
 
     def text(self, heading: str, body: str, note: str = "") -> None:
@@ -35,7 +37,7 @@ class Report:
     def table(self, heading: str, columns: Sequence[str], rows: Sequence[Sequence[object]], note: str = "") -> None:
         head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
         body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows)
-        self._section(heading, f"<table><tr>{head}</tr>{body}</table>", note)
+        self._section(heading, f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>', note)
 
     def picture(self, heading: str, figure: Any, note: str = "") -> None:
         """A matplotlib figure, inlined as SVG."""
@@ -54,9 +56,11 @@ class Report:
     def write(self, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / "index.html"
-        head = f"<meta charset='utf-8'><title>{html.escape(self.title)}</title><style>{STYLE}</style>"
-        body = f"<h1>{html.escape(self.title)}</h1><p class='note'>{html.escape(self.subtitle)}</p>" + "".join(
-            self.sections
+        view = "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        head = f"<meta charset='utf-8'>{view}<title>{html.escape(self.title)}</title><style>{STYLE}</style>"
+        body = (
+            f"<h1>{html.escape(self.title)}</h1><p class='note'>{html.escape(self.subtitle)}</p>"
+            f"<p class='verdict'>{html.escape(self.verdict)}</p>" + "".join(self.sections)
         )
         page.write_text(f"<!doctype html><html lang='en'><head>{head}</head><body>{body}</body></html>")
         return page
@@ -165,5 +169,5 @@ def _box(boxes: Sequence[Any], shape: tuple[int, ...]) -> str:
             ":" if (s.start, s.stop) == (0, size) else f"{s.start}:{s.stop}"
             for s, size in zip(box.slices(), shape, strict=True)
         ]
-        texts.append("whole" if set(parts) == {":"} else f"[{', '.join(parts)}]")
+        texts.append("full" if set(parts) == {":"} else f"[{', '.join(parts)}]")
     return " + ".join(texts) or "nothing"

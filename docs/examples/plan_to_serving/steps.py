@@ -206,7 +206,8 @@ def write_report(setting: Setting, folder: Path) -> Path:
     """One HTML page; written by rank 0."""
     page = folder / "index.html"
     if setting.world.rank == 0:
-        report = Report("From a plan to serving", f"{setting.world.size} ranks, dp={setting.dp} x tp={setting.tp}")
+        subtitle = f"{setting.world.size} ranks, dp={setting.dp} x tp={setting.tp}"
+        report = Report("From a plan to serving", subtitle, setting.comparisons.verdict())
         claims = [
             (c.what, c.num_values, f"{c.greatest:.1e}", f"{c.limit:.0e}", c.kind) for c in setting.comparisons.done
         ]
@@ -215,7 +216,7 @@ def write_report(setting: Setting, folder: Path) -> Path:
         report.picture("The plan: which rank holds what", plan_picture(setting.pages["layouts"], setting.world.size))
         report.text("The plan in words", setting.pages["plan"])
         columns = ("run", "collective", "of what", "times", "each rank sends")
-        note = "TP x DDP as the plan foretells it, by tensor (DDP sends gradients in buckets); graphs as they stand."
+        note = "TP x DDP as the plan predicts it, by tensor (DDP sends gradients in buckets); graphs as they stand."
         report.table("Bytes per collective, in a step", columns, [line.row() for line in setting.traffic], note)
         report.picture("Memory per rank", memory_bars(setting.pages["measured"], setting.pages["predicted"]))
         report.text("Moving the weights to the serving layout", setting.pages["reshard"])
