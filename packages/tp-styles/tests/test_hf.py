@@ -14,7 +14,7 @@ import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from tp_styles._shared.patterns import Pattern
-from tp_styles.hf.names import EXPERTS, OLDER, TODAY, todays_names
+from tp_styles.hf.plan import OLDER, TODAY, todays_names
 
 SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"]
 
@@ -43,7 +43,7 @@ def _from_a_configuration() -> None:
 def test_names_of_styles() -> None:
     assert todays_names({"a": "colwise_rep", "b": "rowwise"}) == {"a": "colwise_gather_output", "b": "rowwise"}
     assert set(OLDER.values()) <= set(TODAY)
-    assert len(TODAY) == 15
+    assert len(TODAY) == 17
     with pytest.raises(tp.PlanError) as caught:
         todays_names({"a": "colwis", "b": "x", "c": "rowwise"})
     assert len(caught.value.problems) == 2
@@ -54,7 +54,7 @@ def test_names_of_styles() -> None:
 @pytest.mark.extra("transformers")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_every_plan_of_transformers_by_name() -> None:
-    """Each style name of each tensor-parallel plan has a meaning, and each pattern is one; expert plans are refused."""
+    """Each style name of each plan has a meaning, of expert-parallel ones too, and each pattern is one."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kinds = {CONFIG_MAPPING[key] for key in CONFIG_MAPPING}
@@ -62,14 +62,10 @@ def test_every_plan_of_transformers_by_name() -> None:
     experts = [plan for kind in kinds if (plan := getattr(kind, "base_model_ep_plan", None))]
     assert (len(plans) >= 132, len(experts) >= 67) == (True, True), (len(plans), len(experts))
     names = 0
-    for plan in plans:
+    for plan in [*plans, *experts]:
         assert set(todays_names(plan).values()) <= set(TODAY)
         names += sum(Pattern(key).is_exact or Pattern(key).matches(key.replace("*", "0")) for key in plan)
-    assert names == sum(map(len, plans))
-    for plan in experts:
-        with pytest.raises(tp.PlanError, match="expert-parallel") as caught:
-            todays_names(plan)
-        assert {problem.found for problem in caught.value.problems} <= {repr(name) for name in EXPERTS}
+    assert names == sum(map(len, [*plans, *experts]))
 
 
 # Sub-configurations, without a causal model of their own or with defaults from which transformers' code builds none.
@@ -93,7 +89,7 @@ def test_every_model_with_a_plan_is_planned() -> None:
 
     kinds = {key: CONFIG_MAPPING[key] for key in CONFIG_MAPPING}
     kinds = {key: kind for key, kind in kinds.items() if getattr(kind, "base_model_tp_plan", None)}
-    planned, refused, unbuilt = 0, {}, set()
+    planned, refused, unbuilt, experts = 0, {}, set(), 0
     for key, kind in kinds.items():
         model = hf_models.on_meta(key, kind)
         if model is None:
@@ -104,9 +100,19 @@ def test_every_model_with_a_plan_is_planned() -> None:
         if plan.problems or not divided:
             refused[key] = [str(problem) for problem in plan.problems]
         planned += not plan.problems and divided
-    # By default its blocks have no experts, and of these alone its plan speaks.
-    assert (refused, unbuilt - UNBUILT) == ({"dots3_note_vision_encoder": []}, set())
-    assert planned == len(kinds) - len(unbuilt) - 1 >= 132, (planned, len(kinds))
+        if getattr(model, "ep_plan", None):
+            plan = tp.plan_styles(model, tp.from_hf_tp_plan(model, ep_implementation="all_reduce"), 2)
+            dispatched = [model.get_submodule(f.name) for f in plan.modules if f.spec.compute == "expert-dispatch"]
+            experts += bool(dispatched) and all(hasattr(module, "_is_expert_parallel") for module in dispatched)
+            if plan.problems:
+                refused[f"{key}, by expert"] = [str(problem) for problem in plan.problems]
+    # Some have an odd number of experts.
+    assert all("by expert" in key and "experts, tp=2" in line for key, text in refused.items() for line in text), (
+        refused
+    )
+    assert unbuilt <= UNBUILT
+    assert planned == len(kinds) - len(unbuilt) >= 132, (planned, len(kinds))
+    assert experts >= 57, experts  # of 67; the others are not built, or have no experts by default
 
 
 def test_auto_plan_of_torchs_transformer() -> None:
@@ -114,6 +120,29 @@ def test_auto_plan_of_torchs_transformer() -> None:
     plan = tp.auto_plan(model)
     assert sorted(plan) == ["decoder.layers.0", "encoder.layers.0"]
     assert tp.plan_styles(model, plan, 2).problems == ()
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=300)
+def test_whole_experts_on_each_rank(ranks: Ranks) -> None:
+    """Expert-parallel plans over the tensor-parallel ranks: forward, gradients, generation and five steps."""
+    mesh = ranks.mesh((2,), ("tp",))
+    for family in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2"):
+        # GPT-OSS's eager experts take no masked route.
+        hf_models.check_by(family, mesh, "experts", 5, "batched_mm" if family in ("mixtral", "gpt_oss") else "eager")
+    model = hf_models.build("mixtral")
+    for name in ("all_to_all", "auto"):
+        with pytest.raises(tp.PlanError, match=f"expert-dispatch.*ep_implementation='{name}'"):
+            tp.from_hf_tp_plan(model, ep_implementation=name)
+    with pytest.raises(tp.PlanError, match=r"expert-dispatch.*no ep_plan"):
+        tp.from_hf_tp_plan(hf_models.build("llama"), ep_implementation="all_reduce")
+    vars(model.get_submodule("model.layers.0.mlp.experts"))["num_experts"] = 3
+    codes = {
+        problem.code
+        for problem in tp.plan_styles(model, tp.from_hf_tp_plan(model, ep_implementation="all_reduce"), 2).problems
+    }
+    assert codes == {"experts"}
 
 
 @pytest.mark.extra("transformers", "shard-spec")

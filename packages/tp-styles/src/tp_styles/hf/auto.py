@@ -12,9 +12,8 @@ from tp_styles.plan.planned import PlannedModule, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
-from tp_styles.styles.mha import MultiheadAttentionParallel
+from tp_styles.styles.mha import MultiheadAttentionParallel, TransformerLayerParallel
 from tp_styles.styles.tp_block import ColwiseKVReplicated, TPBlockParallel
-from tp_styles.styles.transformer import TransformerLayerParallel
 
 
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:

@@ -12,13 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._shared.sharding_info import Section as ShardedSection
-from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of, norms, without_torch_function
+from tp_styles._torch_compat import (
+    all_gather_into,
+    gradient_like,
+    is_compiling,
+    local_of,
+    norms,
+    without_torch_function,
+)
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.redistribute import summed_gradient
 from tp_styles.values.spec import ParameterSpec, StyleSpec
 from tp_styles.values.split import Section, Split
-
 
 _GRAD: Any = torch.Tensor.grad
 
@@ -53,7 +59,7 @@ class ShardParameter(nn.Parameter):
         info = self._sharding_info
         return info.placements[0].is_shard() and info.mesh.size() > 1
 
-    @property  # type: ignore[override]  # a slot of torch's
+    @property
     def grad(self) -> torch.Tensor | None:
         """The gradient; of a shard one that refuses norms."""
         found: torch.Tensor | None = _GRAD.__get__(self)
