@@ -147,9 +147,9 @@ def test_whole_experts_on_each_rank(ranks: Ranks) -> None:
 
 @pytest.mark.extra("transformers", "shard-spec")
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.ranks(2, timeout=300)
 def test_encoders(ranks: Ranks) -> None:
-    """Relative biases that layers share, and heads whose bias is tied: plans are accepted and right."""
+    """Encoders, encoder-decoders and vision: biases that layers share, heads with tied biases; all are right."""
     import transformers
 
     mesh = ranks.mesh((2,), ("tp",))
@@ -160,22 +160,41 @@ def test_encoders(ranks: Ranks) -> None:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
+    tower = {key: value for key, value in sizes.items() if key != "vocab_size"}
+    small = {"image_size": 16, "patch_size": 4}
     t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    image = {"image_size": 16, "patch_size": 4, "use_relative_position_bias": True}
+    layers = {
+        f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("layers", 2), ("attention_heads", 4))
+    }
+    both = {"vocab_size": 96, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, **layers}
+    both |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sound = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+    clip = {"text_config": {**sizes, "eos_token_id": 17}, "vision_config": {**tower, **small}, "projection_dim": 16}
     ids = {"input_ids": torch.arange(2, 18).view(2, 8)}
+    decoder = {"decoder_input_ids": ids["input_ids"]}
     pixels = {"pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
+    heard = {"input_features": torch.linspace(-1, 1, 512).view(2, 8, 32), **decoder}
+    of = transformers
     makes: list[tuple[Callable[[], Any], dict[str, torch.Tensor]]] = [
-        (lambda: transformers.T5EncoderModel(transformers.T5Config(**t5)), ids),
-        (lambda: transformers.BeitModel(transformers.BeitConfig(**sizes, **image)), pixels),
-        (lambda: transformers.BertForMaskedLM(transformers.BertConfig(**sizes)), ids),
+        (lambda: of.T5EncoderModel(of.T5Config(**t5)), ids),
+        (lambda: of.T5ForConditionalGeneration(of.T5Config(**t5, use_cache=False)), {**ids, **decoder}),
+        (lambda: of.BeitModel(of.BeitConfig(**sizes, **small, use_relative_position_bias=True)), pixels),
+        (lambda: of.BertForMaskedLM(of.BertConfig(**sizes)), ids),
+        (lambda: of.RobertaForMaskedLM(of.RobertaConfig(**sizes, max_position_embeddings=64)), ids),
+        (lambda: of.ViTModel(of.ViTConfig(**tower, **small)), pixels),
+        (lambda: of.CLIPModel(of.CLIPConfig(**clip)), {**ids, **pixels}),
+        (lambda: of.BartModel(of.BartConfig(**both, max_position_embeddings=64)), ids),
+        (lambda: of.WhisperModel(of.WhisperConfig(**both, **sound)), heard),
     ]
     for make, inputs in makes:
         model = models.seeded(make).eval()
         alone = copy.deepcopy(model)
         styles = tp.auto_plan(model, tp_size=2)
         assert any(isinstance(style, tp.RowwiseParallel) for style in styles.values())
-        tp.apply_plan(model, mesh, styles)
+        handle = tp.apply_plan(model, mesh, styles)
         torch.testing.assert_close(model(**inputs)[0], alone(**inputs)[0], atol=1e-4, rtol=0)
+        name = type(model).__name__  # gradients, too
+        assert f"check of {name} (evaluation, with gradients): equal to the original" in handle.report()
     torch.manual_seed(ranks.rank)
     model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
     tp.apply_plan(model, mesh, tp.auto_plan(model, tp_size=2))

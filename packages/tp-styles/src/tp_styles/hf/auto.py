@@ -103,10 +103,10 @@ def _without_shared_biases(model: nn.Module, styles: dict[str, ParallelStyle]) -
     for region, style in styles.items():
         if not isinstance(style, TPBlockParallel) or not style.attributes:
             continue
-        own = [name for name in biases if name.startswith(f"{region}.")]
         kind = type(model.get_submodule(region))
         alike = [name for name, module in model.named_modules() if type(module) is kind]
-        handed_on = own and not all(any(bias.startswith(f"{name}.") for bias in biases) for name in alike)
+        has_bias = {any(bias.startswith(f"{name}.") for bias in biases) for name in alike}
+        handed_on = has_bias == {True, False}  # a decoder's, too, of which cross attention has none
         beside = [b for b in biases if not any(b.startswith(f"{name}.") for name in alike)]
         near = [b for b in beside if region.startswith(_grandparent(b))]
         if handed_on or near:

@@ -13,20 +13,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from tp_styles.problems import Problem, StyleInputError, StyleOutputError
 
 
-def first_input(input: object) -> object:
-    """The tensor to prepare: hooks hand over the tuple of all inputs, and the first one is meant."""
-    if isinstance(input, tuple | list) and input:
-        return input[0]
-    return input
-
-
 def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch.Tensor, DeviceMesh]:
     """The tensor and the 1-D mesh of a call to an input function.
 
     Raises:
         StyleInputError: Not a tensor, no mesh, a mesh with several dims, or another mesh than the DTensor's.
     """
-    tensor = first_input(input)
+    # Hooks hand over the tuple of all inputs, and the first one is meant.
+    tensor = input[0] if isinstance(input, tuple | list) and input else input
     if device_mesh is None:
         if not isinstance(tensor, DTensor):
             raise _input_error("no-mesh", "device_mesh is not passed nor can be inferred", "pass device_mesh=")
@@ -61,17 +55,6 @@ def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTe
         summary = f"The output is a DTensor on {output.device_mesh}, and device_mesh is {device_mesh}."
         raise _output_error("foreign-mesh", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
     return output, device_mesh
-
-
-def refuse_partial(output: DTensor) -> None:
-    """A partial sum has no local meaning.
-
-    Raises:
-        StyleOutputError: The output is one.
-    """
-    if any(isinstance(placement, Partial) for placement in output.placements):
-        summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
-        raise _output_error("partial-output", summary, "use make_output_tensor or make_output_reshard_tensor")
 
 
 def _input_error(code: str, summary: str, hint: str) -> StyleInputError:
@@ -202,7 +185,9 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
         StyleOutputError: As `make_output_shard_1d`, or the output is a partial sum.
     """
     output, _ = output_and_mesh(output, _device_mesh)
-    refuse_partial(output)
+    if any(isinstance(placement, Partial) for placement in output.placements):  # it has no local meaning
+        summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
+        raise _output_error("partial-output", summary, "use make_output_tensor or make_output_reshard_tensor")
     return output.to_local()
 
 

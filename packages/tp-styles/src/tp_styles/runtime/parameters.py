@@ -42,6 +42,12 @@ class ShardGradient(torch.Tensor):
         with without_torch_function():
             return func(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
 
 class ShardParameter(nn.Parameter):
     """A plain local parameter that is one rank's part of a global one, and remembers of which.

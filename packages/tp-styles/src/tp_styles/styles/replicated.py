@@ -48,7 +48,8 @@ class SequenceParallel(ParallelStyle):
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         super().__init__(None, None)
-        self.sequence_dim, self.sequence_sharding = sequence_dim, (Shard(sequence_dim),)
+        self.sequence_dim = sequence_dim
+        self.sequence_sharding = (Shard(sequence_dim),)
         self.use_local_output = use_local_output
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
