@@ -2,7 +2,8 @@
 
 Run it as a program; it starts its own ranks (gloo, CPU):
 
-    python benchmarks/bench_styles.py --json styles.json [--only overhead,attention,grouped,explain,undo,families,graph]
+    python benchmarks/bench_styles.py --json styles.json
+        [--only overhead,transformers,attention,grouped,explain,undo,families,graph]
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,37 @@ def _interleaved(steps: dict[str, Callable[[], None]], mesh: DeviceMesh) -> dict
                 step()
             seen[name].append((time.thread_time() - start) / CALLS * 1e6)
     return {name: {"median": statistics.median(values), "min": min(values)} for name, values in seen.items()}
+
+
+def against_transformers(mesh: DeviceMesh) -> dict[str, Any]:
+    """CPU time of a Llama's forward by its own plan: ours, without and with the check behind it, and transformers'.
+
+    Also the time of the first step with the check, and without.
+    """
+    import hf_models
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    whole = hf_models.build("llama").float()
+    ids = torch.randint(3, 48, (2, 8), generator=torch.Generator().manual_seed(1))
+    kinds: dict[str, Any] = {"unchecked": copy.deepcopy(whole), "checked": copy.deepcopy(whole)}
+    first = {}
+    for name, check in (("unchecked", "never"), ("checked", "first")):
+        tp.apply_plan(kinds[name], mesh, tp.from_hf_tp_plan(whole), check=check)  # type: ignore[arg-type]
+        start = time.perf_counter()
+        kinds[name](input_ids=ids, labels=ids).loss.backward()
+        first[name] = time.perf_counter() - start
+    theirs: Any = copy.deepcopy(whole)
+    kinds["transformers"] = apply_tensor_parallelism(theirs, mesh, theirs._expand_parallel_plan(theirs.tp_plan))
+    with torch.no_grad():
+        wanted = whole(input_ids=ids).logits
+        for module in kinds.values():
+            torch.testing.assert_close(module(input_ids=ids).logits, wanted, atol=1e-4, rtol=0)
+
+    def forward(module: Any) -> None:
+        with torch.no_grad():
+            module(input_ids=ids)
+
+    return {"first": first, **_interleaved({name: partial(forward, module) for name, module in kinds.items()}, mesh)}
 
 
 # ---------------------------------------------------------------------------------------------- grids
@@ -275,6 +308,28 @@ def overhead_rows() -> list[Row]:
     return rows
 
 
+def transformers_rows() -> list[Row]:
+    """Two rows: a forward beside transformers' own tensor parallelism, and the check."""
+    found = on_ranks(against_transformers, 2)
+    own, unchecked, theirs = (found[name]["median"] for name in ("checked", "unchecked", "transformers"))
+    first = found["first"]
+    return [
+        _row(
+            "host time of a forward of a Llama with 2 layers by its own plan, tp=2, no gradients",
+            "below transformers' own tensor parallelism",
+            f"{own / theirs:.2f}x ({own:.0f} us)",
+            f"transformers' styles {theirs:.0f} us",
+        ),
+        _row(
+            "the check by execution: the first step, and a later forward",
+            "no cost after the first call",
+            f"first step {first['checked']:.2f} s with it, {first['unchecked']:.2f} s without; a later forward "
+            f"{own / unchecked:.2f}x",
+            f'`check="never"` {unchecked:.0f} us',
+        ),
+    ]
+
+
 def attention_rows() -> list[Row]:
     """One row."""
     found = {size: on_ranks(attention, size) for size in (2, 4)}
@@ -357,6 +412,7 @@ def graph_rows() -> list[Row]:
 
 ROWS: dict[str, Callable[[], list[Row]]] = {
     "overhead": overhead_rows,
+    "transformers": transformers_rows,
     "attention": attention_rows,
     "grouped": grouped_rows,
     "explain": explain_rows,

@@ -85,6 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "mixtral": EXPERTS,
+    "gpt_oss": {**EXPERTS, "sliding_window": 16},
     "qwen2_moe": EXPERTS,
     "qwen3_moe": EXPERTS,
     "olmoe": EXPERTS,
@@ -97,14 +98,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str) -> nn.Module:
+def build(family: str, experts: str = "eager") -> nn.Module:
     """A tiny model with random weights, in float64, ready to train."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]})
     config._attn_implementation = "eager"
-    config._experts_implementation = "eager"
+    config._experts_implementation = experts
     model: nn.Module = AutoModelForCausalLM.from_config(config).double().eval()
     for parameter in model.parameters():  # norms and biases too: a wrong one would not be seen
         if parameter.dim() == 1:
@@ -139,7 +140,9 @@ def _first_layers(config: Any) -> Any:
             part.num_hidden_layers = 2
             for name, value in list(vars(part).items()):
                 if isinstance(value, list) and len(value) == count:
-                    setattr(part, name, value[:2])
+                    setattr(part, name, value[:1] + value[-1:])  # experts often begin after some layers
+            if getattr(part, "first_k_dense_replace", None):
+                part.first_k_dense_replace = 1
     return config
 
 
@@ -156,21 +159,26 @@ def _model_classes(kind: Any) -> list[Any]:
     ]
 
 
-def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5) -> dict[str, Any]:
+def check_by(family: str, mesh: DeviceMesh, way: str, steps: int = 5, experts: str = "eager") -> dict[str, Any]:
     """Logits, all gradients, greedy generation, and parameters after some steps, by one kind of plan.
 
     Args:
         family: Model type.
         mesh: 1-D mesh.
-        way: `"auto_plan"`, or `"module"` for the model's own plan and nothing else.
+        way: `"auto_plan"`, `"module"` for the model's own plan and nothing else, or `"experts"` for that with its
+            expert-parallel plan.
         steps: Steps of SGD.
+        experts: How transformers computes experts.
 
     Returns:
         The share of matmul-weight bytes that are divided, and patterns of those that are not.
     """
-    model = build(family)
+    model = build(family, experts)
     alone = copy.deepcopy(model)
-    styles = tp.auto_plan(model, tp_size=mesh.size()) if way == "auto_plan" else tp.from_hf_tp_plan(model)
+    if way == "auto_plan":
+        styles = tp.auto_plan(model, tp_size=mesh.size())
+    else:
+        styles = tp.from_hf_tp_plan(model, ep_implementation="all_reduce" if way == "experts" else None)
     handle = tp.apply_plan(model, mesh, styles)
     ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(1))
     found, wanted = model(input_ids=ids, labels=ids), alone(input_ids=ids, labels=ids)

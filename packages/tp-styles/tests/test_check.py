@@ -113,7 +113,7 @@ def test_functions_between_column_and_row(ranks: Ranks) -> None:
         else:
             raised = ""
         assert len(set(ranks.gather(raised[:80]))) == 1, name
-        hits += name in WRONG and "check-output" in raised and "Pair" in raised
+        hits += name in WRONG and "check-mismatch" in raised and "Pair" in raised
         alarms += name in RIGHT and bool(raised)
         assert bool(raised) == (name in WRONG), (name, raised)
         if raised:
@@ -281,6 +281,35 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         "gradient",
     ),
 }
+
+
+@pytest.mark.ranks(2)
+def test_a_pair_of_which_one_is_styled(ranks: Ranks) -> None:
+    """A shape error that the original has not names the layer, its global shapes and what to write."""
+    mesh = ranks.mesh((2,), ("tp",))
+    up, down = tp.ColwiseParallel(), tp.RowwiseParallel()
+    plans: list[tuple[dict[str, Any], str]] = [
+        ({"up": up}, r"down \(Linear, weight \[16, 32\], bias \[16\]\).*mat1 and mat2.*RowwiseParallel\(\) for it"),
+        ({"up": up, "down": tp.ColwiseParallel()}, r"check-raises.*down \(Linear, weight \[16, 32\].*in region 'Pair'"),
+        ({"down": down}, r"down .*RowwiseParallel\(input_layouts=Replicate\(\)\)"),
+    ]
+    for plan, text in plans:
+        model = models.seeded(Pair).double()
+        tp.apply_plan(model, mesh, plan)
+        with pytest.raises(tp.PlanError, match=text):
+            model(tokens())
+    # A projection that nn.MultiheadAttention reads and never calls.
+    for params in ("dtensor", "local"):
+        attention = models.seeded(lambda: nn.MultiheadAttention(16, 2)).double()
+        tp.apply_plan(attention, mesh, {"out_proj": down}, params=params)
+        with pytest.raises(tp.PlanError, match="check-"):
+            attention(*[tokens()[0]] * 3)
+    # What the original raises too stays as it is.
+    model = models.seeded(Pair).double()
+    tp.apply_plan(model, mesh, PAIR)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        model(torch.ones(2, 7, dtype=torch.float64))
+    assert not isinstance(caught.value, tp.PlanError)
 
 
 @pytest.mark.ranks(2)

@@ -89,7 +89,7 @@ def plan_mutants(name: str) -> Iterator[Mutant]:
         spec = planned.spec
         changed: dict[str, Any] = {}
         for at, (key, parameter) in enumerate(spec.parameters):
-            if not parameter.split.is_replicated and parameter.split.num_copies() == 1:
+            if not parameter.split.is_replicated and parameter.split.sections[0].copies == 1:
                 continue  # one rank holds each shard: there is nothing to sum
             others = replace(parameter, sum_gradient=not parameter.sum_gradient)
             changed[f"sum_gradient of {key}"] = {"parameters": _with(spec.parameters, at, (key, others))}

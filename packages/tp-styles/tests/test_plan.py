@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from typing import Any
@@ -175,11 +176,43 @@ def test_what_cannot_be_done_is_a_problem(module: nn.Module, style: tp.ParallelS
     assert bool(codes) == bool(code)
 
 
-def test_a_projection_that_is_read_and_never_called() -> None:
-    """torch's `nn.MultiheadAttention` would multiply with the part of the weight that a style left there."""
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
-    (problem,) = tp.plan_styles(model, {"attn.out_proj": tp.RowwiseParallel()}, 2).problems
-    assert (problem.code, problem.name) == ("module-not-shardable", "attn.out_proj")
+def test_layers_that_cannot_follow_one_another() -> None:
+    """Only one of a pair styled, or both column-wise: seen in an `nn.Sequential` before anything runs."""
+    column, row = tp.ColwiseParallel(), tp.RowwiseParallel()
+    layers = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"0": column}, "2", r"takes 12 features.*RowwiseParallel\(\) here"),
+        ({"0": column, "2": column}, "2", r"shard of the 12 of '0'.*output_layouts=Replicate\(\)\) for '0'"),
+        ({"2": row, "0": tp.ColwiseParallel(output_layouts=Replicate())}, "2", "input is full on every rank"),
+        ({"2": row}, "2", r"RowwiseParallel\(input_layouts=Replicate\(\)\)"),
+    ]
+    for plan, name, text in wrong:
+        (problem,) = tp.plan_styles(
+            nn.ModuleDict({"mlp": layers}), {f"mlp.{k}": v for k, v in plan.items()}, 2
+        ).problems
+        assert (problem.code, problem.name) == ("unpaired", f"mlp.{name}")
+        assert re.search(text.replace("'0'", "'mlp.0'"), str(problem)), str(problem)
+        assert not tp.plan_styles(layers, plan, 1).problems
+    broken = nn.Sequential(nn.Linear(8, 12), nn.Linear(10, 8))
+    (problem,) = tp.plan_styles(broken, {"0": column, "1": row}, 2).problems
+    assert "it takes 10 features, '0' gives 12" in str(problem)
+    gathered = tp.ColwiseParallel(output_layouts=Replicate())
+    right: list[dict[str, Any]] = [
+        {"0": column, "2": row},
+        {"0": gathered, "2": gathered, "4": tp.ColwiseParallel(output_layouts=Shard(-1))},
+        {"0": tp.ColwiseParallel(use_local_output=False), "2": column},  # a DTensor has its own layout
+        {"2": tp.RowwiseParallel(input_layouts=Replicate())},
+        {"4": row},  # after a norm that styles elsewhere may shard
+    ]
+    for plan in right:
+        assert not tp.plan_styles(layers, plan, 2).problems, plan
+
+
+def test_what_is_no_style_names_the_right_one() -> None:
+    for wrong, hint in ((tp.RowwiseParallel, "RowwiseParallel()"), ("rowwise", "from_hf_tp_plan")):
+        (problem,) = tp.plan_styles(models.MLP(), {"down": wrong}, 2).problems  # type: ignore[dict-item]
+        assert problem.code == "wrong-type"
+        assert hint in problem.hint
 
 
 def test_overlapping_styles() -> None:

@@ -182,17 +182,30 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
     nn.utils.clip_grad_norm_(model.down.bias, 1.0)  # replicated
     nn.utils.clip_grad_value_(model.parameters(), 1.0)
     torch.optim.AdamW(model.parameters()).step()
-    # torch's norm is that of one rank's shards: replicas are scaled otherwise on each rank, which the step shows.
-    for clip in (nn.utils.clip_grad_norm_, tp.clip_grad_norm_):
-        model.zero_grad()
+    # torch's norm is that of one rank's shards, at any step, with replicas beside them or not.
+    step = torch.optim.SGD(model.parameters(), lr=0.1).step
+    for count in range(5):
+        model.zero_grad(set_to_none=count % 2 == 0)
         model(x64(3, 8)).square().sum().backward()
-        clip(model.parameters(), 1e-3)
-        step = torch.optim.SGD(model.parameters(), lr=0.1).step
-        if clip is tp.clip_grad_norm_:
-            step()
-            continue
-        with pytest.raises(tp.PlanError, match=r"gradients-differ.*tp_styles\.clip_grad_norm_"):
-            step()
+        before = [parameter.grad.clone() for parameter in weights if parameter.grad is not None]
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
+            for held in (list(model.parameters()), weights):
+                given = held if clip is nn.utils.clip_grad_norm_ else [p.grad for p in held]
+                with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*tp_styles\.clip_grad_norm_"):
+                    clip(given, 1e-3)  # type: ignore[arg-type]  # gradients are there
+        assert len(before) == 2
+        assert all(torch.equal(p.grad, value) for p, value in zip(weights, before, strict=True))  # type: ignore[arg-type]  # it is there
+        tp.clip_grad_norm_(model.parameters(), 1e-3)
+        step()
+    # A norm written out is seen at steps 1, 2, 4 ...
+    model.zero_grad()
+    model(x64(3, 8)).square().sum().backward()
+    total = torch.stack([p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 1e-3 / total
+    with pytest.raises(tp.PlanError, match=r"gradients-differ.*tp_styles\.clip_grad_norm_"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert (model.up.weight.size(0), model.up.weight.size(1)) == (12, 8)  # as of a DTensor; `nn.init` asks this
     assert model.up.weight.size() == model.up.weight.shape == (6, 8)
     nn.utils.parametrizations.spectral_norm(model.up)

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tp_styles.handle import TPHandle as TPHandle
     from tp_styles.hf.auto import auto_plan as auto_plan
     from tp_styles.hf.plan import from_hf_tp_plan as from_hf_tp_plan
-    from tp_styles.legacy.pairwise import PairwiseParallel as PairwiseParallel
-    from tp_styles.legacy.pairwise import PairwiseSequenceParallel as PairwiseSequenceParallel
     from tp_styles.legacy.prepare import make_input_replicate_1d as make_input_replicate_1d
     from tp_styles.legacy.prepare import make_input_reshard_replicate as make_input_reshard_replicate
     from tp_styles.legacy.prepare import make_input_shard_1d as make_input_shard_1d
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from tp_styles.legacy.prepare import make_output_shard_1d as make_output_shard_1d
     from tp_styles.legacy.prepare import make_output_tensor as make_output_tensor
     from tp_styles.legacy.prepare import make_sharded_output_tensor as make_sharded_output_tensor
+    from tp_styles.legacy.styles import PairwiseParallel as PairwiseParallel
+    from tp_styles.legacy.styles import PairwiseSequenceParallel as PairwiseSequenceParallel
     from tp_styles.parallelize import parallelize_module as parallelize_module
     from tp_styles.plan.planned import TPPlan as TPPlan
     from tp_styles.plan.planned import explain as explain
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from tp_styles.styles.gqa import GQAParallel as GQAParallel
     from tp_styles.styles.lora import LoRAParallel as LoRAParallel
     from tp_styles.styles.mha import MultiheadAttentionParallel as MultiheadAttentionParallel
+    from tp_styles.styles.mha import TransformerLayerParallel as TransformerLayerParallel
     from tp_styles.styles.prepare_module import PrepareModuleInput as PrepareModuleInput
     from tp_styles.styles.prepare_module import PrepareModuleInputOutput as PrepareModuleInputOutput
     from tp_styles.styles.prepare_module import PrepareModuleOutput as PrepareModuleOutput
     from tp_styles.styles.replicated import NoParallel as NoParallel
+    from tp_styles.styles.replicated import SequenceParallel as SequenceParallel
     from tp_styles.styles.rowwise import RowwiseParallel as RowwiseParallel
-    from tp_styles.styles.sequence import SequenceParallel as SequenceParallel
-    from tp_styles.styles.transformer import TransformerLayerParallel as TransformerLayerParallel
     from tp_styles.training.clip import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.training.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tp_styles.training.state import full_state_dict as full_state_dict
@@ -113,22 +113,13 @@ __getattr__, __dir__ = lazy_exports(
         "styles.base": ("ParallelStyle",),
         "styles.colwise": ("ColwiseParallel",),
         "styles.rowwise": ("RowwiseParallel",),
-        "styles.sequence": ("SequenceParallel",),
-        "styles.prepare_module": (
-            "PrepareModuleInput",
-            "PrepareModuleOutput",
-            "PrepareModuleInputOutput",
-        ),
+        "styles.prepare_module": ("PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput"),
         "styles.fused": ("FusedColwiseParallel",),
         "styles.gqa": ("GQAParallel",),
-        "styles.mha": ("MultiheadAttentionParallel",),
-        "styles.transformer": ("TransformerLayerParallel",),
+        "styles.mha": ("MultiheadAttentionParallel", "TransformerLayerParallel"),
         "styles.lora": ("LoRAParallel",),
-        "styles.replicated": ("NoParallel",),
-        "legacy.pairwise": (
-            "PairwiseParallel",
-            "PairwiseSequenceParallel",
-        ),
+        "styles.replicated": ("NoParallel", "SequenceParallel"),
+        "legacy.styles": ("PairwiseParallel", "PairwiseSequenceParallel"),
         "legacy.prepare": (
             "make_input_replicate_1d",
             "make_input_reshard_replicate",
@@ -140,15 +131,8 @@ __getattr__, __dir__ = lazy_exports(
             "make_output_tensor",
             "make_output_shard_1d",
         ),
-        "plan.planned": (
-            "plan_styles",
-            "explain",
-            "TPPlan",
-        ),
-        "problems": (
-            "Problem",
-            "PlanError",
-        ),
+        "plan.planned": ("plan_styles", "explain", "TPPlan"),
+        "problems": ("Problem", "PlanError"),
         "from_plan.carry_out": ("apply_sharding_plan",),
         "from_plan.convert": ("from_sharding_plan",),
         "hf.plan": ("from_hf_tp_plan",),
@@ -160,16 +144,7 @@ __getattr__, __dir__ = lazy_exports(
         "training.loss": ("vocab_parallel_cross_entropy",),
         "training.clip": ("clip_grad_norm_",),
         "runtime.rng": ("tp_rng",),
-        "values.split": (
-            "Split",
-            "Section",
-        ),
-        "values.spec": (
-            "ModuleInfo",
-            "ParameterInfo",
-            "ParameterSpec",
-            "Redistribution",
-            "StyleSpec",
-        ),
+        "values.split": ("Split", "Section"),
+        "values.spec": ("ModuleInfo", "ParameterInfo", "ParameterSpec", "Redistribution", "StyleSpec"),
     },
 )

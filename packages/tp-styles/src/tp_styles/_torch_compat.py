@@ -35,6 +35,7 @@ __all__ = [
     "is_fake",
     "is_transformed",
     "local_of",
+    "norms",
     "outside_of_tracing",
     "reduce_scatter_into",
     "scale_all_",
@@ -47,6 +48,10 @@ __all__ = [
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A block in which subclasses of tensors are taken as plain ones."""
+
+
+norms = torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm
+"""Functions that compute a norm of a tensor, or of each of several."""
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -73,20 +73,9 @@ def apply_staged(
     check: Check = "first",
     is_staged: bool = True,
 ) -> TPHandle:
-    """`apply_plan`, also for a part of a model that other calls make parallel around it.
+    """`apply_plan`; with `is_staged` also of a part of a model: shards may enter and leave it.
 
-    Args:
-        model: As `apply_plan`.
-        mesh: As `apply_plan`.
-        plan: As `apply_plan`.
-        params: As `apply_plan`.
-        src_data_rank: As `apply_plan`; in a staged call None communicates nothing, as in torch.
-        strict: As `apply_plan`.
-        check: As `apply_plan`.
-        is_staged: The model may be a part of one: shards may leave it, and its inputs may be shards.
-
-    Raises:
-        PlanError: As `apply_plan`.
+    In a staged call `src_data_rank=None` communicates nothing, as in torch.
     """
     check_mesh(mesh)
     axis = TPGroup(mesh)

@@ -47,18 +47,15 @@ def apply_steps(
     """Make the parameters, then change the modules: all of it or nothing.
 
     Args:
-        model: The model.
+        model: As `apply_plan`, and so the others.
         plan: What to do; it has no problems.
         axis: Over which ranks.
         params: As `apply_plan`.
         src_data_rank: As `apply_plan`.
         check: As `apply_plan`.
-        compares: Whether ranks compare values now.
-        is_staged: The model may be a part of one: its inputs may be shards.
-        may_leave: A shard may leave the model as a plain tensor.
-
-    Returns:
-        What was done, in order, and the checker of calls.
+        compares: Ranks compare values now.
+        is_staged: The root's inputs may be shards.
+        may_leave: A shard may leave the root as a plain tensor.
 
     Raises:
         PlanError: Ranks hold different values of what is replicated.

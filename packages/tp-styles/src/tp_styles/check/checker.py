@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import is_compiling, is_fake, is_transformed, outside_of_tracing
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
@@ -27,6 +30,7 @@ from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.parameters import agreed_values
 from tp_styles.runtime.rng import default_generator
+from tp_styles.values.spec import is_below
 
 Check = Literal["first", "always", "never"]
 Mode = tuple[bool, bool]
@@ -133,6 +137,8 @@ class Checker:
         self.names = {module: name for name, module in model.named_modules()}
         self.results: dict[tuple[str, Mode], str] = {}
         self.failure = ""
+        self.failed_by_plan = False
+        self.entered: list[nn.Module] = []
         self.has_compared_replicas = False
 
     def report(self) -> list[str]:
@@ -220,10 +226,10 @@ class Checker:
                 return
             else:
                 failed = failed or verdict
+        if scope.is_root and inputs.differ and not self.is_staged:  # the likely cause stands first
+            raise StyleInputError([*_different(scope, inputs), *_problems(scope, differences)])
         if differences:
             raise CheckError(_problems(scope, differences))
-        if scope.is_root and inputs.differ and not self.is_staged:
-            raise StyleInputError(_different(scope, inputs))
         if failed is not None:
             self.results[key] = failed.failure
             if (
@@ -271,10 +277,15 @@ class Checker:
             ours = self._agreed(lambda: inputs.copies(layouts, dtype, full=False))
             wanted = self._agreed(lambda: inputs.copies(layouts, dtype, full=True))
             sharded = self._agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
-            if sharded is None or wanted is None:
-                return verdict.failed(self.failure)
-            verdict.stage = Stage.SHARDED
+            failure, place = self.failure, self._place()
+            if wanted is None or (sharded is None and (dtype is not None or self.failed_by_plan)):
+                return verdict.failed(failure)
             reference = self._agreed(lambda: self._run(scope, wanted, dtype, hook, original=True, mode=mode))
+            if sharded is None:
+                if reference is not None:
+                    verdict.differences = self._union([Difference("raises", place, math.inf, failure)])
+                return verdict.failed(failure)
+            verdict.stage = Stage.SHARDED
             if reference is None:
                 return verdict.failed(self.failure)
             verdict.stage = Stage.OUTPUTS
@@ -329,8 +340,38 @@ class Checker:
             with self._original():
                 run.forward(copies.args, copies.kwargs)
         else:
-            run.forward(copies.args, copies.kwargs)
+            with self._following():
+                run.forward(copies.args, copies.kwargs)
         return run
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Afterwards `entered` lists the modules whose forwards an error has left, the innermost last."""
+        entered: list[nn.Module] = []
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            while entered and entered.pop() is not module:
+                pass  # a check inside has caught an error
+
+        before = register_module_forward_pre_hook(lambda module, args: entered.append(module))
+        after = register_module_forward_hook(leave)
+        try:
+            yield
+        finally:
+            self.entered = entered
+            before.remove()
+            after.remove()
+
+    def _place(self) -> str:
+        """The module in which the sharded run has raised, with the global shapes of its parameters."""
+        if not self.entered:
+            return ""
+        module = self.entered[-1]
+        shapes = []
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                shapes.append(f"{key} {list((sharding_info_of(parameter) or parameter).shape)}")
+        return " ".join([self.names.get(module, ""), f"({', '.join([type(module).__name__, *shapes])})"]).strip()
 
     def _checkers_below(self, module: nn.Module) -> list[Checker]:
         """Checkers of other calls that have made modules below parallel over the same mesh."""
@@ -375,17 +416,18 @@ class Checker:
 
     def _agreed(self, act: Callable[[], Any]) -> Any:
         """Return the result of an action, or None on every rank if it raised on one."""
-        result, failure = None, ""
+        result, failure = None, ("", False)
         try:
             result = act()
         except CheckError:
             raise  # of a region inside; on every rank
         except Exception as error:
-            failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            failure = text, isinstance(error, PlanError)
         failures = self.axis.all_gather_objects(failure, "the check")
-        told = next((one for one in failures if one), "")
-        if told:
-            self.failure = told
+        first = next((one for one in failures if one[0]), None)
+        if first is not None:
+            self.failure, self.failed_by_plan = first
             return None
         return result
 
@@ -492,11 +534,6 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
     return scopes
 
 
-def is_below(name: str, parent: str) -> bool:
-    """True if a FQN is that of a module or of one inside it."""
-    return not parent or name == parent or name.startswith(f"{parent}.")
-
-
 def _shares(inner: nn.Module, outer: nn.Module) -> bool:
     """True if a parameter within a module stands in the module around it, too."""
     inside = {id(p) for p in inner.parameters()}
@@ -532,6 +569,9 @@ HINTS = {
     "gradient": "each rank computes a part of this gradient: NoParallel(sum_gradient=True) for its module (norms= of"
     " GQAParallel), or a style that shards it",
     "input-gradient": "the ranks' gradients of the input are not summed: a module takes a shard's part of it unstyled",
+    "raises": "a layer after a column-wise one takes its shard: RowwiseParallel() for it, or"
+    " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
+    " for a full input; local sizes where code has numbers of its own",
     "buffer": "each rank updates it from its own shard",
     "shard-leaves": "every rank would go on with its own features: output_layouts=Replicate() gives full outputs;"
     " output_layouts=Shard(-1) says that shards are meant (vocab_parallel_cross_entropy takes them)",
@@ -547,12 +587,14 @@ def _problem(scope: Scope, difference: Difference) -> Problem:
     name = (
         f"{scope} {difference.name}" if "output" in difference.name or "input" in difference.name else difference.name
     )
-    code = "shard-leaves" if difference.kind == "shard-leaves" else f"check-{difference.kind}"
-    found = f"off by {difference.error:.2g} of the original module, run on full weights"
+    code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
+    found = f"{difference.kind} off by {difference.error:.2g} of the original module, run on full weights"
     if difference.detail:
         found = f"{difference.detail}" + ("" if difference.kind == "shard-leaves" else ", run on full weights")
     if difference.kind == "shard-leaves":
         found = f"a shard leaves the model as a plain tensor: {difference.detail}"
+    if difference.kind == "raises":
+        name, found = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
     hint = HINTS[difference.kind]
     if difference.kind == "gradient" and difference.name not in scope.unstyled:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"

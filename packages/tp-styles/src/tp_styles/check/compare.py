@@ -23,7 +23,7 @@ class Difference:
     """Something that is not equal in both runs.
 
     Attributes:
-        kind: `"output"`, `"gradient"`, `"input-gradient"`, `"buffer"` or `"shard-leaves"`.
+        kind: `"raises"`, `"output"`, `"gradient"`, `"input-gradient"`, `"buffer"` or `"shard-leaves"`.
         name: Which one.
         error: The largest difference, relative to the largest value.
         detail: What else there is to say.

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from tp_styles.from_plan.regions import Region, sizes_by_name
-from tp_styles.styles.gqa import GROUPS, KEY_HEADS, QUERY_HEADS
-from tp_styles.styles.heads import Heads
+from tp_styles.styles.gqa import GROUPS, KEY_HEADS, QUERY_HEADS, Heads
 
 Counts = dict[str, dict[str, int]]
 

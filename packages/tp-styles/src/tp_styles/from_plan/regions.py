@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tp_styles.from_plan.axis_shards import AxisCuts, split_on_axis
-from tp_styles.styles.heads import Heads
+from tp_styles.styles.gqa import Heads
 from tp_styles.styles.layers import linear_shape
 from tp_styles.values.spec import describe
 from tp_styles.values.split import Section, Split

@@ -12,9 +12,8 @@ from tp_styles.plan.planned import PlannedModule, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
-from tp_styles.styles.mha import MultiheadAttentionParallel
+from tp_styles.styles.mha import MultiheadAttentionParallel, TransformerLayerParallel
 from tp_styles.styles.tp_block import ColwiseKVReplicated, TPBlockParallel
-from tp_styles.styles.transformer import TransformerLayerParallel
 
 
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
@@ -104,10 +103,10 @@ def _without_shared_biases(model: nn.Module, styles: dict[str, ParallelStyle]) -
     for region, style in styles.items():
         if not isinstance(style, TPBlockParallel) or not style.attributes:
             continue
-        own = [name for name in biases if name.startswith(f"{region}.")]
         kind = type(model.get_submodule(region))
         alike = [name for name, module in model.named_modules() if type(module) is kind]
-        handed_on = own and not all(any(bias.startswith(f"{name}.") for bias in biases) for name in alike)
+        has_bias = {any(bias.startswith(f"{name}.") for bias in biases) for name in alike}
+        handed_on = has_bias == {True, False}  # a decoder's, too, of which cross attention has none
         beside = [b for b in biases if not any(b.startswith(f"{name}.") for name in alike)]
         near = [b for b in beside if region.startswith(_grandparent(b))]
         if handed_on or near:

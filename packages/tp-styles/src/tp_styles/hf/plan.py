@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
 from tp_styles._shared.patterns import Pattern, most_specific
-from tp_styles.hf.names import todays_names
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
@@ -21,15 +20,73 @@ from tp_styles.styles.prepare_module import PrepareModuleOutput
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
 
+TODAY = (
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicated_with_grad_allreduce",
+    "replicate",
+    "all_reduce",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "mla_kv_a_proj",
+    "local_params",
+    "grouped_gemm",
+    "ep_dispatch_experts",
+)
+
+# Names that 4.5x and early 5.x used -> today's.
+OLDER = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "local_colwise": "colwise",
+    "local_rowwise": "rowwise",
+    "local_packed_rowwise": "packed_rowwise",
+    "local_packed_colwise": "packed_colwise",
+    "replicated": "replicate",
+    "gather": "all_reduce",
+    "local": "local_params",
+    "vocab_parallel": "embedding_rowwise",
+}
+
+
+def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
+    """The plan in today's vocabulary.
+
+    Raises:
+        PlanError: Names that have no meaning here, all of them at once.
+    """
+    known = {**{name: name for name in TODAY}, **OLDER}
+    unknown = [(key, name) for key, name in plan.items() if name not in known]
+    if unknown:
+        hint = "known are " + ", ".join(TODAY)
+        raise PlanError(Problem("invalid-argument", key, found=repr(name), hint=hint) for key, name in unknown)
+    return {key: known[name] for key, name in plan.items()}
+
+
 INPUTS = "q_proj", "k_proj", "v_proj"
 OUTPUTS = "o_proj", "out_proj", "dense"
 """Names of an attention's projections; one of the latter."""
 
-ROLES = {"moe_tp_experts": "experts", "all_reduce": "sum", "local_params": "local"}
+ROLES = {
+    "moe_tp_experts": "experts",
+    "ep_dispatch_experts": "dispatch",
+    "all_reduce": "sum",
+    "local_params": "local",
+}
 
 
 def from_hf_tp_plan(
-    model_or_config: Any, plan: Mapping[str, str] | None = None, *, kv_replicate: bool = True
+    model_or_config: Any,
+    plan: Mapping[str, str] | None = None,
+    *,
+    kv_replicate: bool = True,
+    ep_implementation: str | None = None,
 ) -> dict[str, ParallelStyle]:
     """Styles that do what a Hugging Face tensor-parallel plan says.
 
@@ -37,6 +94,8 @@ def from_hf_tp_plan(
         model_or_config: A transformers model, or a configuration, of which the model is made on the meta device.
         plan: Name pattern -> style name; by default the model's own.
         kv_replicate: With fewer key-value heads than ranks, several ranks hold the same ones.
+        ep_implementation: `"all_reduce"`: experts by the model's `ep_plan`, whole ones on each rank, over the same
+            ranks; all take the same tokens, and the outputs are summed. By default by the plan above.
 
     Returns:
         FQN -> style, for `apply_plan`. Names of the plan that the model does not have are left out, as they are in
@@ -48,6 +107,8 @@ def from_hf_tp_plan(
     model = model_or_config if isinstance(model_or_config, nn.Module) else _on_meta(model_or_config)
     if plan is None:
         plan = getattr(model, "tp_plan", None)
+    if ep_implementation is not None:
+        plan = _with_experts(model, plan or {}, ep_implementation)
     if not plan:
         raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
     named = _entries(model, todays_names(plan))
@@ -66,6 +127,17 @@ def _on_meta(config: Any) -> nn.Module:
                 model: nn.Module = kind.from_config(config)
                 return model
     raise PlanError(Problem("wrong-type", type(config).__name__, found="no model class", hint="pass the model itself"))
+
+
+def _with_experts(model: nn.Module, plan: Mapping[str, str], implementation: str) -> dict[str, str]:
+    """The plan with the model's expert-parallel plan, which decides for experts and what is below them."""
+    own: Any = getattr(model, "ep_plan", None) or {}
+    if implementation != "all_reduce" or not own:
+        found = "no ep_plan" if not own else f"ep_implementation={implementation!r}"
+        hint = "the model's tp_plan shards every expert" if not own else '"all_reduce" is what is carried out'
+        raise PlanError(Problem("expert-dispatch", type(model).__name__, found=found, hint=hint))
+    below = {key for key in plan if any(key == one or key.startswith(f"{one}.") for one in own)}
+    return {**{key: kind for key, kind in plan.items() if key not in below}, **own}
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -91,7 +163,7 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
     module = model.get_submodule(name)
     kind = named.get(name, "local_params")
     own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
-    if own or kind in ("moe_tp_experts", "local_params"):
+    if own or kind in ("moe_tp_experts", "ep_dispatch_experts", "local_params"):
         return ParametersParallel(own, role=ROLES.get(kind, "local"))
     match kind:
         case "colwise":

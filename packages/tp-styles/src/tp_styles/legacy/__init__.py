@@ -7,7 +7,6 @@ reduce-scattered on the way out. The class of that name in `tp_styles` itself is
 
 from __future__ import annotations
 
-from tp_styles.legacy.pairwise import PairwiseParallel, SequenceParallel
 from tp_styles.legacy.prepare import (
     make_input_replicate_1d,
     make_input_reshard_replicate,
@@ -19,7 +18,7 @@ from tp_styles.legacy.prepare import (
     make_output_tensor,
     make_sharded_output_tensor,
 )
-from tp_styles.legacy.styles import ColwiseParallel, RowwiseParallel
+from tp_styles.legacy.styles import ColwiseParallel, PairwiseParallel, RowwiseParallel, SequenceParallel
 from tp_styles.styles.base import ParallelStyle
 
 __all__ = [

@@ -8,9 +8,62 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tp_styles.legacy.checks import input_and_mesh, output_and_mesh, refuse_partial
+from tp_styles.problems import Problem, StyleInputError, StyleOutputError
+
+
+def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch.Tensor, DeviceMesh]:
+    """The tensor and the 1-D mesh of a call to an input function.
+
+    Raises:
+        StyleInputError: Not a tensor, no mesh, a mesh with several dims, or another mesh than the DTensor's.
+    """
+    # Hooks hand over the tuple of all inputs, and the first one is meant.
+    tensor = input[0] if isinstance(input, tuple | list) and input else input
+    if device_mesh is None:
+        if not isinstance(tensor, DTensor):
+            raise _input_error("missing-mesh", "device_mesh is not passed nor can be inferred", "pass device_mesh=")
+        device_mesh = tensor.device_mesh
+    if device_mesh.ndim != 1:
+        summary = f"device_mesh has dims {device_mesh.ndim} but expected to be 1 for input."
+        raise _input_error("invalid-mesh", summary, 'pass one axis of it, for example mesh["tp"]')
+    if not isinstance(tensor, torch.Tensor):
+        summary = f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!"
+        raise _input_error("wrong-type", summary, "the first input of the module has to be a tensor")
+    if isinstance(tensor, DTensor) and tensor.device_mesh != device_mesh:
+        summary = f"The input is a DTensor on {tensor.device_mesh}, and device_mesh is {device_mesh}."
+        raise _input_error("mesh-mismatch", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
+    return tensor, device_mesh
+
+
+def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTensor, DeviceMesh]:
+    """The DTensor and the 1-D mesh of a call to an output function.
+
+    Raises:
+        StyleOutputError: Not a DTensor, a mesh with several dims, or another mesh than the DTensor's.
+    """
+    if not isinstance(output, DTensor):
+        summary = f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}."
+        raise _output_error("wrong-type", summary, "prepare the module's input as a DTensor")
+    if device_mesh is None:
+        device_mesh = output.device_mesh
+    if device_mesh.ndim != 1:
+        summary = f"device_mesh has dims {device_mesh.ndim} but expected to be 1 for output."
+        raise _output_error("invalid-mesh", summary, 'pass one axis of it, for example mesh["tp"]')
+    if output.device_mesh != device_mesh:
+        summary = f"The output is a DTensor on {output.device_mesh}, and device_mesh is {device_mesh}."
+        raise _output_error("mesh-mismatch", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
+    return output, device_mesh
+
+
+def _input_error(code: str, summary: str, hint: str) -> StyleInputError:
+    return StyleInputError(Problem(code, "input", hint=hint), summary)
+
+
+def _output_error(code: str, summary: str, hint: str) -> StyleOutputError:
+    return StyleOutputError(Problem(code, "output", hint=hint), summary)
+
 
 # ---------------------------------------------------------------------------------------------- inputs
 
@@ -44,9 +97,6 @@ def make_input_shard_1d_last_dim(
     Args:
         input: This rank's shard, or a DTensor.
         device_mesh: 1-D mesh; by default the DTensor's.
-
-    Raises:
-        StyleInputError: As `make_input_shard_1d`.
     """
     tensor, device_mesh = input_and_mesh(input, device_mesh)
     return _as_dtensor(tensor, device_mesh, Shard(tensor.dim() - 1))
@@ -61,9 +111,6 @@ def make_input_replicate_1d(
     Args:
         input: The whole input, or a DTensor.
         device_mesh: 1-D mesh; by default the DTensor's.
-
-    Raises:
-        StyleInputError: As `make_input_shard_1d`.
     """
     return _as_dtensor(input, device_mesh, Replicate())
 
@@ -77,9 +124,6 @@ def make_input_reshard_replicate(
     Args:
         input: This rank's rows.
         device_mesh: 1-D mesh.
-
-    Raises:
-        StyleInputError: As `make_input_shard_1d`.
     """
     return make_input_replicate_1d(make_input_shard_1d(input, device_mesh, dim=0), device_mesh)
 
@@ -115,9 +159,6 @@ def make_output_replicate_1d(output: DTensor, device_mesh: DeviceMesh | None = N
     Args:
         output: The module's output.
         device_mesh: 1-D mesh; by default the output's.
-
-    Raises:
-        StyleOutputError: As `make_output_shard_1d`.
     """
     output, device_mesh = output_and_mesh(output, device_mesh)
     return output.redistribute(device_mesh, [Replicate()])
@@ -129,9 +170,6 @@ def make_output_tensor(output: DTensor, device_mesh: DeviceMesh | None = None) -
     Args:
         output: The module's output.
         device_mesh: 1-D mesh; by default the output's.
-
-    Raises:
-        StyleOutputError: As `make_output_shard_1d`.
     """
     return make_output_replicate_1d(output, device_mesh).to_local()
 
@@ -147,7 +185,9 @@ def make_sharded_output_tensor(output: DTensor, _device_mesh: DeviceMesh | None 
         StyleOutputError: As `make_output_shard_1d`, or the output is a partial sum.
     """
     output, _ = output_and_mesh(output, _device_mesh)
-    refuse_partial(output)
+    if any(isinstance(placement, Partial) for placement in output.placements):  # it has no local meaning
+        summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
+        raise _output_error("partial-value", summary, "use make_output_tensor or make_output_reshard_tensor")
     return output.to_local()
 
 
@@ -157,8 +197,5 @@ def make_output_reshard_tensor(output: DTensor, device_mesh: DeviceMesh | None =
     Args:
         output: The module's output.
         device_mesh: 1-D mesh; by default the output's.
-
-    Raises:
-        StyleOutputError: As `make_output_shard_1d`.
     """
     return make_output_shard_1d(output, device_mesh).to_local()

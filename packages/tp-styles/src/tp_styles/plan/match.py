@@ -71,7 +71,11 @@ def is_style(style: object) -> bool:
 
 
 def _not_a_style(pattern: str, style: object) -> Problem:
-    hint = "pass an instance: ColwiseParallel()" if isinstance(style, type) else "pass a ParallelStyle"
+    hint = "pass a ParallelStyle"
+    if isinstance(style, type):
+        hint = f"pass an instance: {style.__name__}()"
+    elif isinstance(style, str):
+        hint = "pass ColwiseParallel() or RowwiseParallel(); from_hf_tp_plan(model, plan) takes plans of style names"
     return Problem("wrong-type", pattern, found=repr(style), hint=hint)
 
 

@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._torch_compat import TorchParallelStyle
+from tp_styles.plan.chains import chain_problems
 from tp_styles.plan.explain import explain_plan, plan_as_dict
 from tp_styles.plan.match import match_plan
 from tp_styles.plan.style import Style, WithoutNestedTensors
 from tp_styles.problems import PlanError, Problem, StyleModuleError
-from tp_styles.values.spec import ModuleInfo, StyleSpec, describe
+from tp_styles.values.spec import ModuleInfo, StyleSpec, describe, is_below
 
 FORMAT = 1
 """Number of the JSON form that `to_json` writes."""
@@ -140,14 +141,14 @@ def plan_module(
     for found in ordered:
         problems += found.spec.problems
         problems += _state_problems(found, modules[found.name])
-        if isinstance(modules.get(found.name.rpartition(".")[0]), nn.MultiheadAttention) and found.name:
-            problems.append(_never_called(found))
+    if tp_size > 1 and not problems:
+        problems += chain_problems(modules, planned, is_staged=is_staged)
     claims = _claims(ordered, problems)
     problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
         UnstyledParameter(name, tuple(parameter.shape), parameter.numel() * parameter.element_size())
         for name, parameter in model.named_parameters()
-        if name not in claims and not any(_is_below(name, f.name) for f in ordered if f.spec.compute == "foreign")
+        if name not in claims and not any(is_below(name, f.name) for f in ordered if f.spec.compute == "foreign")
     ]
     return TPPlan(tp_size, tuple(ordered), tuple(left), tuple(dict.fromkeys(problems)))
 
@@ -200,7 +201,7 @@ def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModu
         for name, module in modules.items()
         if isinstance(module, nn.TransformerEncoder)
         and getattr(module, "use_nested_tensor", False)
-        and any(_is_below(other, name) and other != name for other in planned)
+        and any(is_below(other, name) and other != name for other in planned)
     ]
 
 
@@ -256,15 +257,6 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
             )
 
 
-def _never_called(found: PlannedModule) -> Problem:
-    return Problem(
-        "module-not-shardable",
-        found.name,
-        found="nn.MultiheadAttention reads the weights of its projection and never calls it",
-        hint="MultiheadAttentionParallel() for the attention around it",
-    )
-
-
 def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, PlannedModule]:
     """Parameter FQN -> the module whose style splits it."""
     claims: dict[str, PlannedModule] = {}
@@ -302,7 +294,7 @@ def _tied_problems(
             if owner is not None:
                 split = dict(owner.spec.parameters)[name.removeprefix(owner.name + ".") if owner.name else name].split
                 splits[name] = str(split)
-            elif any(_is_below(name, found.name) for found in foreign):
+            elif any(is_below(name, found.name) for found in foreign):
                 splits[name] = "foreign style"
             else:
                 splits[name] = "no style"
@@ -325,7 +317,3 @@ def _same_module(model: nn.Module, tied: list[str]) -> bool:
     """True if the names differ only because one module stands in the model under several names."""
     owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in tied}
     return len(owners) == 1 and len({name.rpartition(".")[2] for name in tied}) == 1
-
-
-def _is_below(name: str, parent: str) -> bool:
-    return parent == "" or name == parent or name.startswith(parent + ".")

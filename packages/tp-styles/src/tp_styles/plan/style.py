@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 from tp_styles._torch_compat import TorchParallelStyle
 from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
@@ -42,8 +45,8 @@ class Style(TorchParallelStyle):
         return False
 
     def _arguments(self) -> dict[str, object]:
-        """Return the constructor's arguments, for the repr and for comparing two styles."""
-        return {"_prepare_input": self._prepare_input, "_prepare_output": self._prepare_output}
+        """Return the constructor's arguments, which are attributes, for the repr and for comparing two styles."""
+        return {name: getattr(self, name) for name in _argument_names(type(self))}
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{name}={_text(value)}" for name, value in self._arguments().items())
@@ -66,9 +69,16 @@ class WithoutNestedTensors(Style):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         raise AssertionError("the planner adds it")
 
-    def _arguments(self) -> dict[str, object]:
-        return {}
+
+@functools.cache
+def _argument_names(kind: type[Style]) -> tuple[str, ...]:
+    # A style derived by a user may take what it likes: its meaning is in the attributes of ours.
+    ours = next(base for base in kind.__mro__ if base.__module__.startswith("tp_styles."))
+    known = inspect.signature(ours).parameters.values()
+    return tuple(parameter.name for parameter in known if parameter.kind is not parameter.VAR_POSITIONAL)
 
 
 def _text(value: object) -> str:
+    if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], Placement):
+        return repr(value[0])  # one layout may be given without its tuple
     return value.__qualname__ if callable(value) and hasattr(value, "__qualname__") else repr(value)

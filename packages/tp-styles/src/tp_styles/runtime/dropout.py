@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
+from torch.utils.hooks import RemovableHandle
 
 from tp_styles._torch_compat import TorchDispatchMode, is_compiling
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.rng import enter_region, leave_region
+from tp_styles.values.spec import is_below
 
 RATES = "dropout_p", "dropout", "p"
 """Arguments of operations that draw nothing where they are zero."""
@@ -51,7 +53,8 @@ class RandomOps:
 
     def __init__(self, axis: TPGroup, modules: Iterable[nn.Module]) -> None:
         self.axis = axis
-        self.fields = [(module, tuple(_numbers(module))) for module in modules]
+        self.modules = list(modules)
+        self.fields = [(module, name) for module in self.modules for name in _numbers(module)]
         self.draws: bool | None = False
         self.outside: torch.Tensor | None = None
         self._calls: dict[Any, int] = {}
@@ -61,14 +64,15 @@ class RandomOps:
 
     def begin(self) -> None:
         """The forward starts: decide from earlier calls, or observe this one."""
-        self.end()
+        if self.draws is not False:
+            self.end()
         settings = self._read_settings()
         calls = self._calls.get(settings, 0)
         if settings in self._random:
             self.draws = True
         elif is_compiling():
             # Nothing can be observed in a graph; the check's eager run has been here before, unless it is off.
-            self.draws = calls == 0 and any(module.training for module, _ in self.fields)
+            self.draws = calls == 0 and any(module.training for module in self.modules)
         elif calls & (calls - 1) == 0 and len(self._calls) < MAX_SETTINGS:
             # Calls 1, 2, 4, 8 ...: a rate may also change where no setting shows it.
             self.draws, self._settings = None, settings
@@ -109,13 +113,10 @@ class RandomOps:
             self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
 
     def _read_settings(self) -> Any:
-        found: list[Any] = []
-        for module, names in self.fields:
-            attributes = vars(module)
-            found.append(len(attributes))
-            found += [attributes.get(name) for name in names]
+        found = [len(vars(module)) for module in self.modules]
+        settings = tuple(found + [vars(module).get(name) for module, name in self.fields])
         try:
-            hash(settings := tuple(found))
+            hash(settings)
         except TypeError:  # a number has become a list
             return "unhashable"
         return settings
@@ -141,7 +142,15 @@ def _numbers(module: nn.Module) -> Iterable[str]:
     return (name for name, value in vars(module).items() if isinstance(value, bool | int | float))
 
 
-MODULE_FORWARDS = {"module", "module-row-linear", "module-row-embedding", "multihead-attention", "foreign", "latent-kv"}
+MODULE_FORWARDS = {
+    "module",
+    "module-row-linear",
+    "module-row-embedding",
+    "multihead-attention",
+    "foreign",
+    "expert-dispatch",
+    "latent-kv",
+}
 """What runs code that styles do not write themselves."""
 
 
@@ -149,32 +158,59 @@ class Region:
     """Hooks of one module: after its column-wise layers and before a row-wise one, the generator is the rank's own.
 
     Only there: what draws before, on whole inputs, and after, on whole outputs, draws the same on every rank. Where
-    the module does not call all of its column-wise layers first, nothing is switched.
+    the module does not call all of its column-wise layers first, nothing is switched. While nothing draws only the
+    module's own pre-hook is installed.
 
     Args:
         random: Switches the generator.
-        columns: Names of the column-wise layers.
+        module: The module.
+        columns: Its column-wise layers.
+        rows: Its row-wise layers.
     """
 
-    def __init__(self, random: RandomOps, columns: tuple[str, ...]) -> None:
+    def __init__(self, random: RandomOps, module: nn.Module, columns: list[nn.Module], rows: list[nn.Module]) -> None:
         self.random = random
-        self.columns = frozenset(columns)
+        self.module = module
+        self.columns = columns
+        self.rows = rows
         self.missing = set(columns)
+        self.inner: list[RemovableHandle] = []
+        self.is_installed = False  # the tracer cannot look into handles
+        self.install()
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
         self.random.begin()
-        self.missing = set(self.columns)
-
-    def called(self, name: str) -> None:
-        """A column-wise layer has given its output."""
         if self.random.draws is not False:
-            self.missing.discard(name)
+            self.missing = set(self.columns)
+            if not self.is_installed:
+                # Hooks that a graph's tracing adds would be a side effect of the graph.
+                torch.compiler.disable(self.install)() if is_compiling() else self.install()
+        elif self.is_installed and not is_compiling():
+            self.remove()
+
+    def install(self) -> None:
+        """Install the hooks that switch the generator; in a graph they have to be there before."""
+        self.inner = [self.module.register_forward_hook(self.close, always_call=True)]
+        self.inner += [column.register_forward_hook(self.called) for column in self.columns]
+        self.inner += [row.register_forward_pre_hook(self.leave) for row in self.rows]
+        self.is_installed = True
+
+    def remove(self) -> None:
+        """Remove the hooks of `install`."""
+        for handle in self.inner:
+            handle.remove()
+        self.inner, self.is_installed = [], False
+
+    def called(self, column: nn.Module, args: Any, output: Any) -> None:
+        """Hook of a column-wise layer."""
+        if self.random.draws is not False:
+            self.missing.discard(column)
             if not self.missing:
                 self.random.enter()
 
-    def leave(self) -> None:
-        """A row-wise layer is about to start."""
+    def leave(self, row: nn.Module, args: Any) -> None:
+        """Pre-hook of a row-wise layer."""
         if self.random.draws is not False:
             self.random.leave()
 
@@ -182,29 +218,6 @@ class Region:
         """Hook of the module, called after an error, too."""
         if self.random.draws is not False:
             self.random.end()
-
-
-class AfterColumns:
-    """Hook of a column-wise layer."""
-
-    def __init__(self, region: Region, name: str) -> None:
-        self.region = region
-        self.name = name
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The layer has given its output."""
-        self.region.called(self.name)
-
-
-class BeforeRows:
-    """Pre-hook of a row-wise layer."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """The layer is about to start."""
-        self.region.leave()
 
 
 def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup) -> list[Callable[[], None]]:
@@ -223,8 +236,8 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup) -> list[Calla
     styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
     removers: list[Callable[[], None]] = []
     for home, inside in homes.items():
-        ends = [row for row in rows if _is_below(row, home)]
-        apart = {*inside, *ends, *styled, *(other for other in homes if other != home and _is_below(other, home))}
+        ends = [row for row in rows if is_below(row, home)]
+        apart = {*inside, *ends, *styled, *(other for other in homes if other != home and is_below(other, home))}
         modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
         removers += _install(model, home, _groups(model, inside, ends), ends, modules, axis)
     return removers
@@ -245,8 +258,7 @@ def checked_modules(plan: TPPlan) -> list[str]:
     alone = [
         found.name
         for found in plan.modules
-        if found.spec.compute in MODULE_FORWARDS
-        and not any(home == "" or _is_below(found.name, home) for home in homes)
+        if found.spec.compute in MODULE_FORWARDS and not any(home == "" or is_below(found.name, home) for home in homes)
     ]
     return [*homes, *alone]
 
@@ -265,15 +277,10 @@ def _install(
     model: nn.Module, home: str, groups: list[list[str]], rows: list[str], modules: list[nn.Module], axis: TPGroup
 ) -> list[Callable[[], None]]:
     module, removers = model.get_submodule(home), []
+    below = [model.get_submodule(name) for name in rows]
     for columns in groups:
-        region = Region(RandomOps(axis, modules), tuple(columns))
-        removers.append(module.register_forward_pre_hook(region.open).remove)
-        removers.append(module.register_forward_hook(region.close, always_call=True).remove)
-        for name in columns:
-            hook = AfterColumns(region, name)
-            removers.append(model.get_submodule(name).register_forward_hook(hook).remove)
-        for name in rows:
-            removers.append(model.get_submodule(name).register_forward_pre_hook(BeforeRows(region)).remove)
+        region = Region(RandomOps(axis, modules), module, [model.get_submodule(name) for name in columns], below)
+        removers += [module.register_forward_pre_hook(region.open).remove, region.remove]
     return removers
 
 
@@ -297,13 +304,9 @@ def _home(column: str, rows: list[str]) -> str | None:
     home = column
     while home:
         home = home.rpartition(".")[0]
-        if any(_is_below(row, home) for row in rows):
+        if any(is_below(row, home) for row in rows):
             return home
     return None
-
-
-def _is_below(name: str, parent: str) -> bool:
-    return name != parent and (not parent or name.startswith(f"{parent}."))
 
 
 def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:

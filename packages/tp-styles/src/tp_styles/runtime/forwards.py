@@ -434,6 +434,23 @@ class DividedInput(ModuleForward):
         return self.run_inside((args[0] / self.axis.size, *args[1:]), kwargs)
 
 
+class ExpertDispatch(ModuleForward):
+    """Whole experts on each rank, all ranks with the same tokens: what each computes is summed.
+
+    Routes to other ranks' experts get an index behind the last one, which the module's forward leaves out, or clamps
+    and adds with their weight of zero: as `AllReduceEP` in transformers.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The sum of all experts' outputs."""
+        args, kwargs = move_inputs(self.moves, self.names, args, kwargs)
+        tokens, index, weights = (*args, *(kwargs[name] for name in self.names[len(args) :]))
+        count = cast(int, self.module.num_experts)  # this rank's
+        elsewhere = index // count != self.axis.rank
+        index = torch.where(elsewhere, count, index % count)
+        return self.finish(self.run_inside((tokens, index, weights.masked_fill(elsewhere, 0.0)), {}))
+
+
 class LatentKV(ModuleForward):
     """The module's own forward; the gradient of its last output features is summed over the ranks."""
 

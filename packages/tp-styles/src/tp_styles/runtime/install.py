@@ -14,6 +14,7 @@ from tp_styles.runtime.forwards import (
     ColumnLinear,
     ColumnLinearKVReplicated,
     DividedInput,
+    ExpertDispatch,
     Forward,
     LatentKV,
     ModuleForward,
@@ -34,6 +35,7 @@ FORWARDS: dict[str, type[Forward]] = {
     "module-row-linear": ModuleRowLinear,
     "module-row-embedding": ModuleRowEmbedding,
     "divided-input": DividedInput,
+    "expert-dispatch": ExpertDispatch,
     "latent-kv": LatentKV,
 }
 """What a style's `compute` names, and what runs then."""

@@ -28,7 +28,7 @@ class MoveInputs:
     """Pre-hook with keywords: lays out inputs by argument name."""
 
     def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
-        self.names = describe(module).arguments or _numbered(spec)
+        self.names = describe(module).arguments or tuple(name for name, _ in spec.inputs)
         self.moves = {key: InputMove(flow, axis, f"{name}({key})", local=spec.local_input) for key, flow in spec.inputs}
         self.name = name
         self.num_positional = spec.num_positional
@@ -115,7 +115,3 @@ class PrepareOutput:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The prepared output."""
         return self.function(output, self.mesh)
-
-
-def _numbered(spec: StyleSpec) -> tuple[str, ...]:
-    return tuple(name for name, _ in spec.inputs)

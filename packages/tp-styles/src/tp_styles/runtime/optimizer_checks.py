@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tp_styles._shared.elementwise import elementwise_problems
 from tp_styles._shared.stale_parameters import is_stale
@@ -34,9 +34,11 @@ _steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 def check_optimizers() -> None:
     """From now on look at optimizers of local shards; installed once for the process."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    ShardParameter.in_step = False  # a step that raised has left it
     if is_compiling():
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -49,6 +51,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A scheduler's or a sampler's period is seldom a power of two, and a norm that is exceeded comes early.
     if step & (step - 1) == 0 and step <= LAST:
         _compare_replicas(shards)
+    ShardParameter.in_step = True
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    ShardParameter.in_step = False
 
 
 def _compare_replicas(shards: list[ShardParameter]) -> None:
@@ -73,7 +80,4 @@ def _compare_replicas(shards: list[ShardParameter]) -> None:
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, ShardParameter):
-        return False
-    info = parameter._sharding_info
-    return info.mesh.size() > 1 and info.placements[0].is_shard()
+    return isinstance(parameter, ShardParameter) and parameter.is_partial

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,41 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
 from tp_styles._shared.sharding_info import Section as ShardedSection
-from tp_styles._torch_compat import all_gather_into, gradient_like, is_compiling, local_of
+from tp_styles._torch_compat import (
+    all_gather_into,
+    gradient_like,
+    is_compiling,
+    local_of,
+    norms,
+    without_torch_function,
+)
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.redistribute import summed_gradient
 from tp_styles.values.spec import ParameterSpec, StyleSpec
 from tp_styles.values.split import Section, Split
+
+_GRAD: Any = torch.Tensor.grad
+
+
+class ShardGradient(torch.Tensor):
+    """Gradient of a local shard: a plain tensor that refuses norms of itself, torch's `clip_grad_norm_` among them."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A norm in a type that was asked for is one that goes on to be summed over ranks: ours, and the bridge's.
+        if func in norms and not (kwargs or {}).get("dtype"):
+            hint = "clip with tp_styles.clip_grad_norm_; .detach() gives the plain shard"
+            found = "the norm of a gradient of one rank's shard; replicas would be scaled otherwise on each rank"
+            raise PlanError(Problem("local-shard-as-full", "gradient", found=found, hint=hint))
+        with without_torch_function():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class ShardParameter(nn.Parameter):
@@ -27,6 +56,34 @@ class ShardParameter(nn.Parameter):
     """
 
     _sharding_info: ShardingInfo
+    in_step: ClassVar[bool] = False
+    """True while an optimizer, found to go element by element, reads plain gradients: a subclass costs host time."""
+
+    @property
+    def is_partial(self) -> bool:
+        """True if other ranks hold other elements."""
+        info = self._sharding_info
+        return info.placements[0].is_shard() and info.mesh.size() > 1
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient; of a shard one that refuses norms."""
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        if found is None or found.requires_grad or is_compiling():
+            return found
+        kind = torch.Tensor if ShardParameter.in_step or not self.is_partial else ShardGradient
+        if type(found) is not kind and isinstance(found, ShardGradient) == (kind is torch.Tensor):
+            found = found.as_subclass(kind)
+            _GRAD.__set__(self, found)  # the object that was handed out, so that writes to its `.data` count
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
         if id(self) in memo:
@@ -95,7 +152,7 @@ class ShardParameter(nn.Parameter):
         return torch.gt(self, other)
 
     def _refuse_partial(self, found: str) -> None:
-        if self._sharding_info.mesh.size() > 1 and self._sharding_info.placements[0].is_shard():
+        if self.is_partial:
             hint = "initialise before the plan is applied; reset_parameters() of the module, normal_, uniform_, xavier_"
             hint += " and kaiming_ draw for the full weight; load_state_dict() takes full tensors; else use .detach()"
             raise PlanError(

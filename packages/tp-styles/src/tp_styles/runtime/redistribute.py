@@ -13,7 +13,7 @@ from tp_styles._torch_compat import is_compiling, is_transformed
 from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.values.spec import Redistribution
-from tp_styles.values.split import Section, Split
+from tp_styles.values.split import Split
 from tp_styles.values.transfer import Step, Transfer, gradient_layout, normalized
 
 Sizes = tuple[int, ...]
@@ -152,7 +152,7 @@ class Redistribute:
                         hint="pad it to a multiple of the tp size, or hand over a DTensor, which knows its global size",
                     )
                 )
-            sizes = chunk_sizes(full, self.axis.size)
+            sizes = Split.along(dim, full).sizes(self.axis.size)
         known[dim] = sizes
         if sum(sizes) != full:
             raise StyleInputError(
@@ -300,9 +300,3 @@ class EvenShardsCheck:
                 )
             )
         self.done = True
-
-
-def chunk_sizes(size: int, tp_size: int) -> tuple[int, ...]:
-    """Return every rank's shard size of a dim of `size`, as `torch.chunk` has it."""
-    section = Section(size)
-    return tuple(stop - start for start, stop in (section.bounds(rank, tp_size) for rank in range(tp_size)))

@@ -22,14 +22,8 @@ def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterat
         mesh: 1-D tensor-parallel mesh.
         device: Whose default generator; by default that of the mesh's device type on this rank.
     """
-    with rank_dependent(mesh.get_local_rank(), torch.device(device if device is not None else mesh.device_type)):
-        yield
-
-
-@contextmanager
-def rank_dependent(rank: int, device: torch.device) -> Iterator[None]:
-    """`tp_rng` for a rank number on a device."""
-    outside = enter_region(rank, device)
+    device = torch.device(device if device is not None else mesh.device_type)
+    outside = enter_region(mesh.get_local_rank(), device)
     try:
         yield
     finally:

@@ -271,7 +271,13 @@ class GlobalOnSave:
             if not isinstance(parameter, ShardParameter) or isinstance(value, nn.Parameter | DTensor):
                 continue  # `keep_vars=True` gets the parameters themselves
             if isinstance(value, torch.Tensor):
-                state[prefix + name] = global_view(value, parameter)
+                mesh, placements, shape, stride, sections = info = parameter._sharding_info
+                local = value.detach()
+                state[prefix + name] = (
+                    SectionedShard.of(local, info)
+                    if sections
+                    else DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+                )
 
 
 class LocalOnLoad:
@@ -286,15 +292,6 @@ class LocalOnLoad:
             parameter, value = module._parameters.get(name), state.get(prefix + name)
             if isinstance(value, torch.Tensor) and isinstance(parameter, DTensor | ShardParameter):
                 state[prefix + name] = _as_parameter(value, parameter, prefix + name)
-
-
-def global_view(local: torch.Tensor, parameter: ShardParameter) -> torch.Tensor:
-    """The local tensor with what it is a part of."""
-    info = parameter._sharding_info
-    if info.sections:
-        return SectionedShard.of(local, info)
-    mesh, placements, shape, stride, _ = info
-    return DTensor.from_local(local.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> torch.Tensor:

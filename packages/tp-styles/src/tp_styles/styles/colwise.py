@@ -88,10 +88,3 @@ class ColwiseParallel(ParallelStyle):
             attributes=attributes,
             problems=(*problems, *flow_problems(info, [("output_layouts", leave), ("input_layouts", enter)])),
         )
-
-    def _arguments(self) -> dict[str, object]:
-        return {
-            "input_layouts": self.input_layouts[0],
-            "output_layouts": self.output_layouts[0],
-            "use_local_output": self.use_local_output,
-        }

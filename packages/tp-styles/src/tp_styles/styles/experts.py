@@ -17,9 +17,11 @@ class ParametersParallel(ParallelStyle):
 
     Args:
         parameters: Name of a parameter of the module -> `"colwise"`, `"rowwise"`, `"packed_colwise"`,
-            `"packed_rowwise"` or `"replicate"`. Rows are the last dim but one, columns the last.
+            `"packed_rowwise"`, `"grouped_gemm"` (whole experts, the first dim) or `"replicate"`. Rows are the last
+            dim but one, columns the last.
         role: `"experts"`: every rank runs its part of every expert, and the parts are summed; gradients of the tokens
-            and of the routing weights are summed too. `"sum"`: the output is a partial sum. `"local"`: neither.
+            and of the routing weights are summed too. `"dispatch"`: the same, with whole experts on every rank.
+            `"sum"`: the output is a partial sum. `"local"`: neither.
     """
 
     def __init__(self, parameters: Mapping[str, str], *, role: str = "local") -> None:
@@ -44,18 +46,25 @@ class ParametersParallel(ParallelStyle):
             parameters.append((name, ParameterSpec(split, sum_gradient=summed, divide_by_tp=divide_by_tp)))
         if self.role == "local":
             return StyleSpec(compute="module", parameters=tuple(parameters), problems=tuple(problems))
-        copied = info.arguments[:1] + (info.arguments[2:3] if self.role == "experts" else ())
+        copied = info.arguments[:1] + (info.arguments[2:3] if self.role != "sum" else ())
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial())
+        attributes: tuple[tuple[str, object], ...] = ()
+        if self.role == "dispatch":
+            count = int(info.size("num_experts") or 0)
+            if not count or count % tp_size or len(info.arguments) != 3:
+                hint = "every rank holds as many experts; forward(tokens, indices, weights), an attribute num_experts"
+                problems.append(
+                    Problem("does-not-divide", info.where(), found=f"{count} experts, tp={tp_size}", hint=hint)
+                )
+            attributes = ("num_experts", Split.along(0, count)), ("_is_expert_parallel", True)
         return StyleSpec(
-            compute="module",
+            compute="module" if self.role != "dispatch" else "expert-dispatch",
             parameters=tuple(parameters),
             inputs=tuple((name, flow) for name in copied),
             outputs=(Redistribution(Partial(), Replicate()),),
+            attributes=attributes,
             problems=tuple(problems),
         )
-
-    def _arguments(self) -> dict[str, object]:
-        return {"parameters": self.parameters, "role": self.role}
 
 
 class IdentityExpert(ParallelStyle):
@@ -67,9 +76,6 @@ class IdentityExpert(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
         return StyleSpec(compute="divided-input")
-
-    def _arguments(self) -> dict[str, object]:
-        return {}
 
 
 class LatentKVParallel(ParallelStyle):
@@ -96,14 +102,15 @@ class LatentKVParallel(ParallelStyle):
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial(), width=self.rope_features)
         return StyleSpec(compute="latent-kv", outputs=(flow,), problems=tuple(problems))
 
-    def _arguments(self) -> dict[str, object]:
-        return {"rope_features": self.rope_features}
-
 
 def _split(info: ModuleInfo, parameter: ParameterInfo, kind: str, tp_size: int) -> tuple[Split, Problem | None]:
     shape = parameter.shape
     last = len(shape) - 1
-    if kind == "replicate" or (kind.endswith("rowwise") and (len(shape) == 1 or parameter.name.endswith("bias"))):
+    if kind == "grouped_gemm":
+        return Split.along(0, shape[0]), None
+    if kind.startswith("replicate") or (
+        kind.endswith("rowwise") and (len(shape) == 1 or parameter.name.endswith("bias"))
+    ):
         return Split.replicated(), None
     dim = last if kind.endswith("rowwise") or len(shape) == 1 else last - 1
     if kind.endswith("colwise") and parameter.name.endswith("bias"):

@@ -106,9 +106,6 @@ class FusedColwiseParallel(ColwiseParallel):
         sections = tuple(Section(*found) for found in zip(sizes, units, copies, strict=True))
         return Split(0, sections), problems
 
-    def _arguments(self) -> dict[str, object]:
-        return {"sections": self.sections, "unit": self.unit, "copies": self.copies, **super()._arguments()}
-
 
 def _equal(features: int, count: int) -> tuple[int, ...]:
     return (features // count,) * count

@@ -68,9 +68,6 @@ class LoRAParallel(ParallelStyle):
         ]
         return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
 
-    def _arguments(self) -> dict[str, object]:
-        return {"style": self.style, "base": self.base, "a": self.a, "b": self.b, "dropout": self.dropout}
-
 
 def _layers(info: ModuleInfo, name: str) -> list[str]:
     return _below(info, name, nn.Linear)

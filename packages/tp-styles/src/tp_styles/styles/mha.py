@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` by heads."""
+"""`nn.MultiheadAttention` by heads, and torch's transformer layers around it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from tp_styles.problems import Problem
 from tp_styles.styles.base import ParallelStyle
-from tp_styles.styles.heads import divide_heads
+from tp_styles.styles.colwise import ColwiseParallel
+from tp_styles.styles.gqa import divide_heads
 from tp_styles.styles.layers import flow_problems, single
+from tp_styles.styles.replicated import NoParallel
+from tp_styles.styles.rowwise import RowwiseParallel
 from tp_styles.values.spec import ModuleInfo, ParameterSpec, Redistribution, StyleSpec
 from tp_styles.values.split import Section, Split
 
@@ -58,9 +61,6 @@ class MultiheadAttentionParallel(ParallelStyle):
             problems=tuple(problems),
         )
 
-    def _arguments(self) -> dict[str, object]:
-        return {"input_layouts": self.input_layouts[0], "output_layouts": self.output_layouts[0]}
-
 
 def _parameters(info: ModuleInfo, width: int, unit: int, *, sharded: bool) -> tuple[tuple[str, ParameterSpec], ...]:
     by_heads = Split.along(0, width, unit=unit)
@@ -81,3 +81,26 @@ def _parameters(info: ModuleInfo, width: int, unit: int, *, sharded: bool) -> tu
         for name, split in splits.items()
         if info.parameter(name) is not None
     )
+
+
+class TransformerLayerParallel(ParallelStyle):
+    """Attention by heads and the feed-forward pair by columns and rows, for torch's own transformer layers.
+
+    Dropout between the feed-forward layers draws other numbers on each rank; norms and the other dropouts are whole.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None, None)
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Styles of the layers below; see `ParallelStyle.spec`."""
+        if not issubclass(info.kind, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            hint = "the style is for nn.TransformerEncoderLayer and nn.TransformerDecoderLayer"
+            return StyleSpec(problems=(Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint),))
+        attention = ["self_attn"]
+        if issubclass(info.kind, nn.TransformerDecoderLayer):
+            attention.append("multihead_attn")
+        children: list[tuple[str, object]] = [(name, MultiheadAttentionParallel()) for name in attention]
+        children += [("linear1", ColwiseParallel()), ("linear2", RowwiseParallel())]
+        children.append(("dropout", NoParallel(sum_gradient=True)))
+        return StyleSpec(compute="none", children=tuple(children))

@@ -106,15 +106,6 @@ class PrepareModuleInput(ParallelStyle):
             problems=tuple(problems),
         )
 
-    def _arguments(self) -> dict[str, object]:
-        return {
-            "input_layouts": self.input_layouts,
-            "desired_input_layouts": self.desired_input_layouts,
-            "input_kwarg_layouts": self.input_kwarg_layouts or None,
-            "desired_input_kwarg_layouts": self.desired_input_kwarg_layouts or None,
-            "use_local_output": self.use_local_output,
-        }
-
 
 class PrepareModuleOutput(ParallelStyle):
     """Lays out a module's outputs: a tensor, a tuple, a list or a dict in its order; the structure is kept.
@@ -150,26 +141,12 @@ class PrepareModuleOutput(ParallelStyle):
         problems = flow_problems(info, [(f"-> {i}", flow) for i, flow in enumerate(outputs) if flow is not None])
         return StyleSpec(compute="hooks", outputs=outputs, local_output=self.use_local_output, problems=tuple(problems))
 
-    def _arguments(self) -> dict[str, object]:
-        return {
-            "output_layouts": self.output_layouts,
-            "desired_output_layouts": self.desired_output_layouts,
-            "use_local_output": self.use_local_output,
-        }
-
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one, with the arguments of both.
 
     Args:
-        input_layouts: As there.
-        desired_input_layouts: As there.
-        input_kwarg_layouts: As there.
-        desired_input_kwarg_layouts: As there.
         use_local_input: Whether the module gets plain tensors; by default DTensors.
-        output_layouts: As there.
-        desired_output_layouts: As there.
-        use_local_output: Whether outputs are plain tensors.
     """
 
     def __init__(

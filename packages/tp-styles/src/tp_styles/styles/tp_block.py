@@ -58,9 +58,6 @@ class TPBlockParallel(ParallelStyle):
             problems=tuple(problems),
         )
 
-    def _arguments(self) -> dict[str, object]:
-        return {"tp_size": self.tp_size, "attributes": self.attributes, "cut": self.cut, "summed": self.summed}
-
 
 class ColwiseKVReplicated(FusedColwiseParallel):
     """A column-wise layer that every rank holds whole and of which it computes the rows of its heads.
@@ -93,6 +90,3 @@ class ColwiseKVReplicated(FusedColwiseParallel):
             outputs=made.outputs,
             problems=problems,
         )
-
-    def _arguments(self) -> dict[str, object]:
-        return {"rows": self.rows, "unit": self.unit, "copies": self.copies}

@@ -171,6 +171,7 @@ def _terms(parameter: torch.Tensor, order: float) -> list[torch.Tensor]:
     gradient = parameter.grad
     if gradient is None:
         return []
+    gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         if any(isinstance(placement, Partial) for placement in gradient.placements):
             raise PlanError(

@@ -98,6 +98,11 @@ def describe(module: nn.Module, name: str = "") -> ModuleInfo:
     )
 
 
+def is_below(name: str, parent: str) -> bool:
+    """True if a FQN is that of a module or of one inside it."""
+    return not parent or name == parent or name.startswith(f"{parent}.")
+
+
 # ---------------------------------------------------------------------------------------------- what a style decides
 
 

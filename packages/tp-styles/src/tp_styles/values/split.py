@@ -126,10 +126,6 @@ class Split:
 
         return Replicate() if self.dim is None else Shard(self.dim)
 
-    def num_copies(self) -> int:
-        """Number of ranks that hold each shard (of the first section; sections with different copies exist)."""
-        return 1 if self.is_replicated else self.sections[0].copies
-
     # where its rows are
 
     def ranges(self, rank: int, tp_size: int) -> tuple[tuple[int, int], ...]:

@@ -43,11 +43,6 @@ class Transfer:
     forward: Step
     backward: Step
 
-    @property
-    def is_nothing(self) -> bool:
-        """True if neither pass does anything."""
-        return self.forward.op == "none" and self.backward.op == "none"
-
 
 class NoTransfer(ValueError):
     """There is no meaningful way from one layout to the other."""
