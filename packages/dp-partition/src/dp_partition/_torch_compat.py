@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,10 +31,10 @@ __all__ = [
     "collectives",
     "current_trace_nodes",
     "decomposition_of",
+    "failed_node",
     "inductor_compile",
     "inductor_problem",
     "is_gloo",
-    "latest_trace_node",
     "make_fx",
     "new_fake_mode",
     "pytree",
@@ -40,6 +42,7 @@ __all__ = [
     "storage_keys",
     "symbolic_scalar",
     "tensor_metadata",
+    "trace_options",
     "without_autocast",
     "without_onednn",
 ]
@@ -114,10 +117,18 @@ def current_trace_nodes() -> list[str]:
     return [node.name for node in tracer.graph.nodes] if tracer is not None else []
 
 
-def latest_trace_node() -> str:
-    """Name of the node that make_fx has recorded last; empty where nothing is traced."""
-    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    return next((node.name for node in reversed(tracer.graph.nodes)), "") if tracer is not None else ""
+def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
+    """The node whose line of a graph module's generated forward raised; None where it is not found."""
+    lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
+    places: Any = module._lineno_map or {}
+    index = places.get(lines[-1] - module._prologue_start) if lines else None  # type: ignore[operator]
+    return None if index is None else list(module.graph.nodes)[index]
+
+
+def trace_options(*, lines: bool) -> dict[str, Any]:
+    """Options of make_fx: no names of torch functions on nodes; lines of the traced code only on demand, for time."""
+    known = inspect.signature(make_fx).parameters
+    return {k: True for k in ("_disable_torch_fn_metadata_mode", "record_stack_traces")[: 1 + lines] if k in known}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -34,7 +34,14 @@ from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.program import Program
-from dp_partition.sharding.propagate import NodePlan, StoragePlacements, mark_graph, propagate
+from dp_partition.sharding.propagate import (
+    NodePlan,
+    StoragePlacements,
+    gradient_name,
+    is_gradient,
+    mark_graph,
+    propagate,
+)
 
 _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
 
@@ -84,11 +91,12 @@ def capture_single_device(
     Under local semantics its batch is one rank's, under global semantics that of all ranks together.
     """
     local = plan.semantics == "local"
-    scale = None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
+    scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
     capture = trace_step(function, args, kwargs, step_state, scale, device)
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
+    capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))
     if accumulate > 1:
         # Needs tags. Repeats forward and backward, and averages gradients before the optimizer.
         repeat_for_microbatches(capture, accumulate, batch_dim)
@@ -172,6 +180,14 @@ def partition_for_rank(
 # ---- where inputs and outputs lie -----------------------------------------------------------------------------------
 
 
+def batch_scale(
+    plan: PartitionPlan, batch_dim: int, accumulate: int
+) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
+    """Shape at which a batch tensor is traced; None: its own."""
+    local = plan.semantics == "local"
+    return None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
+
+
 def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
     """Shape at which a batch tensor is traced: ``times`` ranks' batches together, or one of ``parts`` micro-batches."""
 
@@ -232,4 +248,4 @@ def returned_placements(order: list[Any], plan: NodePlan) -> list[Placement | No
     return [plan.inputs.get(value) if isinstance(value, fx.Node) else None for value in order]
 
 
-__all__ = ["build_program", "capture_single_device", "partition_for_rank", "plan_nodes"]
+__all__ = ["batch_scale", "build_program", "capture_single_device", "partition_for_rank", "plan_nodes"]

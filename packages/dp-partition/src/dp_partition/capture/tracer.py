@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from dp_partition._torch_compat import (
     new_fake_mode,
     pytree,
     storage_key,
+    trace_options,
     without_onednn,
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
@@ -32,6 +35,7 @@ from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
 from dp_partition.capture.state import StepState
+from dp_partition.capture.updates import repeat_updates
 
 
 @dataclass
@@ -46,6 +50,7 @@ class Capture:
         symbols: The sympy symbol of each hyperparameter.
         mode: The fake mode that holds the nodes' ``meta["val"]``.
         cleared: Whether the step clears gradients before its first backward.
+        gradients: Names of parameters whose gradients the step reads, and in how many backward passes each gets one.
     """
 
     module: fx.GraphModule
@@ -55,6 +60,7 @@ class Capture:
     guards: list[Any] = field(default_factory=list)
     symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
     cleared: bool = False
+    gradients: Counter[str] = field(default_factory=Counter)
 
     @property
     def outputs(self) -> list[Output]:
@@ -105,11 +111,11 @@ class _Tracing:
         """Name of the step."""
         return getattr(self.function, "__name__", "train_step")
 
-    def record(self) -> fx.GraphModule:
+    def record(self, *, lines: bool = False) -> fx.GraphModule:
         """Run the step on the fakes, and record it."""
         restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
         with restored, no_draws, self.mode, _without_recurrent_kernels(self.step_state), _without_cast_cache():
-            module: fx.GraphModule = make_fx(self.body)(*self.flat)
+            module: fx.GraphModule = make_fx(self.body, **trace_options(lines=lines))(*self.flat)
         return module
 
     def body(self, *tensors: Any) -> list[Any]:
@@ -173,6 +179,7 @@ def trace_step(
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *made, tracing.phases.cleared)
+    tracing.phases.optimizer.append(repeat_updates(module.graph))
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
     _name_placeholders(module, capture.inputs, _groups(step_state))
@@ -277,11 +284,32 @@ def _asks_for_values(error: Exception) -> bool:
 
 def user_line(error: BaseException) -> str:
     """Return the innermost line of an error's traceback that is neither torch's nor this package's, as text."""
-    between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
-    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
-    lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
-    lines = [one for one in lines if not one.filename.startswith(between[:2])]
-    return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
+    lines = traceback.extract_tb(error.__traceback__)
+    return _innermost([(one.filename, one.lineno, one.line) for one in lines])
+
+
+def _innermost(lines: Sequence[tuple[str, Any, str | None]]) -> str:
+    torch_and_own = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    python = str(Path(contextlib.__file__).parent)
+    for file, number, line in reversed(lines):
+        library = file.startswith(python) and "site-packages" not in file
+        if file[0] != "<" and not library and not file.startswith(torch_and_own):
+            return f" (at {file}:{number}, {line!r})"
+    return ""
+
+
+def line_of_node(
+    name: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step_state: StepState,
+    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+) -> str:
+    """Return the line of the step that made a node, as text: the step is traced once more, with its lines."""
+    module = _Tracing(function, (args, kwargs), step_state, batch_of, None).record(lines=True)
+    text = next((node.stack_trace or "" for node in module.graph.nodes if node.name == name), "")
+    return _innermost(re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', text))
 
 
 def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:
