@@ -385,6 +385,3 @@ class Runner:
                 Problem("other-model", self.name, found="called with another model or optimizer", hint=hint)
             )
         binding.check_in_place()
-
-
-__all__ = ["Runner"]

@@ -241,6 +241,3 @@ def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[
     if moved:
         found = "the step puts other memory in place with .data ="
         raise PlanError([Problem("parameter-replaced", entry.label, found=found, hint=hint) for entry in moved])
-
-
-__all__ = ["Fakes", "Input", "check_memory", "flatten_inputs", "installed", "make_fakes"]

@@ -1,14 +1,15 @@
 """An optimizer's update traced for one parameter, and repeated for those that are like it.
 
-On the CPU torch's optimizers loop over parameters, a dozen operators and as many Python numbers for each: of a step with
-hundreds of parameters that would be half of the trace. The loop treats each by itself, as its group and the shapes of
-parameter, gradient and state say, so the nodes of one are those of another with other tensors.
+On the CPU torch's optimizers loop over parameters, a dozen operators and as many Python numbers for each: with hundreds
+of parameters that would be half of the trace. The loop treats each by itself, as its group and the shapes of parameter,
+gradient and state say, so the nodes of one are those of another with other tensors.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ _number = itertools.count()
 
 
 def shared_updates(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return ``optimizer.step``, for a trace that `repeat_updates` completes: each kind of parameter is updated once."""
+    """Return ``optimizer.step`` for a trace that `repeat_updates` completes: parameters alike are updated once."""
     step, kind = optimizer.step, type(optimizer)
     own = vars(optimizer).get("step")
     untouched = own is None or getattr(own, "__wrapped__", None) is kind.step  # a scheduler counts calls
@@ -89,6 +90,10 @@ def _mark(tensors: list[torch.Tensor], update: str) -> None:
         MARK_UPDATE(tensors, update)
 
 
+def _replaced(by: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    return by.get(node, node)
+
+
 def repeat_updates(graph: fx.Graph) -> frozenset[str]:
     """Put the nodes of each update where its parameters stand, in place of marks; return the names of new nodes."""
     made: set[str] = set()
@@ -109,7 +114,7 @@ def repeat_updates(graph: fx.Graph) -> frozenset[str]:
                 copies = dict(zip(begin.args[0], place.args[0], strict=True))  # type: ignore[arg-type]
                 with graph.inserting_before(place):
                     for node in body:
-                        copies[node] = graph.node_copy(node, lambda one: copies.get(one, one))
+                        copies[node] = graph.node_copy(node, partial(_replaced, copies))
                         made.add(copies[node].name)
                 if place.args[0] == begin.args[0]:
                     own = copies
@@ -120,6 +125,3 @@ def repeat_updates(graph: fx.Graph) -> frozenset[str]:
         for place in places:
             graph.erase_node(place)
     return frozenset(made)
-
-
-__all__ = ["repeat_updates", "shared_updates"]

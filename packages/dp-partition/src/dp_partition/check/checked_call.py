@@ -362,6 +362,3 @@ class CheckSchedule:
 
     def _drawn(self, power: int) -> int:
         return random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
-
-
-__all__ = ["CheckMismatch", "CheckSchedule", "CheckedCall"]

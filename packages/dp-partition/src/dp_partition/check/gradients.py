@@ -245,14 +245,3 @@ class GradientAverage:
     def _device(self) -> torch.device:
         kinds = [device.type for device in all_groups(self.mesh)[0]._device_types]
         return torch.device("cpu") if "cpu" in kinds else torch.device(self.mesh.device_type)
-
-
-__all__ = [
-    "FAILED",
-    "FINISHED",
-    "OUT_OF_MEMORY",
-    "RUNNING",
-    "GradientAverage",
-    "NotComparableError",
-    "PeerStoppedError",
-]

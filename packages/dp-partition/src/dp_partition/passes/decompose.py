@@ -152,5 +152,3 @@ _OWN: dict[Any, Callable[..., Any]] = {
     aten.var.correction: _var,
     aten.std.correction: _std,
 }
-
-__all__ = ["decompose", "remove_tags"]

@@ -223,6 +223,3 @@ def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
     for node in late:
         for user in [u for u in node.users if u in users]:
             user.replace_input_with(node, copies[node])
-
-
-__all__ = ["MARK", "reshard_after_forward"]

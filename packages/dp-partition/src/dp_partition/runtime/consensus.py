@@ -121,6 +121,3 @@ def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
     ]
     if problems:
         raise PlanError(problems, "the ranks start with different values")
-
-
-__all__ = ["batch_text", "broadcast_from_first", "check_equal", "collectives_digest", "agree_on"]

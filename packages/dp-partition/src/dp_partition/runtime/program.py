@@ -138,6 +138,3 @@ class Program:
                 return False
         self.guard_values = now
         return True
-
-
-__all__ = ["Program"]

@@ -110,6 +110,3 @@ def guarded(subject: str, kept: dict[str, torch.Tensor], restored: dict[str, tor
             raise StepInterrupted(written, subject) from error
         error.add_note(f"{subject}: parameters, buffers and optimizer state are as they were before the step")
         raise
-
-
-__all__ = ["Snapshot", "live_tensors", "state_name"]

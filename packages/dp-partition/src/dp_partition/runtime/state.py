@@ -339,6 +339,3 @@ def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:
         for fqn, param in binding.params.items():
             part = local_shard(full[fqn].data, binding.plan[fqn].param, binding.world, binding.rank)
             local_tensor(param.data).copy_(part)
-
-
-__all__ = ["Binding", "as_dtensor", "local_tensor", "local_shard", "release", "unsharded", "full_tensor"]

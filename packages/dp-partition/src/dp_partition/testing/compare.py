@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,14 +120,18 @@ class NodeComparison:
         return self.own(getattr(self.capture.module, name))
 
     def start_rank(self, rank: int, inputs: list[Any]) -> Generator[Event, None, list[Any]]:
-        """Partition a copy of the marked graph for a rank."""
+        """Partition a copy of the graph for a rank."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(self.capture.module.graph, copies)
         output = graph.output(result)
-        output.meta.update(self.nodes[-1].meta)
+        copies[self.nodes[-1]] = output
+        plans = {
+            copies[node]: replace(plan, inputs={copies[source]: lies for source, lies in plan.inputs.items()})
+            for node, plan in self.plans.items()
+        }
         module = fx.GraphModule(self.capture.module, graph)
-        partition_for_rank(module, self.world, rank, "simulated", self.step.comm)
+        partition_for_rank(module, plans, self.world, rank, "simulated", self.step.comm)
         present = set(module.graph.nodes)
         originals = {copy: node for node, copy in copies.items() if copy in present and node.op == "call_function"}
         self.on_ranks |= set(originals.values())
@@ -369,15 +374,3 @@ def max_abs(value: torch.Tensor) -> float:
 def is_plain(value: torch.Tensor) -> bool:
     """Return whether the tensor's elements lie apart, so that it can be written."""
     return all(stride != 0 or size == 1 for stride, size in zip(value.stride(), value.shape, strict=True))
-
-
-__all__ = [
-    "NoKernel",
-    "TOLERANCE",
-    "NodeComparison",
-    "combine",
-    "max_error",
-    "eps",
-    "max_abs",
-    "is_plain",
-]

@@ -174,6 +174,3 @@ def _list_operands(call: Call) -> tuple[list[list[fx.Node]], list[fx.Node]]:
 
 def _is_tensor_node(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
-
-
-__all__ = ["foreach", "is_pointwise", "operand_ways", "pointwise"]
