@@ -74,11 +74,10 @@ def is_pointwise(node: fx.Node, name: str) -> bool:
 def pointwise(call: Call) -> Iterator[Candidate]:
     """Shard the output's dims that some operand is sharded on; let partial operands through linear operators."""
     value = call.node.meta.get("val")
-    outputs = len(value) if isinstance(value, tuple | list) else 0
     first = value[0] if isinstance(value, tuple | list) and value else value
     shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
     for inputs, placement in operand_ways(call, call.name, call.tensors(), len(shape)):
-        yield Candidate(inputs, tuple(placement for _ in range(outputs)) if outputs else placement)
+        yield Candidate(inputs, call.outputs(placement))
 
 
 def operand_ways(
