@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.optim import Optimizer
+
+from dp_partition.ops import substitution
 
 _new_library: Any = torch.library.Library  # its methods are not typed
 library: Any = _new_library("dp_partition", "FRAGMENT")
@@ -90,10 +91,6 @@ def _mark(tensors: list[torch.Tensor], update: str) -> None:
         MARK_UPDATE(tensors, update)
 
 
-def _replaced(by: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    return by.get(node, node)
-
-
 def repeat_updates(graph: fx.Graph) -> frozenset[str]:
     """Put the nodes of each update where its parameters stand, in place of marks; return the names of new nodes."""
     made: set[str] = set()
@@ -114,7 +111,7 @@ def repeat_updates(graph: fx.Graph) -> frozenset[str]:
                 copies = dict(zip(begin.args[0], place.args[0], strict=True))  # type: ignore[arg-type]
                 with graph.inserting_before(place):
                     for node in body:
-                        copies[node] = graph.node_copy(node, partial(_replaced, copies))
+                        copies[node] = graph.node_copy(node, substitution(copies))
                         made.add(copies[node].name)
                 if place.args[0] == begin.args[0]:
                     own = copies

@@ -278,7 +278,7 @@ class CheckedCall:
         tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
-        if self.binding.mesh.size() > 1 and any(_is_fake(group) for group in all_groups(self.binding.mesh)):
+        if self.binding.mesh.size() > 1 and any(map(_is_fake, all_groups(self.binding.mesh))):
             return "the process group moves no data"
         # Full parameters, gradients and state of the copy; the snapshot beside the live shards.
         full = sum(t.numel() * t.element_size() for t in tensors)

@@ -380,16 +380,11 @@ def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> Strat
         )
     if isinstance(plans[0].output, tuple):
         childs = [
-            DataParallelStrategy(kind, [PlacementStrategy(_child(s, index)) for s in strategies])
+            DataParallelStrategy(kind, [PlacementStrategy(s.output_spec[index]) for s in strategies])
             for index in range(len(plans[0].output))
         ]
         return TupleStrategy(childs, strategies)
     return DataParallelStrategy(kind, strategies, _reduces_batch(node, plans[0]))
-
-
-def _child(strategy: PlacementStrategy, index: int) -> Outputs:
-    assert isinstance(strategy.output_spec, tuple)
-    return strategy.output_spec[index]
 
 
 def _reduces_batch(node: fx.Node, plan: NodePlan) -> bool:

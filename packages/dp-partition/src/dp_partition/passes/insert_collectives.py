@@ -219,7 +219,7 @@ class Inserter:
             }
             if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
                 known = self.write_back(node, relative, known)
-            elif not known and relative not in self.taken and _is_used_after(relative, node):
+            elif not known and relative not in self.taken and any(node < user for user in relative.users):
                 raise self.lost(node, relative)
             self.versions[relative] = known
 
@@ -273,10 +273,6 @@ def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placemen
         return 2 if isinstance(placement, Partial) else 1
 
     return min(known, key=rank)
-
-
-def _is_used_after(node: fx.Node, position: fx.Node) -> bool:
-    return any(position < user for user in node.users if user is not position)
 
 
 def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:

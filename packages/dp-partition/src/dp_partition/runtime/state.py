@@ -38,13 +38,8 @@ def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: in
 
 def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """A DTensor around a local part; ``like`` has the global shape and strides."""
-    return DTensor.from_local(
-        local, mesh, on_mesh(placement, mesh), run_check=False, shape=torch.Size(like.shape), stride=_stride(like)
-    )
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride())
+    shape, stride = torch.Size(like.shape), tuple(like.stride())
+    return DTensor.from_local(local, mesh, on_mesh(placement, mesh), run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

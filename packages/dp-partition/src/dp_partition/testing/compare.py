@@ -66,7 +66,8 @@ class NodeComparison:
         self.envs = envs = self.reference_inputs(placeholders, values)
         inputs = [self.rank_inputs(placeholders, values, rank) for rank in range(self.world)]
         ranks = [self.start_rank(rank, inputs[rank]) for rank in range(self.world)]
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(values)):
+        gpus = {v.device.index or 0 for one in values for v in one if isinstance(v, torch.Tensor) and v.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(gpus)):
             for node in self.nodes[len(placeholders) :]:
                 if node.op == "output":
                     break
@@ -321,11 +322,6 @@ def _reported(originals: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         shared = next((user for user in node.users if "agrees" in user.meta), node)
         found[shared] = original
     return found
-
-
-def _devices(values: list[list[Any]]) -> list[int]:
-    found = {v.device.index or 0 for one in values for v in one if isinstance(v, torch.Tensor) and v.is_cuda}
-    return sorted(found)
 
 
 # Relative to the greatest value of a tensor. Sums of a rank's parts round differently from one sum.

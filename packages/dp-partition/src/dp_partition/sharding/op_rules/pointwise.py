@@ -93,15 +93,10 @@ def operand_ways(
         sizes = {node: call.shape(node)[own] for node, own in own_dims.items() if own >= 0}
         stretched = any(size != 1 for size in sizes.values())  # a single row among single rows is a shard like others
         for node, own in own_dims.items():
-            full = own < 0 or (sizes[node] == 1 and stretched and not _is_shard(call, node, own))
+            full = own < 0 or (sizes[node] == 1 and stretched and call.placement_of(node) != Shard(own))
             inputs[node] = R if full else Shard(own)
         yield inputs, Shard(dim)
     yield dict.fromkeys(operands, R), R
-
-
-def _is_shard(call: Call, node: fx.Node, dim: int) -> bool:
-    placement = call.placement_of(node)
-    return isinstance(placement, Shard) and placement.dim == dim
 
 
 def _partial_ways(
