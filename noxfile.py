@@ -55,6 +55,7 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tools/lint_layers.py")
     session.run("python", "tools/lint_structure.py")
     session.run("python", "tools/sync_shared.py", "--check")
+    session.run("python", "tools/error_codes.py")
     session.run("python", "tools/lint_changelogs.py")
     session.run("python", "tools/public_api.py")
     session.run("python", "tools/public_api.py", "--breaks")
@@ -228,6 +229,18 @@ def jax(session: nox.Session) -> None:
     session.install(TORCH, *PYTEST, "jax==0.10.2", "jaxlib==0.10.2")
     _install_editable(session, ["shard-spec"])
     session.run("python", "-m", "pytest", "packages/shard-spec/tests/jax_layouts.py", env=RANK_ENV)
+
+
+@nox.session(default=False)
+def accelerate(session: nox.Session) -> None:
+    """The bridge's Accelerator in Hugging Face accelerate: 2 x 2 ranks against one process."""
+    session.install(TORCH, *PYTEST, "accelerate==1.15.0", "transformers>=5,<6", str(RANKTEST))
+    _install_editable(session, ["tp-ddp-bridge"])
+    session.chdir(repo.packages()["tp-ddp-bridge"].path)
+    session.run(
+        "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+        "-m", "pytest", "tests/accelerate_host.py", *session.posargs, env=RANK_ENV,
+    )  # fmt: skip
 
 
 @nox.session(default=False)

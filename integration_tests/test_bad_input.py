@@ -57,4 +57,4 @@ def test_a_mesh_without_a_data_parallel_axis(ranks: Ranks) -> None:
 def test_an_unknown_style_name_and_a_missing_mesh_come_in_one_error() -> None:
     with pytest.raises(dp_partition.PlanError, match="fully_shard") as error:
         dp_partition.compile(lambda model, optimizer, batch: None, mesh=None, style="fully_sharded")  # type: ignore[arg-type]  # the mistake
-    assert [problem.code for problem in error.value.problems] == ["unknown-style", "no-mesh"]
+    assert [problem.code for problem in error.value.problems] == ["invalid-argument", "missing-mesh"]

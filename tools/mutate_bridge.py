@@ -12,17 +12,17 @@ every mutation was killed. Exit 1: one survived, no longer fits the source, or t
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import mutations
+from mutations import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "packages" / "tp-ddp-bridge"
@@ -269,19 +269,7 @@ MUTATIONS = [
 ]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one mutation.
-
-    Attributes:
-        what: ``killed``, ``survived``, or what is wrong with the mutation.
-        how: The line with which the first failing test ended.
-        seconds: How long the tests took.
-    """
-
-    what: str
-    how: str = ""
-    seconds: float = 0.0
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
 
 
 def snapshot(folder: Path) -> Path:
@@ -308,16 +296,14 @@ def run(mutation: Mutation, package: Path) -> Outcome:
         file = source / "tp_ddp_bridge" / mutation.file
         text = file.read_text()
         if text.count(mutation.old) != 1:
-            return Outcome(f"does not fit: {text.count(mutation.old)} places in {mutation.file}")
+            return Outcome(mutation.name, f"does not fit: {text.count(mutation.old)} places in {mutation.file}")
         file.write_text(text.replace(mutation.old, mutation.new))
-        begin = time.monotonic()
         code, output = tests_fail(package, source, [mutation.tests])
-        seconds = time.monotonic() - begin
     if code == 0:
-        return Outcome("survived", seconds=seconds)
+        return Outcome(mutation.name, "survived")
     if code != 1:
-        return Outcome(f"pytest ended with {code}: {output[-300:]}", seconds=seconds)
-    return Outcome("killed", _last_words(output), seconds)
+        return Outcome(mutation.name, f"pytest ended with {code}: {output[-300:]}")
+    return Outcome(mutation.name, "killed", _last_words(output))
 
 
 def _last_words(output: str) -> str:
@@ -327,55 +313,37 @@ def _last_words(output: str) -> str:
     return str(said[0]).strip()[:110] if said else "the test failed"
 
 
-def page(outcomes: list[tuple[Mutation, Outcome]]) -> str:
+def page(outcomes: dict[str, list[Outcome]]) -> list[str]:
     """The outcomes in Markdown."""
-    import torch
-
-    killed = sum(outcome.what == "killed" for _, outcome in outcomes)
+    killed = sum(outcome.result == "killed" for (outcome,) in outcomes.values())
     lines = [
         "# Mutations of tp-ddp-bridge",
         "",
         "Each line takes out one guard of the package, in a copy, and runs the test that has to notice. "
         f"{killed} of {len(outcomes)} were killed; without any mutation all of these tests passed in the same run.",
-        "",
-        f"Python {platform.python_version()}, torch {torch.__version__}. Repeat: "
-        "`python tools/mutate_bridge.py --page docs/benchmarks/tp-ddp-bridge-mutations.md`.",
+        "Repeat: `python tools/mutate_bridge.py --page docs/benchmarks/tp-ddp-bridge-mutations.md`.",
         "",
         "| mutation | in | test | outcome | how it ended |",
         "|---|---|---|---|---|",
     ]
-    for mutation, outcome in outcomes:
-        said = outcome.how.replace("|", "\\|").replace("`", "'")
-        row = (mutation.name, f"`{mutation.file}`", f"`{mutation.tests}`", outcome.what, f"`{said}`" if said else "")
+    for name, (outcome,) in outcomes.items():
+        mutation = BY_NAME[name]
+        how = outcome.how.replace("|", "\\|").replace("`", "'")
+        row = (name, f"`{mutation.file}`", f"`{mutation.tests}`", outcome.result, f"`{how}`" if how else "")
         lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> int:
     """Run the mutations and print what became of each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the outcomes as a page")
-    arguments = parser.parse_args()
-    names = arguments.names
-    unknown = set(names) - {mutation.name for mutation in MUTATIONS}
-    if unknown:
-        parser.error(f"no mutation {', '.join(sorted(unknown))}; there are: {'; '.join(m.name for m in MUTATIONS)}")
-    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
-    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
         package = snapshot(Path(folder))
-        code, output = tests_fail(package, package / "src", sorted({mutation.tests for mutation in chosen}))
-        if code:
-            print(f"the tests fail without any mutation:\n{output[-3000:]}")
-            return 1
-        for mutation in chosen:
-            outcome = run(mutation, package)
-            print(f"{outcome.what:10} {outcome.seconds:5.1f} s  {mutation.name}: {outcome.how}", flush=True)
-            outcomes.append((mutation, outcome))
-    if arguments.page:
-        arguments.page.write_text(page(outcomes))
-    return 0 if all(outcome.what == "killed" for _, outcome in outcomes) else 1
+
+        def prepare(chosen: list[str]) -> str:
+            code, output = tests_fail(package, package / "src", sorted({BY_NAME[name].tests for name in chosen}))
+            return output[-3000:] if code else ""
+
+        return mutations.main(__doc__, BY_NAME, lambda name: [run(BY_NAME[name], package)], page, prepare)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_parameters_gathered_twice(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*STEP, "zero9", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "unknown-style"
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "invalid-argument"
     assert main(["estimate", "dp_cli_steps:diverging_step", "--world", "2"]) == 1
     assert "not-traceable" in capsys.readouterr().err
     usage = [

@@ -80,9 +80,9 @@ def test_a_model_that_is_distributed_already_is_refused(ranks: Ranks) -> None:
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(4, 8, device=ranks.device)
     dp.compile(dp_odd_steps.plain, mesh=mesh, style="fully_shard")(model, optim, x, x)
-    with pytest.raises(dp.PlanError, match="already-parallel") as caught:
+    with pytest.raises(dp.PlanError, match="already-applied") as caught:
         dp.compile(dp_odd_steps.plain, mesh=mesh)(model, optim, x, x)
     assert len(caught.value.problems) == 4
     wrapped = nn.parallel.DistributedDataParallel(dp_odd_steps.mlp().to(ranks.device))
-    with pytest.raises(dp.PlanError, match="already-parallel"):
+    with pytest.raises(dp.PlanError, match="already-applied"):
         dp.compile(dp_odd_steps.plain, mesh=mesh)(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), x, x)

@@ -89,7 +89,7 @@ def _files(count: int) -> str:
 
         check()
     about = (
-        f"broken safetensors files: {found[False]} refused with `bad-safetensors`, {found[True]} accepted, "
+        f"broken safetensors files: {found[False]} refused with `invalid-file`, {found[True]} accepted, "
         "in which the format's own library finds the same tensors; nothing else happened"
     )
     return f"| {about} | {sum(found.values())} | {time.perf_counter() - begin:.0f} |"

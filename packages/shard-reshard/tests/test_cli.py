@@ -48,7 +48,7 @@ def test_problems_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         main(["explain"])
     assert caught.value.code == 2
     assert main(["explain", "--shape", "9", "--src", "4: P(avg)", "--dst", "4: R", "--dtype", "int32"]) == 1
-    assert "reduction-dtype" in capsys.readouterr().err
+    assert "unsupported-dtype" in capsys.readouterr().err
 
 
 def test_large_worlds_print_their_busiest_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,10 +54,10 @@ def test_one_tensor_that_cannot_be_filled(ranks: Ranks) -> None:
     one = torch.zeros(4, 3, device=ranks.device)
     both = {0: [Box((0, 0), (4, 3)), Box((4, 0), (4, 3))]}
     cases: list[tuple[str, Any, Callable[[], Any]]] = [
-        ("out-shares-memory", both, lambda: [one, one] if ranks.rank == 0 else []),
-        ("out-overlaps", "2: S(0) on ranks 1,0", lambda: one.reshape(-1).as_strided((4, 3), (1, 1))),
-        ("out-overlaps", "2: S(0) on ranks 1,0", lambda: one[:1].expand(4, 3)),
-        ("out-is-source", "2: S(0) on ranks 1,0", lambda: local),
+        ("invalid-out", both, lambda: [one, one] if ranks.rank == 0 else []),
+        ("invalid-out", "2: S(0) on ranks 1,0", lambda: one.reshape(-1).as_strided((4, 3), (1, 1))),
+        ("invalid-out", "2: S(0) on ranks 1,0", lambda: one[:1].expand(4, 3)),
+        ("invalid-out", "2: S(0) on ranks 1,0", lambda: local),
     ]
     for code, dst, outs in cases:
         plan = plan_reshard((8, 3), torch.float32, "2: S(0)", dst)
@@ -92,23 +92,23 @@ def test_state_dicts_that_cannot_be_filled(ranks: Ranks) -> None:
             return torch.zeros(shape, device=ranks.device)
 
         # Without the check the local rows were broadcast to the whole, and of two boxes one was lost.
-        _attempt(ranks, "local-shape", {"a": full}, {"a": "2: S(0)"}, {"a": zeros(2, 3), **version}, atomic=atomic)
+        _attempt(ranks, "shape-mismatch", {"a": full}, {"a": "2: S(0)"}, {"a": zeros(2, 3), **version}, atomic=atomic)
         boxes = {"a": {0: [Box((0, 0), (1, 3)), Box((1, 0), (1, 3))], 1: [Box((0, 0), (1, 3)), Box((1, 0), (1, 3))]}}
-        _attempt(ranks, "local-count", {"a": full}, boxes, {"a": zeros(1, 3), **version}, atomic=atomic)
+        _attempt(ranks, "argument-count", {"a": full}, boxes, {"a": zeros(1, 3), **version}, atomic=atomic)
         # On rank 0 the tensor stayed as it was and was said to be of the new version.
         _attempt(ranks, "missing-source", {"a": full}, {"a": "rank 1"}, {"a": zeros(2, 3), **version}, atomic=atomic)
-        _attempt(ranks, "out-overlaps", {"a": full}, {"a": "2: R"}, {"a": zeros(1, 1).expand(2, 3)}, atomic=atomic)
+        _attempt(ranks, "invalid-out", {"a": full}, {"a": "2: R"}, {"a": zeros(1, 1).expand(2, 3)}, atomic=atomic)
         frame = zeros(2, 4)
         overlapping = {"a": frame[:, :3], "b": frame[:, 1:]}
         state = {"a": full, "b": full + 1}
-        _attempt(ranks, "out-shares-memory", state, "2: R", overlapping, atomic=atomic)
+        _attempt(ranks, "invalid-out", state, "2: R", overlapping, atomic=atomic)
     # Filled in place, a view that negates showed the values negated; swapped tensors were read after they were written.
-    _attempt(ranks, "out-lazy-view", {"a": full}, "2: R", {"a": torch._neg_view(zeros(2, 3))}, atomic=False)
+    _attempt(ranks, "invalid-out", {"a": full}, "2: R", {"a": torch._neg_view(zeros(2, 3))}, atomic=False)
     rows = {name: full[ranks.rank : ranks.rank + 1] + at for at, name in enumerate("ab")}
     swap: dict[str, Any] = {"src_layouts": dict.fromkeys("ab", "2: S(0)"), "shapes": dict.fromkeys("ab", (2, 3))}
     swap["key_map"] = {"a": "b", "b": "a"}
     for bucket_bytes in (1 << 20, 1):
-        _attempt(ranks, "out-is-source", rows, "2: S(0)", rows, atomic=False, bucket_bytes=bucket_bytes, **swap)
+        _attempt(ranks, "invalid-out", rows, "2: S(0)", rows, atomic=False, bucket_bytes=bucket_bytes, **swap)
     before = {name: tensor.clone() for name, tensor in rows.items()}
     reshard_state_dict(rows, "2: S(0)", out=rows, **swap)  # into tensors of their own first
     assert torch.equal(rows["a"], before["b"])
@@ -127,4 +127,4 @@ def test_tied_only_at_the_destination(ranks: Ranks) -> None:
     assert torch.equal(tied, full)
     assert state_version(out) == 1
     out = {"embed": tied, "head": tied}
-    _attempt(ranks, "out-shares-memory", {"embed": full, "head": full.clone()}, "2: R", out, atomic=False)
+    _attempt(ranks, "invalid-out", {"embed": full, "head": full.clone()}, "2: R", out, atomic=False)

@@ -177,7 +177,7 @@ def test_headers_that_lie_are_refused(tmp_path: Path, what: str) -> None:
         _lying(_LIES[what]) if what in _LIES else len(twice).to_bytes(8, "little") + twice + b"1234"
     )
     (tmp_path / "f").write_bytes(data if what != "empty" else b"")
-    with pytest.raises(PlanError, match="bad-safetensors"):
+    with pytest.raises(PlanError, match="invalid-file"):
         file_table(tmp_path / "f")
 
 
@@ -300,25 +300,28 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
         (folder / "cut").write_bytes(file_bytes(tensors)[:-1])
     ranks.gather(None)
     out = {"w": torch.zeros(3, 4), "more": torch.ones(2)}
-    calls: dict[str, Callable[[], Any]] = {
-        "bad-safetensors": lambda: load_safetensors([folder / "cut"], "2: R"),
-        "unreadable-file": lambda: load_safetensors({1: folder / "none"}, "2: R"),
-        "bad-rank": lambda: load_safetensors({5: folder / "good"}, "2: R"),
-        "stored-twice": lambda: load_safetensors([folder / "good", folder / "good"], "2: R"),
-        "stored-missing": lambda: load_safetensors(
-            [folder / "good"], "2: R", stored_as={"w": "2: S(0)"}, shapes={"w": (6, 4)}
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("invalid-file", lambda: load_safetensors([folder / "cut"], "2: R")),
+        ("invalid-file", lambda: load_safetensors({1: folder / "none"}, "2: R")),
+        ("invalid-argument", lambda: load_safetensors({5: folder / "good"}, "2: R")),
+        ("duplicate-name", lambda: load_safetensors([folder / "good", folder / "good"], "2: R")),
+        (
+            "missing-tensor",
+            lambda: load_safetensors([folder / "good"], "2: R", stored_as={"w": "2: S(0)"}, shapes={"w": (6, 4)}),
         ),
-        "stored-shape": lambda: load_safetensors(
-            [folder / "good"], "2: R", stored_as={"w": "2: S(0)"}, shapes={"w": (5, 5)}
+        (
+            "shape-mismatch",
+            lambda: load_safetensors([folder / "good"], "2: R", stored_as={"w": "2: S(0)"}, shapes={"w": (5, 5)}),
         ),
-        "stored-partial": lambda: load_safetensors(
-            [folder / "good"], "2: R", stored_as={"w": "2: P"}, shapes={"w": (3, 4)}
+        (
+            "partial-value",
+            lambda: load_safetensors([folder / "good"], "2: R", stored_as={"w": "2: P"}, shapes={"w": (3, 4)}),
         ),
-        "unknown-key": lambda: load_safetensors([folder / "good"], "2: R", stored_as={"x": "2: R"}),
-        "ranks-disagree": lambda: load_safetensors([folder / "good"], "2: S(0)" if ranks.rank else "2: S(1)"),
-        "missing-source": lambda: load_safetensors([folder / "good"], out=out),
-    }
-    for code, call in calls.items():
+        ("unknown-name", lambda: load_safetensors([folder / "good"], "2: R", stored_as={"x": "2: R"})),
+        ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: S(0)" if ranks.rank else "2: S(1)")),
+        ("missing-source", lambda: load_safetensors([folder / "good"], out=out)),
+    ]
+    for code, call in calls:
         with pytest.raises(PlanError, match=code) as caught:
             call()
         assert len(set(ranks.gather(str(caught.value)))) == 1

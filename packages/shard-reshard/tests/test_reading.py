@@ -23,13 +23,13 @@ def test_any_text_is_a_plan_or_one_error() -> None:
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("", "malformed-plan"),
-        ("[1]", "malformed-plan"),
-        ('{"format": 99}', "unknown-format"),
-        ('{"format": 1}', "malformed-plan"),
-        ("[" * 100_000, "malformed-plan"),
-        ("1" * 10_000, "malformed-plan"),
-        (" " * (MAX_CHARS + 1), "malformed-plan"),
+        ("", "invalid-plan"),
+        ("[1]", "invalid-plan"),
+        ('{"format": 99}', "invalid-file"),
+        ('{"format": 1}', "invalid-plan"),
+        ("[" * 100_000, "invalid-plan"),
+        ("1" * 10_000, "invalid-plan"),
+        (" " * (MAX_CHARS + 1), "invalid-plan"),
     ],
     ids=["empty", "a list", "another format", "nothing in it", "deep", "a huge integer", "too long"],
 )

@@ -182,7 +182,7 @@ def test_views_that_negate_and_conjugate(ranks: Ranks) -> None:
     # Writing into the copy that such a view resolves to would leave the view as it was.
     for out in (torch._neg_view(torch.zeros(8, 3)), torch.zeros(8, 3, dtype=torch.complex64).conj()):
         odd = Resharder(plan_reshard(SHAPE, out.dtype, "2: S(0)", "2: S(1)"), check="always")
-        with pytest.raises(PlanError, match="out-lazy-view"):
+        with pytest.raises(PlanError, match="invalid-out"):
             odd(torch.zeros(4, 6, dtype=out.dtype), out=out)
 
 

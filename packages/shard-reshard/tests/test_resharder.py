@@ -100,13 +100,13 @@ def test_ranks_that_disagree_all_raise_the_same_within_seconds(ranks: Ranks) -> 
     odd = ranks.rank == 2
     calls: dict[str, Callable[[], Any]] = {
         "ranks-disagree": lambda: reshard(local, "4: S(0)", "4: S(1)" if odd else "2x2: S(1), R", shape=SHAPE),
-        "local-shape": lambda: reshard(local[: 1 + odd], "4: S(0)", "4: R", shape=SHAPE),
+        "shape-mismatch": lambda: reshard(local[: 1 + odd], "4: S(0)", "4: R", shape=SHAPE),
         "dim-out-of-range": lambda: reshard(local, "4: S(0)", "4: S(5)" if odd else "4: S(-1)", shape=SHAPE),
         "ranks-disagree ": lambda: reshard(local.double() if odd else local, "4: S(0)", "2x2: S(1), S(0)", shape=SHAPE),
-        "box-hole": lambda: reshard(local, _holey(odd), "2x2: S(0), S(1)", shape=SHAPE),
-        "rank-not-in-group|mesh|group-too-small": lambda: reshard(local, "4: S(0)", "8: S(0)", shape=SHAPE),
-        "out-is-source": lambda: reshard(local, "4: S(0)", "2x2: S(0), S(0)", shape=SHAPE, out=local if odd else None),
-        "shape-needed": lambda: reshard(local, "4: S(0)", "4: S(1)", shape=None if odd else (8, 24)),
+        "boxes-incomplete": lambda: reshard(local, _holey(odd), "2x2: S(0), S(1)", shape=SHAPE),
+        "rank-outside-mesh|mesh|rank-outside-mesh": lambda: reshard(local, "4: S(0)", "8: S(0)", shape=SHAPE),
+        "invalid-out": lambda: reshard(local, "4: S(0)", "2x2: S(0), S(0)", shape=SHAPE, out=local if odd else None),
+        "missing-argument": lambda: reshard(local, "4: S(0)", "4: S(1)", shape=None if odd else (8, 24)),
     }
     for code, call in calls.items():
         begin = time.monotonic()

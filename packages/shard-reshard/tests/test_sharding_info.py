@@ -107,7 +107,7 @@ def test_sections_that_do_not_add_up_are_refused(ranks: Ranks) -> None:
     for sections in (((8, 3, 1),), ((4, 1, 1),), ((8, 1, 3),), ((8, 0, 1),)):
         local = torch.zeros(4, 2)
         local._sharding_info = (mesh, (Shard(0),), (8, 2), (2, 1), sections)  # type: ignore[attr-defined]
-        with pytest.raises(PlanError, match=r"\[bad-sections\] w"):
+        with pytest.raises(PlanError, match=r"\[invalid-sections\] w"):
             reshard_state_dict({"w": local}, "2: R")
 
 

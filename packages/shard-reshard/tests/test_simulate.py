@@ -192,6 +192,6 @@ def test_holes_and_overlaps_are_named() -> None:
     with pytest.raises(PlanError) as caught:
         plan_reshard((8, 8), torch.float32, boxes, "3: S(0)")
     codes = [problem.code for problem in caught.value.problems]
-    assert codes == ["box-overlap", "box-hole"]
+    assert codes == ["boxes-overlap", "boxes-incomplete"]
     assert "Box(offsets=(3, 0), sizes=(4, 8)) of rank 1" in str(caught.value)
     assert "no rank has Box(offsets=(0, 4), sizes=(3, 4))" in str(caught.value)

@@ -55,8 +55,8 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
         resharder({"b": plain})
         assert reshard_state_dict({"b": plain}, "rank 1").keys() == ({"b"} if ranks.rank == 1 else set())
     drifted = {"b": plain + ranks.rank}
-    refused("layout-needed", lambda: resharder(drifted))
-    refused("layout-needed", lambda: reshard_state_dict(drifted, "rank 1"))
+    refused("missing-argument", lambda: resharder(drifted))
+    refused("missing-argument", lambda: reshard_state_dict(drifted, "rank 1"))
     assert resharder({"b": plain})["b"].numel() == 4 + ranks.rank
 
     # Two stretches of one tied tensor are not tied; a tensor that is tied no more is another tensor.
@@ -69,21 +69,21 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
     assert all(torch.equal(moved[name], full[at : at + 2]) for name, at in (("x", 0), ("y", 2), ("z", 1)))
     resharder = StateDictResharder({"a": rows, "b": rows}, "2: R", **tied)
     resharder({"a": rows, "b": rows})
-    refused("untied", lambda: resharder({"a": rows, "b": -rows}))
-    refused("unknown-key", lambda: resharder({"a": rows, "b": rows, "c": rows}))
+    refused("tied-weights", lambda: resharder({"a": rows, "b": -rows}))
+    refused("unknown-name", lambda: resharder({"a": rows, "b": rows, "c": rows}))
 
     # A DTensor is not taken for, and not filled as, what it does not say it is.
     ours, zeros = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(torch.zeros_like(full), mesh, [Shard(0)])
     other = {**ROWS, "src_layouts": {"w": "2: S(0) on ranks 1,0"}}
-    refused("layout-differs", lambda: reshard_state_dict({"w": ours}, "2: R", **other))
-    refused("layout-differs", lambda: reshard_state_dict({"w": rows}, other["src_layouts"], **ROWS, out={"w": zeros}))
+    refused("layout-mismatch", lambda: reshard_state_dict({"w": ours}, "2: R", **other))
+    refused("layout-mismatch", lambda: reshard_state_dict({"w": rows}, other["src_layouts"], **ROWS, out={"w": zeros}))
     assert not zeros.to_local().any()
     reshard_state_dict({"w": ours}, "2: S(0)", **ROWS, out={"w": zeros})  # where they agree both may be given
     assert torch.equal(zeros.to_local(), rows)
     pending = DTensor.from_local(full, mesh, [Partial()])
-    refused("layout-differs", lambda: reshard(pending, "2: R", "2: S(0)"))
+    refused("layout-mismatch", lambda: reshard(pending, "2: R", "2: S(0)"))
     resharder = StateDictResharder({"w": distribute_tensor(full, mesh, [Replicate()])}, "2: S(0)")
-    refused("layout-differs", lambda: resharder({"w": pending}))
+    refused("layout-mismatch", lambda: resharder({"w": pending}))
 
 
 @pytest.mark.ranks(2)
@@ -105,7 +105,7 @@ def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
                 assert torch.equal(resharder(rows, out=own), columns)
                 assert torch.equal(summing(full, out=out), 2 * columns)
         if inference:
-            refused("out-inference", partial(resharder, rows, out=own))
+            refused("invalid-out", partial(resharder, rows, out=own))
     leaf = rows.clone().requires_grad_()
     resharder(leaf).sum().backward()
     assert leaf.grad is not None
@@ -121,14 +121,14 @@ def test_tensors_under_modes_and_transformations(ranks: Ranks) -> None:
 
     # An out that was computed kept its graph, which is of other values.
     computed = 2 * torch.ones_like(columns, requires_grad=True)
-    refused("out-requires-grad", lambda: resharder(rows, out=computed))
+    refused("invalid-out", lambda: resharder(rows, out=computed))
     with forward_ad.dual_level():  # the tangent was lost
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at the first dual number
             ones = torch.ones_like(rows)
             dual = forward_ad.make_dual(rows, ones)
-        refused("not-transformable", lambda: resharder(dual))
-    refused("not-transformable", lambda: torch.func.grad(lambda tensor: resharder(tensor).sum())(rows))
+        refused("not-differentiable", lambda: resharder(dual))
+    refused("not-differentiable", lambda: torch.func.grad(lambda tensor: resharder(tensor).sum())(rows))
 
 
 def test_sums_of_dtypes_that_torch_adds_and_of_those_it_does_not() -> None:
@@ -141,4 +141,4 @@ def test_sums_of_dtypes_that_torch_adds_and_of_those_it_does_not() -> None:
             assert torch.equal(torch.cat(both), wanted), (dtype, op)
     for name in ("uint16", "uint32", "uint64", "float4_e2m1fn_x2"):
         for op in ("sum", "min", "max"):
-            refused("reduction-dtype", partial(plan_reshard, (2, 2), name, f"2: P({op})", "2: S(0)"))
+            refused("unsupported-dtype", partial(plan_reshard, (2, 2), name, f"2: P({op})", "2: S(0)"))

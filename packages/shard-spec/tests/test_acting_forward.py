@@ -372,20 +372,20 @@ def test_rows_that_nobody_can_tell_apart(ranks: Ranks) -> None:
     shard_module(model, ShardingPlan({"a.weight": chunk(ranks, 0), "b.weight": chunk(ranks, 0)}, None, ["last"]))
     few, many = torch.randn(1, 4), torch.randn(3, 4)
     first, second = (few, many) if ranks.rank == 0 else (many, few)
-    with pytest.raises(PlanError, match=r"two-splits.*\[1, 3\].*\[3, 1\]"):
+    with pytest.raises(PlanError, match=r"invalid-layout.*\[1, 3\].*\[3, 1\]"):
         model(first, second)
     assert model(first, first).shape == first.shape
     # An output whose rows are not those of the batch.
     other = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0))
     shard_module(other, ShardingPlan({"0.weight": chunk(ranks, 0)}, {"0": chunk(ranks, 0)}, ["1"]))
-    with pytest.raises(PlanError, match="unknown-split"):
+    with pytest.raises(PlanError, match="invalid-layout"):
         other(few)
     pair = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
     shard_module(pair, ShardingPlan({"0.weight": chunk(ranks, 0)}, None, ["0", "1"]))
-    with pytest.raises(PlanError, match="output-not-a-tensor"):
+    with pytest.raises(PlanError, match="wrong-type"):
         pair(few)
     for wrong in (torch.randn(4), torch.randn(2, 5)):
-        with pytest.raises(PlanError, match="bad-batch") as error:
+        with pytest.raises(PlanError, match="invalid-argument") as error:
             model.a(wrong if ranks.rank else torch.randn(2, 4))
         assert len(set(ranks.gather(str(error.value)))) == 1
 
@@ -476,7 +476,7 @@ def test_groups_that_cannot_be_made_are_refused(ranks: Ranks) -> None:
     model = nn.Linear(4, 6)
     turned = ChunkShardingSpec(0, [f"rank:{rank}/{ranks.device}" for rank in (2, 0, 1)])
     before = model.weight
-    with pytest.raises(PlanError, match="cannot-make-groups"):
+    with pytest.raises(PlanError, match="no-process-group"):
         shard_parameter(model, "weight", turned, process_group=group)
     assert model.weight is before
     ascending = ChunkShardingSpec(0, [f"rank:{rank}/{ranks.device}" for rank in range(3)])

@@ -179,8 +179,8 @@ def test_wrong_ids_raise_on_every_rank(ranks: Ranks) -> None:
             with pytest.raises(IndexError, match="9 rows"):
                 layer(ids)
     cases: list[tuple[int, tuple[Any, ...], str]] = [
-        (0, (torch.tensor([[1, 2]]) if ranks.rank else torch.tensor([[1, 2, 3]]),), "bad-batch"),
-        (0, (torch.tensor([1, 2]) if ranks.rank else torch.tensor([1, 2], dtype=torch.int32),), "bad-batch"),
+        (0, (torch.tensor([[1, 2]]) if ranks.rank else torch.tensor([[1, 2, 3]]),), "invalid-argument"),
+        (0, (torch.tensor([1, 2]) if ranks.rank else torch.tensor([1, 2], dtype=torch.int32),), "invalid-argument"),
         (0, (torch.tensor([1.0, 2.0]),), "int64 or int32"),
         (0, (torch.tensor(1),), "rows in dim 0"),
         (1, (torch.tensor([1, 2]),), "1-D ids without offsets"),

@@ -47,14 +47,14 @@ def test_calls_that_one_rank_gets_wrong(ranks: Ranks) -> None:
     spec = ChunkShardingSpec(0, [f"rank:{rank}/{ranks.device}" for rank in range(2)])
     net = network()
     before = list(net.parameters())
-    told(ranks, lambda: shard_parameter(net[0], 3 if odd else "weight", spec), "not-a-parameter-name", "on rank 1")  # type: ignore[arg-type]  # that is the fault
-    told(ranks, lambda: shard_parameter(net[0], "weight", None if odd else spec), "unknown-spec", "on rank 1")
-    told(ranks, lambda: shard_parameter(3 if odd else net[0], "weight", spec), "not-a-module", "on rank 1")  # type: ignore[arg-type]  # as above
-    told(ranks, lambda: spec.shard(3 if odd else net[0].weight), "not-a-tensor", "on rank 1")  # type: ignore[arg-type]  # as above
+    told(ranks, lambda: shard_parameter(net[0], 3 if odd else "weight", spec), "invalid-argument", "on rank 1")  # type: ignore[arg-type]  # that is the fault
+    told(ranks, lambda: shard_parameter(net[0], "weight", None if odd else spec), "wrong-type", "on rank 1")
+    told(ranks, lambda: shard_parameter(3 if odd else net[0], "weight", spec), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
+    told(ranks, lambda: spec.shard(3 if odd else net[0].weight), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
     told(ranks, lambda: spec.shard(net[0].weight.detach().requires_grad_(not odd)), "ranks-disagree", "frozen")
     group = mesh.get_group()
-    told(ranks, lambda: apply_plan(net, None if odd else mesh, PLAN, group=group), "not-a-mesh", "on rank 1")  # type: ignore[arg-type]  # as above
-    told(ranks, lambda: shard_module(net, ShardingPlan(RULES, mesh={"tp": 1 + odd})), "ranks-missing")
+    told(ranks, lambda: apply_plan(net, None if odd else mesh, PLAN, group=group), "wrong-type", "on rank 1")  # type: ignore[arg-type]  # as above
+    told(ranks, lambda: shard_module(net, ShardingPlan(RULES, mesh={"tp": 1 + odd})), "rank-outside-mesh")
     table = nn.Embedding(8, 4, max_norm=1.0 if odd else None)
     told(ranks, lambda: shard_parameter(table, "weight", spec), "ranks-disagree", "max_norm=1.0")
 
@@ -159,11 +159,11 @@ def test_inputs_that_one_rank_gets_wrong(ranks: Ranks) -> None:
         shard_module(module, ShardingPlan(rules, None, LOCAL if module is net else None, mesh={"tp": 2}))
     x, none = torch.randn(3, 6), torch.empty(3, 6, device="meta")
     for wrong, words in ((None, "NoneType"), ([1.0], "list"), (none, "an input on meta"), (x[0], "local batch")):
-        told(ranks, lambda w=wrong: net(w if odd else x), "bad-batch", "rank 1 of the group passes", words)  # type: ignore[misc]  # mypy cannot type the default
-    told(ranks, lambda: net(x.double() if odd else x), "bad-batch", "float64")
-    told(ranks, lambda: table("a" if odd else ids), "bad-batch", "type str")
-    told(ranks, lambda: table(x if odd else ids), "bad-batch", "float32")
-    told(ranks, lambda: bags([3] if odd else ids[None]), "bad-batch", "type list")
+        told(ranks, lambda w=wrong: net(w if odd else x), "invalid-argument", "rank 1 of the group passes", words)  # type: ignore[misc]  # mypy cannot type the default
+    told(ranks, lambda: net(x.double() if odd else x), "invalid-argument", "float64")
+    told(ranks, lambda: table("a" if odd else ids), "invalid-argument", "type str")
+    told(ranks, lambda: table(x if odd else ids), "invalid-argument", "float32")
+    told(ranks, lambda: bags([3] if odd else ids[None]), "invalid-argument", "type list")
     assert net(x).shape == (3, 4)
 
 
@@ -182,7 +182,7 @@ def test_undo_where_one_rank_has_other_gradients_or_dtypes(ranks: Ranks) -> None
     net.float()
     assert isinstance(net[0].weight, DTensor)
     handle.undo()
-    told(ranks, handle.undo, "undone-already")
+    told(ranks, handle.undo, "already-applied")
     assert not any(isinstance(p, DTensor) for p in net.parameters())
 
 

@@ -87,7 +87,7 @@ def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -
     assert main(["check", factory, plan, "--world-size", "3"]) == 1
     assert "mesh-too-large" in capsys.readouterr().out
     assert main(["check", factory, plan, "--memory-limit", "1KiB"]) == 1
-    assert "over-memory" in capsys.readouterr().out
+    assert "does-not-fit" in capsys.readouterr().out
     assert main(["explain", plan, "blocks.0.fc1.weight", "--model", factory]) == 0
     assert "rank 0: local shape" in capsys.readouterr().out
     assert main(["diff", plan, plan]) == 0
@@ -107,10 +107,10 @@ def test_json_is_json(factory: Any, tmp_path: Any, capsys: Any) -> None:
     wrong.write_text(ShardingPlan({"embed.wieght": "tp:S(0)", "head.weight": "tp:S(7)"}, mesh={"tp": 2}).to_json())
     assert main(["check", factory, str(wrong), "--json"]) == 1
     codes = [problem["code"] for problem in json.loads(capsys.readouterr().out)["problems"]]
-    assert sorted(codes) == ["dim-out-of-range", "matches-nothing"]
+    assert sorted(codes) == ["dim-out-of-range", "unmatched-pattern"]
     wrong.write_text("{}")
     assert main(["check", factory, str(wrong), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "bad-plan-file"
+    assert json.loads(capsys.readouterr().out)["problems"][0]["code"] == "invalid-plan"
 
 
 def test_safetensors_headers(tmp_path: Any, capsys: Any) -> None:
@@ -376,7 +376,7 @@ class Model(nn.Module):
     assert run("--memory-limit", str(static + full))[0] == 0
     status, report = run("--memory-limit", str(static + full - 1))
     assert status == 1
-    assert [problem["code"] for problem in report["problems"]] == ["over-memory"]
+    assert [problem["code"] for problem in report["problems"]] == ["does-not-fit"]
     assert "which fits" in report["problems"][0]["hint"]
     assert run("--memory-limit", str(static + small), "--checkpointing")[0] == 0
     assert run("--memory-limit", str(static + small - 1), "--checkpointing")[0] == 1
@@ -385,7 +385,7 @@ class Model(nn.Module):
 def test_a_model_without_a_forward_is_said_to_be_uncounted(factory: Any, capsys: Any) -> None:
     assert main(["plan", factory, "--mesh", "dp=2", "--batch", "8x128"]) == 0
     printed = capsys.readouterr().out
-    assert "[activations-unknown] forward on token ids 8x128 raised NotImplementedError" in printed
+    assert "[unverified] forward on token ids 8x128 raised NotImplementedError" in printed
     assert "no problems" in printed
 
 

@@ -159,7 +159,7 @@ def test_order_says_which_axis_cuts_first_as_dtensors_strided_shard_does() -> No
 def test_fused_qkv_gives_each_rank_its_piece_of_every_section() -> None:
     layout = Layout(MeshSpec({"tp": 2}), [InterleavedShard(0, (4, 2, 2))])
     assert layout.boxes(1, (8, 3)) == (Box((2, 0), (2, 3)), Box((5, 0), (1, 3)), Box((7, 0), (1, 3)))
-    with pytest.raises(PlanError, match="several-boxes"):
+    with pytest.raises(PlanError, match="not-a-grid"):
         layout.offsets(1, (8, 3))
 
 
@@ -176,7 +176,7 @@ def test_sub_groups_and_other_rank_sets() -> None:
     layout = Layout(mesh, "S(0)")
     assert layout.offsets(5, (8,)) == (2,)
     assert layout.boxes(0, (8,)) == ()
-    with pytest.raises(PlanError, match="rank-not-on-mesh"):
+    with pytest.raises(PlanError, match="rank-outside-mesh"):
         layout.local_shape(0, (8,))
     assert mesh.axis_groups("tp") == ((7, 5, 6, 4),)
     assert MESH.axis_groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -192,38 +192,38 @@ def test_a_million_ranks_cost_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (lambda: MeshSpec({}), "bad-mesh-axes"),
-        (lambda: MeshSpec({"dp": 0}), "bad-axis-size"),
-        (lambda: MeshSpec({"d p": 2}), "bad-axis-name"),
-        (lambda: MeshSpec({"dp": 2}, ranks=[0]), "rank-count-mismatch"),
-        (lambda: MeshSpec({"dp": 2}, ranks=[1, 1]), "duplicate-rank"),
-        (lambda: MeshSpec({"dp": 2}, ranks=[-1, 1]), "negative-rank"),
-        (lambda: MeshSpec({"dp": 2}, ranks_per_host=0), "bad-ranks-per-host"),
+        (lambda: MeshSpec({}), "invalid-mesh"),
+        (lambda: MeshSpec({"dp": 0}), "invalid-mesh"),
+        (lambda: MeshSpec({"d p": 2}), "invalid-mesh"),
+        (lambda: MeshSpec({"dp": 2}, ranks=[0]), "invalid-mesh"),
+        (lambda: MeshSpec({"dp": 2}, ranks=[1, 1]), "invalid-mesh"),
+        (lambda: MeshSpec({"dp": 2}, ranks=[-1, 1]), "invalid-mesh"),
+        (lambda: MeshSpec({"dp": 2}, ranks_per_host=0), "invalid-argument"),
         (lambda: MeshSpec({"dp": 10**6, "tp": 10**6}), "mesh-too-large"),
-        (lambda: MeshSpec.parse("dp=2,dp=2"), "bad-mesh-text"),
+        (lambda: MeshSpec.parse("dp=2,dp=2"), "invalid-mesh"),
         (lambda: MESH.axis_size("pp"), "unknown-axis"),
-        (lambda: MESH.rank_at((2, 0)), "coordinate-out-of-range"),
-        (lambda: Layout(MESH, [Shard(0)]), "placement-count"),
+        (lambda: MESH.rank_at((2, 0)), "index-out-of-range"),
+        (lambda: Layout(MESH, [Shard(0)]), "argument-count"),
         (lambda: Layout(MESH, {"pp": Shard(0)}), "unknown-axis"),
-        (lambda: Layout(MESH, {"tp": "X(0)"}), "bad-placement-text"),
-        (lambda: Layout(MESH, {"tp": NOT_A_PLACEMENT}), "unknown-placement"),
-        (lambda: Layout(MESH, {"tp": UnevenShard(0, (1, 2))}), "size-count-mismatch"),
+        (lambda: Layout(MESH, {"tp": "X(0)"}), "invalid-layout"),
+        (lambda: Layout(MESH, {"tp": NOT_A_PLACEMENT}), "wrong-type"),
+        (lambda: Layout(MESH, {"tp": UnevenShard(0, (1, 2))}), "argument-count"),
         (lambda: Layout(MESH, "dp:S(0), tp:S(0); order=pp>tp"), "unknown-axis"),
-        (lambda: Layout(MESH, "dp:S(0), tp:R; order=tp>dp"), "order-has-no-effect"),
-        (lambda: Layout(MESH, "dp:S(0), dp:R"), "axis-twice"),
-        (lambda: Layout(MESH, "dp:S(0), tp:S(0); order=dp>dp"), "axis-twice"),
-        (lambda: Layout(MESH, "dp:S(0), tp:R; reversed"), "bad-layout-text"),
-        (lambda: Layout(MESH, {"tp": Partial("no-such-op")}), "unknown-reduce-op"),
-        (lambda: UnevenShard(0, ()), "bad-sizes"),
-        (lambda: UnevenShard(0, (1, -1)), "bad-sizes"),
-        (lambda: BlockShard(0, 0), "bad-block"),
-        (lambda: InterleavedShard(0, 0), "bad-sections"),
-        (lambda: Box((0, 0), (1,)), "box-rank-mismatch"),
-        (lambda: Box((-1,), (1,)), "box-negative"),
+        (lambda: Layout(MESH, "dp:S(0), tp:R; order=tp>dp"), "conflicting-arguments"),
+        (lambda: Layout(MESH, "dp:S(0), dp:R"), "duplicate-name"),
+        (lambda: Layout(MESH, "dp:S(0), tp:S(0); order=dp>dp"), "duplicate-name"),
+        (lambda: Layout(MESH, "dp:S(0), tp:R; reversed"), "invalid-layout"),
+        (lambda: Layout(MESH, {"tp": Partial("no-such-op")}), "invalid-argument"),
+        (lambda: UnevenShard(0, ()), "invalid-layout"),
+        (lambda: UnevenShard(0, (1, -1)), "invalid-layout"),
+        (lambda: BlockShard(0, 0), "invalid-layout"),
+        (lambda: InterleavedShard(0, 0), "invalid-layout"),
+        (lambda: Box((0, 0), (1,)), "shape-mismatch"),
+        (lambda: Box((-1,), (1,)), "box-out-of-range"),
         (lambda: Layout(MESH, {"tp": Shard(2)}).local_shape(0, (4, 4)), "dim-out-of-range"),
         (lambda: Layout(MESH, {"tp": Shard(0)}).boxes(0, ()), "dim-out-of-range"),
-        (lambda: Layout(MESH, {"tp": UnevenShard(0, (1, 2, 3, 4))}).boxes(0, (9,)), "uneven-sizes-mismatch"),
-        (lambda: Layout(MESH, {"tp": InterleavedShard(0, (4, 4))}).boxes(0, (9,)), "sections-mismatch"),
+        (lambda: Layout(MESH, {"tp": UnevenShard(0, (1, 2, 3, 4))}).boxes(0, (9,)), "shape-mismatch"),
+        (lambda: Layout(MESH, {"tp": InterleavedShard(0, (4, 4))}).boxes(0, (9,)), "invalid-sections"),
         (lambda: Layout(MESH, "R, S(0)").owners((9,), (8,)), "index-out-of-range"),
     ],
 )
@@ -273,5 +273,5 @@ def test_boxes() -> None:
     assert Box((4, 3), (2, 3)).relative_to(box) == Box((2, 3), (2, 3))
     assert box.ends == (6, 6)
     assert box.numel == 24
-    with pytest.raises(PlanError, match="box-not-inside"):
+    with pytest.raises(PlanError, match="box-out-of-range"):
         Box((0, 0), (1, 1)).relative_to(box)

@@ -150,46 +150,46 @@ def grid(*shards: Any) -> Any:
 
 FAULTS = {
     # what a rule says
-    "placement-text": Fault("bad-placement-text", weight("tp:X(0)")),
-    "layout-text": Fault("bad-layout-text", weight("tp S(0), dp:R")),
-    "order-text": Fault("bad-layout-text", weight("tp:S(0), dp:R; backwards")),
+    "placement-text": Fault("invalid-layout", weight("tp:X(0)")),
+    "layout-text": Fault("invalid-layout", weight("tp S(0), dp:R")),
+    "order-text": Fault("invalid-layout", weight("tp:S(0), dp:R; backwards")),
     "unknown-axis": Fault("unknown-axis", weight({"pp": Shard(0)}), axis="pp"),
     "unknown-axis-text": Fault("unknown-axis", weight("cp:S(0)"), axis="cp"),
-    "axis-twice": Fault("axis-twice", weight("tp:S(0), tp:S(1)"), axis="tp"),
+    "duplicate-name": Fault("duplicate-name", weight("tp:S(0), tp:S(1)"), axis="tp"),
     "order-unknown-axis": Fault("unknown-axis", weight("tp:S(0), dp:S(0); order=pp>tp"), name="{m}.weight (order)"),
-    "order-without-effect": Fault("order-has-no-effect", weight("tp:S(0); order=dp>tp"), name="{m}.weight (order)"),
-    "too-few-placements": Fault("placement-count", weight([Shard(0)])),
-    "too-many-placements": Fault("placement-count", weight("R, S(0), R")),
-    "no-placement": Fault("unknown-placement", weight([Replicate(), 0])),
-    "class-not-instance": Fault("unknown-value", weight(Shard)),
-    "nothing": Fault("unknown-value", weight(None)),
-    "number": Fault("unknown-value", weight(0)),
-    "unknown-reduce-op": Fault("unknown-reduce-op", weight([Replicate(), Partial("median")]), axis="tp"),
-    "partial-parameter": Fault("partial-parameter", weight("tp:P"), axis="tp"),
-    "uneven-count": Fault("size-count-mismatch", weight([Replicate(), UnevenShard(0, (2, 2, 4))]), dim=0, axis="tp"),
-    "block-text": Fault("bad-block", weight("tp:B(0,0)"), name="{m}.weight (BlockShard)"),
-    "uneven-negative": Fault("bad-placement-text", weight("tp:U(0,-3)")),
-    "section-zero": Fault("bad-sections", weight("tp:I(0,0)"), name="{m}.weight (InterleavedShard)"),
+    "order-without-effect": Fault("conflicting-arguments", weight("tp:S(0); order=dp>tp"), name="{m}.weight (order)"),
+    "too-few-placements": Fault("argument-count", weight([Shard(0)])),
+    "too-many-placements": Fault("argument-count", weight("R, S(0), R")),
+    "no-placement": Fault("wrong-type", weight([Replicate(), 0])),
+    "class-not-instance": Fault("wrong-type", weight(Shard)),
+    "nothing": Fault("wrong-type", weight(None)),
+    "number": Fault("wrong-type", weight(0)),
+    "invalid-argument": Fault("invalid-argument", weight([Replicate(), Partial("median")]), axis="tp"),
+    "partial-value": Fault("partial-value", weight("tp:P"), axis="tp"),
+    "uneven-count": Fault("argument-count", weight([Replicate(), UnevenShard(0, (2, 2, 4))]), dim=0, axis="tp"),
+    "block-text": Fault("invalid-layout", weight("tp:B(0,0)"), name="{m}.weight (BlockShard)"),
+    "uneven-negative": Fault("invalid-layout", weight("tp:U(0,-3)")),
+    "section-zero": Fault("invalid-layout", weight("tp:I(0,0)"), name="{m}.weight (InterleavedShard)"),
     "other-mesh": Fault("mesh-mismatch", weight(Layout(MeshSpec({"tp": 4}), "S(0)"))),
     # what only the shape tells
     "dim-too-large": Fault("dim-out-of-range", weight("tp:S(2)"), dim=2, axis="tp"),
     "dim-too-negative": Fault("dim-out-of-range", weight("dp:S(-3)"), dim=-3, axis="dp"),
     "dim-of-bias": Fault("dim-out-of-range", added("{m}.bias", "tp:S(1)"), name="{m}.bias", dim=1, axis="tp"),
     "scalar": Fault("dim-out-of-range", scalar, name="{m}.temperature", dim=0, axis="tp"),
-    "uneven-sum": Fault("uneven-sizes-mismatch", weight({"tp": UnevenShard(0, (3, 4))}), dim=0, axis="tp"),
+    "uneven-sum": Fault("shape-mismatch", weight({"tp": UnevenShard(0, (3, 4))}), dim=0, axis="tp"),
     "uneven-after-shard": Fault(
-        "uneven-sizes-mismatch", weight({"dp": Shard(0), "tp": UnevenShard(0, (5, 3))}), dim=0, axis="tp"
+        "shape-mismatch", weight({"dp": Shard(0), "tp": UnevenShard(0, (5, 3))}), dim=0, axis="tp"
     ),
-    "sections-sum": Fault("sections-mismatch", weight({"tp": InterleavedShard(-1, (4, 2))}), dim=1, axis="tp"),
-    "too-many-sections": Fault("sections-mismatch", weight({"tp": InterleavedShard(0, 10**9)}), dim=0, axis="tp"),
+    "sections-sum": Fault("invalid-sections", weight({"tp": InterleavedShard(-1, (4, 2))}), dim=1, axis="tp"),
+    "too-many-sections": Fault("invalid-sections", weight({"tp": InterleavedShard(0, 10**9)}), dim=0, axis="tp"),
     "block-dim": Fault("dim-out-of-range", weight({"tp": BlockShard(5, 2)}), dim=5, axis="tp"),
     # specs
     "chunk-dim": Fault("dim-out-of-range", weight(chunk(2, 0, 1))),
-    "chunk-rank-twice": Fault("several-shards-per-rank", weight(chunk(0, 0, 1, 0, 1))),
-    "enumerable-hole": Fault("shards-leave-holes", weight(grid(([0, 0], [4, 8], 0), ([5, 0], [3, 8], 1)))),
-    "own-overlap": Fault("shards-overlap", weight(Own(([0, 0], [5, 8], 0), ([4, 0], [4, 8], 1)))),
-    "enumerable-ndim": Fault("shard-rank-mismatch", weight(grid(([0], [4], 0), ([4], [4], 1)))),
-    "enumerable-outside": Fault("shard-outside", weight(grid(([0, 0], [8, 8], 0), ([8, 0], [2, 8], 1)))),
+    "chunk-rank-twice": Fault("invalid-layout", weight(chunk(0, 0, 1, 0, 1))),
+    "enumerable-hole": Fault("boxes-incomplete", weight(grid(([0, 0], [4, 8], 0), ([5, 0], [3, 8], 1)))),
+    "own-overlap": Fault("boxes-overlap", weight(Own(([0, 0], [5, 8], 0), ([4, 0], [4, 8], 1)))),
+    "enumerable-ndim": Fault("shape-mismatch", weight(grid(([0], [4], 0), ([4], [4], 1)))),
+    "enumerable-outside": Fault("box-out-of-range", weight(grid(([0, 0], [8, 8], 0), ([8, 0], [2, 8], 1)))),
     "enumerable-no-grid": Fault(
         "not-a-grid",
         weight(
@@ -198,33 +198,33 @@ FAULTS = {
             )
         ),
     ),
-    "own-hole": Fault("shards-leave-holes", weight(Own(([0, 0], [4, 8], 0), ([4, 0], [4, 7], 1)))),
+    "own-hole": Fault("boxes-incomplete", weight(Own(([0, 0], [4, 8], 0), ([4, 0], [4, 7], 1)))),
     # which tensors a rule means
-    "matches-nothing": Fault("matches-nothing", added("{m}.wieght", "tp:S(0)"), name="{m}.wieght"),
-    "glob-matches-nothing": Fault("matches-nothing", added("{m}.*.gamma", "R, R"), name="{m}.*.gamma"),
-    "regex-matches-nothing": Fault("matches-nothing", added("re:{m}x.*", "R, R"), name="re:{m}x.*"),
-    "module-not-parameter": Fault("matches-nothing", added("{m}", "tp:S(0)"), name="{m}"),
-    "bad-regex": Fault("bad-pattern", added("re:({m}", "R, R"), name="re:({m}"),
-    "slow-regex": Fault("bad-pattern", added("re:({m}+)+", "R, R"), name="re:({m}+)+"),
-    "bad-braces": Fault("bad-pattern", added("{{{m},b.weight", "R, R"), name="{{{m},b.weight"),
-    "bad-stars": Fault("bad-pattern", added("{m}**.weight", "R, R"), name="{m}**.weight"),
-    "empty-segment": Fault("bad-pattern", added("{m}..weight", "R, R"), name="{m}..weight"),
-    "key-no-text": Fault("bad-pattern", added(7, "R, R"), name="7"),
-    "equal-globs": Fault("equal-rules", equal_globs),
-    "glob-and-regex": Fault("equal-rules", glob_and_regex),
-    "unmentioned": Fault("unmentioned-parameter", removed),
-    "tied-conflict": Fault("tied-conflict", tied_conflict, name="{m}_tied.weight"),
+    "unmatched-pattern": Fault("unmatched-pattern", added("{m}.wieght", "tp:S(0)"), name="{m}.wieght"),
+    "glob-matches-nothing": Fault("unmatched-pattern", added("{m}.*.gamma", "R, R"), name="{m}.*.gamma"),
+    "regex-matches-nothing": Fault("unmatched-pattern", added("re:{m}x.*", "R, R"), name="re:{m}x.*"),
+    "module-not-parameter": Fault("unmatched-pattern", added("{m}", "tp:S(0)"), name="{m}"),
+    "bad-regex": Fault("invalid-argument", added("re:({m}", "R, R"), name="re:({m}"),
+    "slow-regex": Fault("invalid-argument", added("re:({m}+)+", "R, R"), name="re:({m}+)+"),
+    "bad-braces": Fault("invalid-argument", added("{{{m},b.weight", "R, R"), name="{{{m},b.weight"),
+    "bad-stars": Fault("invalid-argument", added("{m}**.weight", "R, R"), name="{m}**.weight"),
+    "empty-segment": Fault("invalid-argument", added("{m}..weight", "R, R"), name="{m}..weight"),
+    "key-no-text": Fault("invalid-argument", added(7, "R, R"), name="7"),
+    "equal-globs": Fault("ambiguous-pattern", equal_globs),
+    "glob-and-regex": Fault("ambiguous-pattern", glob_and_regex),
+    "unmentioned": Fault("unmatched-pattern", removed),
+    "tied-weights": Fault("tied-weights", tied_conflict, name="{m}_tied.weight"),
     # sharders
-    "sharder-nowhere": Fault("module-not-found", added("{m}.attn", Mine()), name="{m}.attn"),
-    "sharder-on-parameter": Fault("module-not-found", added("{m}.weight", Mine())),
-    "sharder-at-root": Fault("sharder-at-root", added("", Mine()), name=""),
-    "sharder-in-sharder": Fault("sharder-inside-sharder", nested, name="{m}.in"),
-    "sharder-and-rule": Fault("rule-inside-sharder", sharder_and_rule),
-    "two-sharders": Fault("equal-rules", two_sharders, name="{m}"),
-    "tied-across-sharder": Fault("tied-across-sharder", tied_across),
+    "sharder-nowhere": Fault("unknown-name", added("{m}.attn", Mine()), name="{m}.attn"),
+    "sharder-on-parameter": Fault("unknown-name", added("{m}.weight", Mine())),
+    "sharder-nesting": Fault("sharder-nesting", added("", Mine()), name=""),
+    "sharder-in-sharder": Fault("sharder-nesting", nested, name="{m}.in"),
+    "sharder-and-rule": Fault("ambiguous-pattern", sharder_and_rule),
+    "two-sharders": Fault("ambiguous-pattern", two_sharders, name="{m}"),
+    "tied-across-sharder": Fault("tied-weights", tied_across),
     # outputs
     "output-nowhere": Fault(
-        "module-not-found", lambda case, m: case.output.update({f"{m}.out": "tp:S(0)"}), name="{m}.out"
+        "unknown-name", lambda case, m: case.output.update({f"{m}.out": "tp:S(0)"}), name="{m}.out"
     ),
     "output-wrong": Fault(
         "unknown-axis", lambda case, m: case.output.update({m: "pp:S(0)"}), name="output_plan['{m}']", axis="pp"
@@ -234,12 +234,12 @@ FAULTS = {
         lambda case, m: case.output.update({m: Layout(MeshSpec({"x": 2}), "R")}),
         name="output_plan['{m}']",
     ),
-    "local-nowhere": Fault("module-not-found", lambda case, m: case.local.append(f"{m}.no"), name="{m}.no"),
-    "local-twice": Fault("name-twice", lambda case, m: case.local.extend([m, m]), name="{m}"),
+    "local-nowhere": Fault("unknown-name", lambda case, m: case.local.append(f"{m}.no"), name="{m}.no"),
+    "local-twice": Fault("duplicate-name", lambda case, m: case.local.extend([m, m]), name="{m}"),
     # the model and the machine
     "lazy": Fault("uninitialized-parameter", lazy),
     "world-too-small": Fault("mesh-too-large", lambda case, m: case.check.update(world_size=3), name=""),
-    "over-memory": Fault("over-memory", lambda case, m: case.check.update(memory_limit=1000), name=""),
+    "does-not-fit": Fault("does-not-fit", lambda case, m: case.check.update(memory_limit=1000), name=""),
 }
 
 
@@ -292,7 +292,7 @@ def assert_untouched(before: Any, model: Any) -> Any:
 def test_the_good_case_is_good_and_there_are_enough_faults() -> None:
     assert make_case().validate() == ()
     assert len(FAULTS) >= 60
-    assert len({fault.code for fault in FAULTS.values()}) >= 35
+    assert len({fault.code for fault in FAULTS.values()}) >= 24  # codes of one fact are one
 
 
 @pytest.mark.parametrize("kind", list(FAULTS))
@@ -306,7 +306,7 @@ def test_each_fault_is_reported(kind: Any) -> None:
     assert len(problems) <= 3, "one fault is no reason for a page of problems"
     assert all(problem.hint or problem.found for problem in problems)
     assert_untouched(before, case.model)
-    if fault.code in ("mesh-too-large", "over-memory") or fault.name == "" or m in case.output or m in case.local:
+    if fault.code in ("mesh-too-large", "does-not-fit") or fault.name == "" or m in case.output or m in case.local:
         return
     plan = ShardingPlan(case.rules, mesh=MESH, strict=True)
     if any(p.code == fault.code for p in plan.validate(case.model)):
@@ -319,7 +319,7 @@ def test_each_fault_is_reported(kind: Any) -> None:
 def test_five_random_faults_at_once_are_all_reported(seed: Any) -> None:
     rng = random.Random(seed)
     # Memory can only be summed over what could be resolved; a machine too small is still seen beside other faults.
-    kinds = rng.sample([kind for kind in FAULTS if kind != "over-memory"], 5)
+    kinds = rng.sample([kind for kind in FAULTS if kind != "does-not-fit"], 5)
     case = make_case()
     for kind in kinds:
         FAULTS[kind].seed(case, f"m{list(FAULTS).index(kind):02d}")
@@ -333,13 +333,13 @@ def test_five_random_faults_at_once_are_all_reported(seed: Any) -> None:
 def test_all_faults_at_once_are_all_reported() -> None:
     case = make_case()
     for at, (kind, fault) in enumerate(FAULTS.items()):
-        if kind != "over-memory":
+        if kind != "does-not-fit":
             fault.seed(case, f"m{at:02d}")
     problems = case.validate()
     missing = [
         kind
         for at, (kind, fault) in enumerate(FAULTS.items())
-        if kind != "over-memory" and not is_reported(fault, f"m{at:02d}", problems)
+        if kind != "does-not-fit" and not is_reported(fault, f"m{at:02d}", problems)
     ]
     assert missing == []
 

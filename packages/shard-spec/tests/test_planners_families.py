@@ -296,13 +296,13 @@ KEPT: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "Gemma3nForCausalLM",
         "Gemma3nTextConfig",
         {**TOKENS_SMALL, **SHARING, "activation_sparsity_pattern": None},
-        "key-values-shared",
+        "heads-not-recognised",
     ),
     "gemma4": (  # its config raises for what differs between layers
         "Gemma4ForCausalLM",
         "Gemma4TextConfig",
         {**TOKENS_SMALL, **SHARING},
-        "key-values-shared",
+        "heads-not-recognised",
     ),
     "lfm2": (
         "Lfm2ForCausalLM",
@@ -310,14 +310,14 @@ KEPT: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {**TOKENS_SMALL, "layer_types": ["conv", "full_attention"]},
         "slices-mix",
     ),
-    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", TOKENS_SMALL, "parameter-inside-region"),
-    "minimax-m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", MOE_SMALL, "parameter-inside-region"),
-    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", MOE_SMALL, "parameter-inside-region"),
+    "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", TOKENS_SMALL, "partial-gradient"),
+    "minimax-m2": ("MiniMaxM2ForCausalLM", "MiniMaxM2Config", MOE_SMALL, "partial-gradient"),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", MOE_SMALL, "partial-gradient"),
     "qwen3-next": (
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
         {**MOE_SMALL, "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16},
-        "heads-do-not-fit",
+        "heads-not-recognised",
     ),
 }
 
@@ -406,13 +406,13 @@ def test_agrees_with_the_models_own_plan(name: str) -> None:
     ("model", "config", "options", "code"),
     [
         # A norm over all heads of q and of k; transformers' own plan gathers them first.
-        ("Olmo2ForCausalLM", "Olmo2Config", LLAMA_SMALL, "parameter-inside-region"),
+        ("Olmo2ForCausalLM", "Olmo2Config", LLAMA_SMALL, "partial-gradient"),
         # Norms over all channels before the last linear of each block.
-        ("BitNetForCausalLM", "BitNetConfig", LLAMA_SMALL, "parameter-inside-region"),
+        ("BitNetForCausalLM", "BitNetConfig", LLAMA_SMALL, "partial-gradient"),
         # q, v and k in four groups, an order of its own.
-        ("CodeGenForCausalLM", "CodeGenConfig", {**GPT2_SMALL, "rotary_dim": 8}, "fused-order-unknown"),
+        ("CodeGenForCausalLM", "CodeGenConfig", {**GPT2_SMALL, "rotary_dim": 8}, "heads-not-recognised"),
         # One key-value head.
-        ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2_SMALL, "kv-heads-do-not-divide"),
+        ("GPTBigCodeForCausalLM", "GPTBigCodeConfig", GPT2_SMALL, "does-not-divide"),
     ],
 )
 def test_what_would_train_wrongly_stays_whole(model: str, config: str, options: dict[str, Any], code: str) -> None:

@@ -312,7 +312,7 @@ class NormedHeads(Attention):
 def test_norms_of_q_and_k(probe: bool) -> None:
     whole = analysed(NormedHeads(24, 4, over_all=True), probe=probe)
     assert whole.units == ()
-    assert codes(whole) == {"slices-mix" if probe else "parameter-inside-region"}
+    assert codes(whole) == {"slices-mix" if probe else "partial-gradient"}
     torch.manual_seed(0)
     model = NormedHeads(24, 4, over_all=False)
     per_head = analysed(model, probe=probe)
@@ -341,7 +341,7 @@ class GatedHeads(Attention):
 
 def test_another_projection_beside_q_k_and_v() -> None:
     assert codes(analysed(GatedHeads(32, 4))) >= {"slices-mix"}
-    assert codes(analysed(GatedHeads(32, 4), probe=False)) >= {"parameter-inside-region"}
+    assert codes(analysed(GatedHeads(32, 4), probe=False)) >= {"partial-gradient"}
     assert analysed(GatedHeads(32, 4), probe=False).units == ()
 
 
@@ -367,7 +367,7 @@ def test_parameters_between_the_linears_that_nobody_says_how_to_cut() -> None:
     assert analysed(ScaledHeads(32, 4, 1), probe=False).units == ()
     whole = analysed(ScaledHeads(32, 4, 32))
     assert whole.units == ()
-    assert codes(whole) == {"parameter-inside-region"}
+    assert codes(whole) == {"partial-gradient"}
 
 
 class WholeBlock(Attention):
@@ -387,7 +387,7 @@ class WholeBlock(Attention):
 def test_parameters_before_and_after_the_heads_do_not_keep_them_whole() -> None:
     found = analysed(WholeBlock(32, 4))
     assert {unit.kind for unit in found.units} == {TPBlockKind.ATTENTION, TPBlockKind.MLP}
-    assert "parameter-inside-region" not in codes(found)
+    assert "partial-gradient" not in codes(found)
 
 
 class Rotary(Attention):
@@ -434,7 +434,7 @@ def test_what_cannot_be_probed_is_accepted_by_clear_names_only() -> None:
     assert [note.code for note in separate.notes] == ["unverified"]
     fused = analysed(Uncallable(16, 4, "sections"))
     assert fused.units == ()
-    assert codes(fused) == {"fused-order-unknown"}
+    assert codes(fused) == {"heads-not-recognised"}
     told = analysed(Uncallable(16, 4, "sections"), fused="sections")
     assert [unit.evidence for unit in told.units] == [Evidence.USER_SPECIFIED]
     # Told wrongly where the truth can be seen: refused.
@@ -448,7 +448,7 @@ def test_what_cannot_be_probed_is_accepted_by_clear_names_only() -> None:
 def test_heads_that_do_not_divide_stay_whole_and_the_valid_sizes_are_said() -> None:
     analysis = analysed(Attention(48, 6), tp_size=4)
     (problem,) = set(analysis.left_whole.values())
-    assert problem.code == "heads-do-not-divide"
+    assert problem.code == "does-not-divide"
     assert problem.found == "num_heads=6 with tp=4"
     assert problem.hint == "valid tp sizes: 1, 2, 3, 6"
     assert len(analysis.left_whole) == 8
@@ -483,10 +483,10 @@ class Headless(nn.Module):
 def test_unknown_head_count_is_left_whole() -> None:
     analysis = analysed(Headless())
     assert analysis.units == ()
-    assert codes(analysis) == {"head-count-unknown"}
+    assert codes(analysis) == {"missing-argument"}
     model = Headless()
     model.num_heads = 3  # type: ignore[assignment]  # an attribute that does not fit
-    assert codes(analysed(model)) == {"heads-do-not-fit"}
+    assert codes(analysed(model)) == {"heads-not-recognised"}
 
 
 # ---- other structures -----------------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ def test_sequential_linears_are_paired() -> None:
     assert assert_right(model, analysis, 2, torch.randn(3, 8, dtype=torch.float64)) == 2
     mixed = analysed(nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 8)))
     assert mixed.units == ()
-    assert codes(mixed) == {"not-recognised"}
+    assert codes(mixed) == {"heads-not-recognised"}
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # of no concern here
@@ -536,7 +536,7 @@ def test_multihead_attention_with_other_widths_and_key_biases() -> None:
         "bias_v": "S(2)",
         "out_proj.weight": "S(1)",
     }
-    assert codes(analysed(nn.MultiheadAttention(24, 3))) == {"heads-do-not-divide"}
+    assert codes(analysed(nn.MultiheadAttention(24, 3))) == {"does-not-divide"}
 
 
 def test_embeddings_that_cannot_be_cut() -> None:
@@ -549,7 +549,7 @@ def test_embeddings_that_cannot_be_cut() -> None:
     assert rules(Embeds(max_norm=1.0)) == {}
     assert rules(Embeds(), vocabulary=False) == {}
     plan = MegatronPlanner({"tp": 4}).build_plan(Embeds())
-    assert [note.code for note in plan.notes] == ["uneven"]
+    assert [note.code for note in plan.notes] == ["uneven-shards"]
 
 
 def test_what_is_not_understood_is_listed_with_a_reason() -> None:
@@ -561,7 +561,7 @@ def test_what_is_not_understood_is_listed_with_a_reason() -> None:
 
     plan = MegatronPlanner(MESH).build_plan(Odd())
     assert list(plan.unrecognised) == ["adapter.weight"]
-    assert plan.unrecognised["adapter.weight"].code == "not-recognised"
+    assert plan.unrecognised["adapter.weight"].code == "heads-not-recognised"
     with pytest.raises(PlanError, match=r"adapter\.weight"):
         MegatronPlanner(MESH, strict=True).build_plan(Odd())
 
@@ -601,4 +601,4 @@ def test_verify_finds_a_wrong_arrangement() -> None:
     problems = verify_units(model, wrong.units, 2, lambda twin: twin(x))
     assert {problem.code for problem in problems} == {"slices-mix"}
     idle = verify_units(model, analysed(model).units, 2, lambda twin: x)
-    assert {problem.code for problem in idle} == {"not-exercised"}
+    assert {problem.code for problem in idle} == {"unverified"}

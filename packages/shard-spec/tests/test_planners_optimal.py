@@ -307,7 +307,7 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would() -> None:
 
 
 def test_models_that_are_no_transformers_are_refused() -> None:
-    with pytest.raises(PlanError, match="nothing-to-optimise"):
+    with pytest.raises(PlanError, match="nothing-to-optimize"):
         planner({"dp": 2}, Workload(2, 2)).build_plan(nn.Linear(4, 4))
 
 

@@ -54,7 +54,7 @@ def test_uneven_rows_by_policy() -> None:
     kept = FullyShardPlanner(MESH, uneven="replicate").build_plan(odd)
     assert kept.resolve(odd)["layers.1.0.weight"].is_replicated
     assert not kept.resolve(odd)["layers.1.2.bias"].is_replicated
-    assert {note.code for note in kept.notes} == {"uneven"}
+    assert {note.code for note in kept.notes} == {"uneven-shards"}
     assert len(kept.notes) == 2  # one for all weights, one for all biases
     with pytest.raises(PlanError, match="6 parameters do not divide") as error:
         FullyShardPlanner(MESH, uneven="refuse").build_plan(odd)
@@ -72,7 +72,7 @@ def test_small_and_named_parameters_stay_whole() -> None:
     assert kept.validate(net) == ()
     assert kept.resolve(net)["layers.1.0.weight"].is_replicated
     assert not kept.resolve(net)["layers.2.0.weight"].is_replicated
-    with pytest.raises(PlanError, match="matches-nothing"):
+    with pytest.raises(PlanError, match="unmatched-pattern"):
         FullyShardPlanner(MESH, keep=["nothing"]).build_plan(net)
 
 
@@ -107,7 +107,7 @@ def test_tensor_parallel_slices_are_sharded_over_data_parallel_ranks() -> None:
 
 
 def test_composition_refuses_what_contradicts() -> None:
-    with pytest.raises(PlanError, match="axis-twice"):
+    with pytest.raises(PlanError, match="duplicate-name"):
         compose(FullyShardPlanner(MESH), FullyShardPlanner(MESH)).build_plan(Net())
     with pytest.raises(PlanError, match="mesh-mismatch"):
         compose(FullyShardPlanner(MESH), FullyShardPlanner({"dp": 2}))
@@ -225,13 +225,13 @@ def test_costs_and_groups() -> None:
     assert (plan.certificate.objective, plan.certificate.unit) == (9.0, "cost")
     together = BalancedPlanner({"dp": 2}, colocate=[["t0.*", "t3.*"]]).build_plan(module).resolve(module)
     assert together["t0.weight"] == together["t3.weight"] != together["t1.weight"]
-    with pytest.raises(PlanError, match="in-two-groups"):
+    with pytest.raises(PlanError, match="duplicate-name"):
         BalancedPlanner({"dp": 2}, colocate=[["t0.*"], ["t0.*", "t1.*"]]).build_plan(module)
-    with pytest.raises(PlanError, match="setting-without-effect"):
+    with pytest.raises(PlanError, match="invalid-argument"):
         BalancedPlanner({"dp": 2}, colocate=[["t0.*"]], cut="rows")
-    with pytest.raises(PlanError, match="bad-cost"):
+    with pytest.raises(PlanError, match="invalid-argument"):
         BalancedPlanner({"dp": 2}, cost=lambda name, table: -1.0).build_plan(module)
-    with pytest.raises(PlanError, match="no-tables"):
+    with pytest.raises(PlanError, match="nothing-to-optimize"):
         BalancedPlanner({"dp": 2}).build_plan(nn.Linear(2, 2))
 
 

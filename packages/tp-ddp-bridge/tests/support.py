@@ -26,13 +26,13 @@ ROWS: list[tuple[str, str, str]] = [
     ("fp16, bf16 and PowerSGD hooks", RIGHT, "test_ddp.py::test_communication_hooks"),
     (
         "a hook state over other ranks than DDP's",
-        "refused: `groups-mix`",
+        "refused: `mesh-mismatch`",
         "test_ddp.py::test_hooks_over_the_wrong_ranks_are_refused",
     ),
     ("`ZeroRedundancyOptimizer` built after the bridge", RIGHT, "test_ddp.py::test_zero_1"),
     (
         "`ZeroRedundancyOptimizer` given as `optimizers=`",
-        "refused: `zero-optimizer`",
+        "refused: `unsupported-wrapper`",
         "optim/test_repoint.py::test_zero_is_refused_by_name",
     ),
     ("activation checkpointing, reentrant and not", RIGHT, "test_ddp.py::test_activation_checkpointing"),
@@ -121,7 +121,7 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     (
         "`ZeroRedundancyOptimizer` over tensor-parallel ranks",
-        "refused: `groups-mix`",
+        "refused: `mesh-mismatch`",
         "optim/test_elementwise.py::test_zero_over_tensor_parallel_ranks_raises_at_its_first_step",
     ),
     ("clipping by 1-, 2-, p- and infinity norm", RIGHT, "optim/test_norms.py::test_clip_is_that_of_one_process"),
@@ -157,17 +157,17 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     (
         "a data-parallel group that mixes with tensor parallelism",
-        "refused: `groups-mix`",
+        "refused: `mesh-mismatch`",
         "test_api.py::test_arguments_that_do_not_fit",
     ),
     (
         "plain `DistributedDataParallel` or `replicate` over tensor-parallel ranks",
-        "refused: `groups-mix`",
+        "refused: `mesh-mismatch`",
         "test_ddp.py::test_plain_ddp_over_tensor_parallel_ranks_raises_before_it_broadcasts",
     ),
     (
         "parameters that are thawed, added or replaced after DDP was made",
-        "refused: `not-reduced`",
+        "refused: `parameter-replaced`",
         "test_ddp.py::test_parameters_that_ddp_does_not_reduce_are_refused",
     ),
     (
@@ -192,7 +192,7 @@ ROWS: list[tuple[str, str, str]] = [
     ),
     (
         "a module that torch's own transform went over",
-        "refused: `torch-bridge`",
+        "refused: `unsupported-wrapper`",
         "test_api.py::test_torchs_own_transform_is_refused",
     ),
     (

@@ -106,11 +106,11 @@ def test_hooks_over_the_wrong_ranks_are_refused(ranks: Ranks) -> None:
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
     with pytest.raises(ValueError, match="different shards would be mixed"):
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    with pytest.raises(ValueError, match="groups-mix"):
+    with pytest.raises(ValueError, match="mesh-mismatch"):
         ddp.register_comm_hook(mesh["tp"].get_group(), default_hooks.fp16_compress_hook)
     pairs, _ = dist.new_subgroups(2)  # torch's default: ranks of one node, which hold different shards
     local = post_localSGD_hook.PostLocalSGDState(ddp.process_group, pairs, 2)
-    with pytest.raises(ValueError, match=r"groups-mix.*subgroup"):
+    with pytest.raises(ValueError, match=r"mesh-mismatch.*subgroup"):
         ddp.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
 
 
@@ -120,7 +120,7 @@ def test_zero_1(ranks: Ranks) -> None:
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     ddp = wrap_ddp(models.parallelize_mlp(models.MLP(), mesh["tp"]), mesh=mesh)
     wrong = zero_optimizer(ddp.parameters())  # cut over all ranks, which hold different shards
-    with pytest.raises(ValueError, match="groups-mix"):
+    with pytest.raises(ValueError, match="mesh-mismatch"):
         check_optimizer(ddp, wrong)
 
 
@@ -184,7 +184,7 @@ def test_parameters_that_ddp_does_not_reduce_are_refused(ranks: Ranks) -> None:
             models.train(ddp, optimizer, models.vectors(), index=mesh["dp"].get_local_rank(), count=2, steps=steps)
             torch.manual_seed(ranks.rank)
             change(model)
-            with pytest.raises(PlanError, match="not-reduced"):
+            with pytest.raises(PlanError, match="parameter-replaced"):
                 ddp(torch.ones(1, 16))
             refused += 1
     assert refused == 12
@@ -222,7 +222,7 @@ def test_plain_ddp_over_tensor_parallel_ranks_raises_before_it_broadcasts(ranks:
     ]
     with ranks.record(allow_empty=True) as log:
         for wrap in wraps:
-            with pytest.raises(PlanError, match="groups-mix"):
+            with pytest.raises(PlanError, match="mesh-mismatch"):
                 wrap()
     assert not log.events
     assert sum(torch.equal(before[name], p) for name, p in model.named_parameters()) == 6
@@ -231,7 +231,7 @@ def test_plain_ddp_over_tensor_parallel_ranks_raises_before_it_broadcasts(ranks:
         ddp, torch.optim.SGD(ddp.parameters(), 0.1), models.vectors(), index=mesh["dp"].get_local_rank(), count=2
     )
     model.head = nn.Linear(16, 16)
-    with pytest.raises(PlanError, match="not-reduced"):  # guarded like that of wrap_ddp
+    with pytest.raises(PlanError, match="parameter-replaced"):  # guarded like that of wrap_ddp
         ddp(torch.ones(1, 16))
 
 
@@ -327,7 +327,7 @@ def test_communication_hooks_under_the_guards(ranks: Ranks) -> None:
         )
         assert check_replicas(ddp, ddp.process_group) == 6
         model.head = nn.Linear(16, 16)
-        with pytest.raises(PlanError, match="not-reduced"):
+        with pytest.raises(PlanError, match="parameter-replaced"):
             ddp(torch.ones(1, 16))
 
 

@@ -40,18 +40,21 @@ def test_plan_of_a_plain_module_and_of_what_cannot_be_bridged() -> None:
     plan = bridge_plan(nn.Linear(2, 2))
     assert plan.entries == () and plan.plain == ("weight", "bias") and plan.problems == ()
     lazy = nn.LazyLinear(3)
-    assert [problem.code for problem in bridge_plan(lazy).problems] == ["lazy", "lazy"]
-    assert "lazy" in bridge_plan(lazy).explain()
+    assert [problem.code for problem in bridge_plan(lazy).problems] == [
+        "uninitialized-parameter",
+        "uninitialized-parameter",
+    ]
+    assert "uninitialized-parameter" in bridge_plan(lazy).explain()
 
 
 def test_problems_read_as_lines_and_pickle() -> None:
-    problem = Problem("partial", "w", dim=1, axis="tp", found="a partial sum", hint="reduce it")
-    error = PlanError([problem, Problem("lazy", "v")], "cannot")
+    problem = Problem("partial-value", "w", dim=1, axis="tp", found="a partial sum", hint="reduce it")
+    error = PlanError([problem, Problem("uninitialized-parameter", "v")], "cannot")
     assert isinstance(error, ValueError)
     assert str(error).splitlines() == [
         "cannot",
-        "[partial] w, dim 1, axis 'tp': a partial sum -> reduce it",
-        "[lazy] v:",
+        "[partial-value] w, dim 1, axis 'tp': a partial sum -> reduce it",
+        "[uninitialized-parameter] v:",
     ]
     again = pickle.loads(pickle.dumps(error))
     assert again.problems == error.problems and str(again) == str(error)

@@ -128,8 +128,8 @@ def test_what_has_no_counterpart_is_refused_before_anything_changes(ranks: Ranks
     net, before = model(), model().state_dict()
     two = {"blocks.0.up.weight": "tp:S(0)", "blocks.1.up.weight": "ep:S(0)"}
     refused: dict[str, tuple[dict[str, int], dict[str, str], str]] = {
-        "kept whole": ({"fsdp": 2, "tp": 2}, {"blocks.*.up.weight": "fsdp:S(0)"}, "not-executable"),
-        "two model axes": ({"ep": 2, "tp": 2}, two, "not-executable"),
+        "kept whole": ({"fsdp": 2, "tp": 2}, {"blocks.*.up.weight": "fsdp:S(0)"}, "plan-not-executable"),
+        "two model axes": ({"ep": 2, "tp": 2}, two, "plan-not-executable"),
         "other axes": ({"tp": 4}, {"blocks.*.up.weight": "tp:S(0)"}, "mesh-mismatch"),
         "norm": ({"tp": 4}, {"blocks.*.norm.weight": "tp:S(0)"}, ""),
     }
@@ -149,11 +149,11 @@ def test_a_plan_that_one_rank_cannot_carry_out_raises_on_all(ranks: Ranks) -> No
     rules = {"blocks.*.up.weight": "fsdp:S(0)"} if odd else {}
     other = {"head.weight": "tp:S(0)"} if odd else {"table.weight": "tp:S(0)"}
     refused = {
-        "not-executable": ShardingPlan(rules, mesh={"fsdp": 2, "tp": 2}),
+        "plan-not-executable": ShardingPlan(rules, mesh={"fsdp": 2, "tp": 2}),
         "ranks-disagree": ShardingPlan(other, mesh={"tp": 4}),
     }
     for code, plan in refused.items():
-        where = ranks.mesh((2, 2), ("fsdp", "tp")) if code == "not-executable" else ranks.mesh((4,), ("tp",))
+        where = ranks.mesh((2, 2), ("fsdp", "tp")) if code == "plan-not-executable" else ranks.mesh((4,), ("tp",))
         with pytest.raises(PlanError) as caught:
             apply_sharding_plan(net, where, plan)
         assert code in {problem.code for problem in caught.value.problems}

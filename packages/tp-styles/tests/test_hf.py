@@ -47,7 +47,7 @@ def test_names_of_styles() -> None:
     with pytest.raises(tp.PlanError) as caught:
         todays_names({"a": "colwis", "b": "x", "c": "rowwise"})
     assert len(caught.value.problems) == 2
-    with pytest.raises(tp.PlanError, match="no-plan"):
+    with pytest.raises(tp.PlanError, match="missing-argument"):
         tp.from_hf_tp_plan(nn.Linear(2, 2))
 
 

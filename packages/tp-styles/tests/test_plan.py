@@ -132,7 +132,7 @@ def test_all_problems_at_once() -> None:
     }
     found = tp.plan_styles(model, plan, 2)
     codes = {problem.code for problem in found.problems}
-    assert codes == {"unmatched-pattern", "module-kind", "not-a-style", "tied-weights"}
+    assert codes == {"unmatched-pattern", "module-kind", "wrong-type", "tied-weights"}
     with pytest.raises(tp.PlanError) as caught:
         found.raise_problems()
     assert len(caught.value.problems) == 4
@@ -145,18 +145,18 @@ def test_all_problems_at_once() -> None:
 @pytest.mark.parametrize(
     ("module", "style", "code"),
     [
-        (nn.Embedding(8, 8, max_norm=1.0), tp.ColwiseParallel(), "embedding-max-norm"),
-        (nn.Embedding(8, 8, max_norm=1.0), tp.RowwiseParallel(), "embedding-max-norm"),
-        (nn.Embedding(8, 8, sparse=True), tp.ColwiseParallel(), "embedding-sparse"),
-        (nn.Embedding(8, 8, scale_grad_by_freq=True), tp.RowwiseParallel(), "embedding-frequency"),
-        (nn.Embedding(8, 8), tp.RowwiseParallel(input_layouts=Shard(-1)), "sharded-ids"),
-        (nn.Linear(8, 8), tp.ColwiseParallel(output_layouts=Partial()), "no-transfer"),
-        (nn.Linear(8, 8), tp.FusedColwiseParallel((3, 4)), "sections"),
-        (nn.Linear(8, 8), tp.FusedColwiseParallel(3), "sections"),
-        (nn.Linear(8, 8), tp.FusedColwiseParallel((2, 6), unit=4), "section-unit"),
-        (nn.Linear(8, 8), tp.FusedColwiseParallel(2, output_layouts=Shard(1)), "sections-move"),
-        (nn.Linear(8, 8), tp.FusedColwiseParallel(2, use_local_output=False), "fused-dtensor"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), tp.ColwiseParallel(), "unknown-parameters"),
+        (nn.Embedding(8, 8, max_norm=1.0), tp.ColwiseParallel(), "unsupported-option"),
+        (nn.Embedding(8, 8, max_norm=1.0), tp.RowwiseParallel(), "unsupported-option"),
+        (nn.Embedding(8, 8, sparse=True), tp.ColwiseParallel(), "sparse-gradient"),
+        (nn.Embedding(8, 8, scale_grad_by_freq=True), tp.RowwiseParallel(), "unsupported-option"),
+        (nn.Embedding(8, 8), tp.RowwiseParallel(input_layouts=Shard(-1)), "sharded-input"),
+        (nn.Linear(8, 8), tp.ColwiseParallel(output_layouts=Partial()), "invalid-argument"),
+        (nn.Linear(8, 8), tp.FusedColwiseParallel((3, 4)), "invalid-sections"),
+        (nn.Linear(8, 8), tp.FusedColwiseParallel(3), "invalid-sections"),
+        (nn.Linear(8, 8), tp.FusedColwiseParallel((2, 6), unit=4), "invalid-sections"),
+        (nn.Linear(8, 8), tp.FusedColwiseParallel(2, output_layouts=Shard(1)), "invalid-sections"),
+        (nn.Linear(8, 8), tp.FusedColwiseParallel(2, use_local_output=False), "invalid-argument"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), tp.ColwiseParallel(), "unknown-name"),
         (
             models.MLP(),
             tp.PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Replicate(), None)),
@@ -165,7 +165,7 @@ def test_all_problems_at_once() -> None:
         (
             models.MLP(),
             tp.PrepareModuleInput(input_kwarg_layouts={"y": Shard(0)}, desired_input_kwarg_layouts={"y": Replicate()}),
-            "no-such-argument",
+            "unknown-name",
         ),
     ],
 )
@@ -179,13 +179,13 @@ def test_a_projection_that_is_read_and_never_called() -> None:
     """torch's `nn.MultiheadAttention` would multiply with the part of the weight that a style left there."""
     model = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     (problem,) = tp.plan_styles(model, {"attn.out_proj": tp.RowwiseParallel()}, 2).problems
-    assert (problem.code, problem.name) == ("never-called", "attn.out_proj")
+    assert (problem.code, problem.name) == ("module-not-shardable", "attn.out_proj")
 
 
 def test_overlapping_styles() -> None:
     plan = {"mlp": tp.SequenceParallel(), "mlp.up": tp.ColwiseParallel()}
     found = tp.plan_styles(models.Block(16, 4, False), plan, 2)
-    assert {problem.code for problem in found.problems} == {"claimed-twice"}
+    assert {problem.code for problem in found.problems} == {"ambiguous-pattern"}
 
 
 def test_importing_needs_no_torch() -> None:

@@ -76,27 +76,32 @@ FAULTS: list[tuple[Call, Call, str, str]] = [
         r"nothing was changed on any rank\n.*unmatched-pattern",
         "on rank {}: no module",
     ),
-    (apply(plan=[1]), apply(), "not-a-plan", ".not-a-plan. on rank {}"),
+    (apply(plan=[1]), apply(), "wrong-type", ".wrong-type. on rank {}"),
     (apply(plan={"up": Raises()}), apply(), "out_features", "on rank {}: KeyError: 'out_features'"),
-    (apply(params="ours"), apply(), r"\[params\]", r"\[params\] params: on rank {}"),
-    (apply(src_data_rank=2), apply(), r"\[src-data-rank\].*0 to 1", r"\[src-data-rank\] src_data_rank: on rank {}"),
+    (apply(params="ours"), apply(), r"\[invalid-argument\]", r"\[invalid-argument\] params: on rank {}"),
+    (
+        apply(src_data_rank=2),
+        apply(),
+        r"\[invalid-argument\].*0 to 1",
+        r"\[invalid-argument\] src_data_rank: on rank {}",
+    ),
     (
         apply(lambda: nn.MultiheadAttention(12, 3), tp.MultiheadAttentionParallel()),
         apply(lambda: nn.MultiheadAttention(12, 4), tp.MultiheadAttentionParallel()),
         "heads",
-        r"\[heads\] on rank {}",
+        r"\[does-not-divide\] on rank {}",
     ),
     (
         apply(plan=tp.plan_styles(nn.ModuleDict({"up": nn.Linear(8, 4)}), {"up": PLAN["up"]}, 2)),
         apply(),
-        r"another-model.*up.weight: on rank .: shape \(12, 8\), not \(4, 8\)",
-        ".another-model. up.weight: on rank {}",
+        r"model-mismatch.*up.weight: on rank .: shape \(12, 8\), not \(4, 8\)",
+        ".model-mismatch. up.weight: on rank {}",
     ),
     (
         lambda mesh: tp.parallelize_module(mlp(), mesh, 3),  # type: ignore[arg-type]
         apply(),
         "Expect Union",
-        ".not-a-plan. parallelize_plan: on rank {}",
+        ".wrong-type. parallelize_plan: on rank {}",
     ),
 ]
 
@@ -125,7 +130,7 @@ def test_a_fault_of_one_rank(ranks: Ranks) -> None:
     model = parted(mesh) if ranks.rank else mlp()
     if not ranks.rank:
         tp.apply_plan(nn.Linear(8, 12), mesh, tp.ColwiseParallel())  # the other rank does so in `parted`
-    with pytest.raises(tp.PlanError, match=r"tied-outside. up\.weight: on rank 1"):
+    with pytest.raises(tp.PlanError, match=r"tied-weights. up\.weight: on rank 1"):
         tp.apply_plan(model, mesh, PLAN)
     assert all(type(p) is nn.Parameter for p in mlp().parameters())
 
@@ -158,7 +163,7 @@ def test_whole_tensors_again(ranks: Ranks) -> None:
     if ranks.rank:
         model.up.weight = nn.Parameter(part.detach().clone())
     for call in (lambda: tp.full_state_dict(model), handle.undo):
-        lost = "part-unknown"
+        lost = "local-shard-as-full"
         if call == handle.undo:
             lost = "ranks-disagree. undo: rank 0: up.weight: ShardParameter.*rank 1: up.weight: Parameter"
         with pytest.raises(tp.PlanError, match=lost):
@@ -167,7 +172,7 @@ def test_whole_tensors_again(ranks: Ranks) -> None:
     assert torch.equal(tp.full_state_dict(model)["up.weight"], mlp().up.weight)
     if ranks.rank:
         changes, handle._changes = handle._changes, []
-    with pytest.raises(tp.PlanError, match=r"\[undone\] on rank 1"):
+    with pytest.raises(tp.PlanError, match=r"\[already-applied\] on rank 1"):
         handle.undo()
     if ranks.rank:
         handle._changes = changes

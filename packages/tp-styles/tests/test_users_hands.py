@@ -67,7 +67,7 @@ def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
     for params in MODES:
         model, alone = pair(mesh, params)
         state = {name: value.clone() for name, value in alone.state_dict().items()}
-        with pytest.raises(tp.PlanError, match=r"not-the-part.*up\.weight, dim 0: 12 .* has 6"):
+        with pytest.raises(tp.PlanError, match=r"shape-mismatch.*up\.weight, dim 0: 12 .* has 6"):
             torch.func.functional_call(model, state, (x64(3, 8),))
         replicated = {
             name: DTensor.from_local(2 * value, mesh, [Replicate()], run_check=False) for name, value in state.items()
@@ -77,7 +77,7 @@ def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
         torch.testing.assert_close(model(x64(3, 8)), alone(x64(3, 8)), atol=EXACT, rtol=1e-12)
         for layer in (model.up, model.down):
             layer.weight = nn.Parameter(torch.ones(layer.out_features, layer.in_features, dtype=torch.float64))
-        with pytest.raises(tp.PlanError, match="not-the-part"):
+        with pytest.raises(tp.PlanError, match="shape-mismatch"):
             model(x64(3, 8))
 
 
@@ -114,7 +114,7 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
     logits = x64(3, 4).requires_grad_()
     loss = tp.vocab_parallel_cross_entropy(logits, torch.tensor([1, 0, 5]), mesh=mesh)
     (slope,) = torch.autograd.grad(loss, logits, create_graph=True)
-    with pytest.raises(tp.PlanError, match="second-derivative"):
+    with pytest.raises(tp.PlanError, match="not-differentiable"):
         torch.autograd.backward([slope.sum()])
 
 
@@ -148,7 +148,7 @@ def test_new_values_of_local_parameters(ranks: Ranks) -> None:
         one(x64(3, 8)).sum().backward()
     wanted = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
     torch.testing.assert_close(tp.clip_grad_norm_(model.parameters(), 1.0), wanted, atol=EXACT, rtol=0)
-    with pytest.raises(tp.PlanError, match="norm-type"):
+    with pytest.raises(tp.PlanError, match="invalid-argument"):
         tp.clip_grad_norm_(model.parameters(), 1.0, -math.inf)
 
 
@@ -177,7 +177,7 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
     if torch.__version__ > "2.12":  # torch 2.11 draws once, not until all numbers fit
         callers.append(lambda: nn.init.trunc_normal_(model.up.weight))
     for call in callers:
-        with pytest.raises(tp.PlanError, match="part-for-whole"):
+        with pytest.raises(tp.PlanError, match="local-shard-as-full"):
             call()
     nn.utils.clip_grad_norm_(model.down.bias, 1.0)  # replicated
     nn.utils.clip_grad_value_(model.parameters(), 1.0)
@@ -196,7 +196,7 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
     assert (model.up.weight.size(0), model.up.weight.size(1)) == (12, 8)  # as of a DTensor; `nn.init` asks this
     assert model.up.weight.size() == model.up.weight.shape == (6, 8)
     nn.utils.parametrizations.spectral_norm(model.up)
-    with pytest.raises(tp.PlanError, match=r"part-for-whole.*weight.*ParametrizedLinear"):
+    with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*weight.*ParametrizedLinear"):
         model(x64(3, 8))
 
 
@@ -219,9 +219,9 @@ def test_layers_as_torch_has_them(ranks: Ranks) -> None:
     attention = nn.MultiheadAttention(8, 4, batch_first=True)
     tp.apply_plan(attention, mesh, tp.MultiheadAttentionParallel())
     x = torch.ones(2, 5, 8)
-    with pytest.raises(tp.PlanError, match=r"mask-dtype.*attn_mask.*int64"):
+    with pytest.raises(tp.PlanError, match=r"unsupported-dtype.*attn_mask.*int64"):
         attention(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.long))
-    with pytest.raises(tp.PlanError, match=r"attention-shape.*key_padding_mask.*\(1, 5\) -> \(2, 5\)"):
+    with pytest.raises(tp.PlanError, match=r"shape-mismatch.*key_padding_mask.*\(1, 5\) -> \(2, 5\)"):
         attention(x, x, x, key_padding_mask=torch.zeros(1, 5, dtype=torch.bool))
     with pytest.raises(tp.PlanError, match=r"\(4, 5, 5\) -> \(5, 5\) or \(8, 5, 5\)"):
         attention(x, x, x, attn_mask=torch.zeros(4, 5, 5))
@@ -245,8 +245,8 @@ def test_masked_classes_and_batches_of_which_nothing_counts(ranks: Ranks) -> Non
         torch.autograd.backward([wanted])
         assert alone.grad is not None
         torch.testing.assert_close(local.grad, alone.grad.chunk(2, -1)[ranks.rank], atol=EXACT, rtol=0)
-    with pytest.raises(tp.PlanError, match="label-smoothing"):
+    with pytest.raises(tp.PlanError, match="invalid-argument"):
         tp.vocab_parallel_cross_entropy(local, target, mesh=mesh, label_smoothing=1.5)
     logits = DTensor.from_local(local, mesh, [Shard(2)])
-    with pytest.raises(tp.PlanError, match=r"logits-say.*num_classes"):
+    with pytest.raises(tp.PlanError, match=r"conflicting-arguments.*num_classes"):
         tp.vocab_parallel_cross_entropy(logits, target, num_classes=7)

@@ -130,13 +130,13 @@ def compile(
 
 def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
     if mesh is None:
-        return [Problem("no-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
+        return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
     if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
         hint = "pass a mesh of two axes: replicas along the first, shards along the second; or use style='fully_shard'"
-        return [Problem("mesh-not-2d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+        return [Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
     if style is not DataParallelStyle.HYBRID and mesh.ndim != 1:
         hint = 'pass one axis of it, as mesh["dp"], or use style="hybrid"'
-        return [Problem("mesh-not-1d", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
+        return [Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]
     return []
 
 

@@ -204,11 +204,11 @@ def _check_request(world: int | tuple[int, int], rank: int, device: str | None, 
     problems = []
     if device is not None and not _is_built(device):
         hint = "this build of torch cannot trace for it; leave device out, or estimate where torch is built for it"
-        problems.append(Problem("device-not-built", "device", found=repr(device), hint=hint))
+        problems.append(Problem("missing-dependency", "device", found=repr(device), hint=hint))
     sizes = (world,) if isinstance(world, int) else world
     if min(sizes) < 1 or not 0 <= rank < math.prod(sizes):
         hint = "world is at least 1, rank from 0 to world - 1"
-        problems.append(Problem("out-of-range", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
+        problems.append(Problem("invalid-argument", "world, rank", found=f"world={world}, rank={rank}", hint=hint))
     for name in ("mesh", "share", "equal", "backend"):
         if name in settings:
             hint = "an estimate places nothing; leave it out"

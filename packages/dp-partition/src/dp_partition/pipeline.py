@@ -199,7 +199,9 @@ def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], t
         size = tensor.shape[dim]
         if size % parts:
             hint = "pass as many rows as accumulate divides"
-            raise PlanError(Problem("uneven-batch", "batch", dim=dim, found=f"{size} rows in {parts} parts", hint=hint))
+            raise PlanError(
+                Problem("uneven-shards", "batch", dim=dim, found=f"{size} rows in {parts} parts", hint=hint)
+            )
         return (*tensor.shape[:dim], size * times // parts, *tensor.shape[dim + 1 :])
 
     return shape_of

@@ -191,7 +191,7 @@ class Runner:
         """The placed model and optimizers.
 
         Raises:
-            PlanError: Before the first call (code ``not-started``).
+            PlanError: Before the first call (code ``not-sharded``).
         """
         if self.binding is None:
             raise self.not_started()
@@ -199,17 +199,17 @@ class Runner:
 
     def not_started(self) -> PlanError:
         """The error for what is there after the first call only."""
-        return PlanError(Problem("not-started", self.name, found="nothing is placed yet", hint="call the step once"))
+        return PlanError(Problem("not-sharded", self.name, found="nothing is placed yet", hint="call the step once"))
 
     def release(self) -> None:
         """Give model and optimizer back, and forget everything.
 
         Raises:
-            PlanError: ``not-owner`` for a step that shares what another one placed.
+            PlanError: ``model-changed`` for a step that shares what another one placed.
         """
         if self.share is not None:
             hint = f"call release() on {self.owner.name}, or let go of this step"
-            raise PlanError(Problem("not-owner", self.name, found="shares what another step placed", hint=hint))
+            raise PlanError(Problem("model-changed", self.name, found="shares what another step placed", hint=hint))
         release(self.bound())
         self.binding, self.latest, self.reshard_names = None, None, None
         self.programs.clear()
@@ -374,7 +374,7 @@ class Runner:
         if foreign or step_state.optimizers:
             hint = "pass the model of the step it shares with, and no optimizer"
             found = f"parameter {foreign[0]} is not placed by it" if foreign else "an optimizer is passed"
-            raise PlanError(Problem("not-shared", self.name, found=found, hint=hint))
+            raise PlanError(Problem("model-changed", self.name, found=found, hint=hint))
 
     def check_step_state(self, binding: Binding, leaves: list[Any]) -> None:
         """Raise if this step was placed for another model or optimizer."""
@@ -382,6 +382,6 @@ class Runner:
         if given != binding.owner_ids:
             hint = "call release() on the step first, or compile a step of its own"
             raise PlanError(
-                Problem("other-model", self.name, found="called with another model or optimizer", hint=hint)
+                Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
             )
         binding.check_in_place()

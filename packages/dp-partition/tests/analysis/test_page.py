@@ -94,7 +94,7 @@ def test_a_step_tells_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
-    with pytest.raises(dp.PlanError, match="not-started"):
+    with pytest.raises(dp.PlanError, match="not-sharded"):
         step.report(tmp_path / "page.html")
     step(model, optim, torch.ones(4, 8, device=ranks.device))
     lines = str(step.graph).splitlines()

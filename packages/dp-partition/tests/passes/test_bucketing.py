@@ -120,5 +120,5 @@ def test_accumulation_reduces_once_and_equals_one_big_batch(ranks: Ranks) -> Non
         with ranks.record() as log:
             step(model, optim, x)
         assert models.kinds_of(log) == ("all_gather", "reduce_scatter")
-        with pytest.raises(dp.PlanError, match="uneven-batch"):
+        with pytest.raises(dp.PlanError, match="uneven-shards"):
             step(model, optim, x[:3])

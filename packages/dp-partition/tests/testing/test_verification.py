@@ -154,7 +154,7 @@ def test_ranks_that_communicate_differently_are_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(insert.Inserter, "run", run)
     model = models.seeded(models.mlp).double()
     step = made(models.mean_step, style="replicate", bucket_mb=0)
-    with pytest.raises(dp.PlanError, match=r"ranks-out-of-step.*rank 1"):
+    with pytest.raises(dp.PlanError, match=r"ranks-disagree.*rank 1"):
         dp.verify(step, model, SGD(model.parameters()), rows())
 
 
@@ -166,5 +166,5 @@ def test_a_collective_whose_input_is_written_in_flight_is_found() -> None:
     calls = [Issued(node, "all_reduce", torch.ones(2), ("sum", "g"), torch.empty(2)) for _ in range(2)]
     assert all(call.result.isnan().all() for call in calls)
     calls[1].source.mul_(2)
-    with pytest.raises(dp.PlanError, match="written-in-flight"):
+    with pytest.raises(dp.PlanError, match="invalid-program"):
         deliver(calls)

@@ -31,21 +31,21 @@ class GroupInfo(NamedTuple):
         """The group's number for a global rank.
 
         Raises:
-            PlanError: ``rank-not-in-group``.
+            PlanError: ``rank-outside-mesh``.
         """
         try:
             return self.global_ranks.index(rank)
         except ValueError:
             found = f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}"
             hint = "pass a group= that holds every rank of both layouts"
-            raise PlanError(Problem("rank-not-in-group", "group", found=found, hint=hint)) from None
+            raise PlanError(Problem("rank-outside-mesh", "group", found=found, hint=hint)) from None
 
 
 def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     """The members of ``group``; None is the default group.
 
     Raises:
-        PlanError: ``no-process-group``, or ``not-a-member`` when this process is not in the group.
+        PlanError: ``no-process-group``, or ``rank-outside-mesh`` when this process is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
@@ -54,7 +54,7 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     rank = dist.get_rank(found)
     if rank < 0 or found is None:
         hint = "call from members only"
-        raise PlanError(Problem("not-a-member", "group", found="this process is not in the group", hint=hint))
+        raise PlanError(Problem("rank-outside-mesh", "group", found="this process is not in the group", hint=hint))
     return GroupInfo(found, rank, tuple(dist.get_process_group_ranks(found)))
 
 
@@ -139,7 +139,7 @@ _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 def check_mode(check: str) -> str:
     """``check`` if it is one of the modes there are."""
     if check not in CHECKS:
-        raise PlanError(Problem("bad-check", "check", found=repr(check), hint="'first' or 'always'"))
+        raise PlanError(Problem("invalid-argument", "check", found=repr(check), hint="'first' or 'always'"))
     return check
 
 
@@ -185,7 +185,7 @@ def problems_of(error: Exception) -> tuple[Problem, ...]:
     if isinstance(error, PlanError):
         return error.problems
     found = f"{type(error).__name__}: {error}"
-    return (Problem("bad-argument", found=found, hint="see the error that this one was raised after"),)
+    return (Problem("invalid-argument", found=found, hint="see the error that this one was raised after"),)
 
 
 def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem]) -> NoReturn:

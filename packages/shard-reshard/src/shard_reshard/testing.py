@@ -27,7 +27,7 @@ def simulate(plan: ReshardPlan, shards: Sequence[Shards]) -> list[Shards]:
         For each rank the same, in the destination layout.
 
     Raises:
-        PlanError: ``local-shape`` and ``local-dtype`` for shards that are not what the source layout says.
+        PlanError: ``shape-mismatch`` and ``dtype-mismatch`` for shards that are not what the source layout says.
     """
     world_size = max(plan.world_size, len(shards))
     given = [as_list(shards[rank] if rank < len(shards) else None) for rank in range(world_size)]

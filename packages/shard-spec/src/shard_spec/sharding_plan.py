@@ -261,7 +261,7 @@ class ShardingPlan(PlanContent):
         """This plan as JSON; equal plans give equal bytes.
 
         Raises:
-            PlanError: ``not-serializable`` for each rule that a file cannot hold.
+            PlanError: ``invalid-plan`` for each rule that a file cannot hold.
         """
         return to_json(self)
 
@@ -270,7 +270,7 @@ class ShardingPlan(PlanContent):
         """Read what :meth:`to_json` wrote; safe on files from anywhere.
 
         Raises:
-            PlanError: ``bad-plan-file``, ``unknown-version``.
+            PlanError: ``invalid-plan``, ``invalid-plan``.
         """
         return cls._of(from_json(text))
 
@@ -380,7 +380,7 @@ class ShardingPlan(PlanContent):
             forward: ``"refuse"`` styles that change forward in ways a plan cannot say, or ``"drop"`` that part.
 
         Raises:
-            PlanError: ``not-expressible`` for each such style, ``matches-nothing`` for each unused entry.
+            PlanError: ``not-expressible`` for each such style, ``unmatched-pattern`` for each unused entry.
         """
         known = as_mesh(mesh)
         assert known is not None

@@ -40,7 +40,7 @@ def validate(
 def _module_not_found(argument: str, path: object) -> Problem:
     name = path if isinstance(path, str) else repr(path)
     hint = "name a module's FQN; '' is the root"
-    return Problem("module-not-found", name, found=f"{argument} names no module of the model", hint=hint)
+    return Problem("unknown-name", name, found=f"{argument} names no module of the model", hint=hint)
 
 
 def _output_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]:
@@ -70,7 +70,7 @@ def _local_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]
     for name, count in Counter(names).items():
         if count > 1:
             found = f"return_local_tensor names it {count} times"
-            problems.append(Problem("name-twice", name, found=found, hint="name it once"))
+            problems.append(Problem("duplicate-name", name, found=found, hint="name it once"))
     return problems
 
 
@@ -95,7 +95,7 @@ def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> li
     largest = ", ".join(f"{name} ({size / 2**30:.3g} GiB)" for name, size in memory.largest(rank, 3))
     return [
         Problem(
-            "over-memory",
+            "does-not-fit",
             found=f"rank {rank} needs {most} bytes, {most - memory_limit} more than the limit of {memory_limit}",
             hint=f"shard more of the largest tensors of that rank: {largest}",
         )

@@ -157,7 +157,7 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
         given = "neither of them" if mesh is None else "both"
         raise PlanError(
             Problem(
-                "no-data-group" if mesh is None else "two-data-groups",
+                "missing-mesh" if mesh is None else "conflicting-arguments",
                 "mesh, group",
                 found=f"{given} is given",
                 hint="name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them",
@@ -166,7 +166,7 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
     if mesh is not None and mesh.get_coordinate() is None:
         raise PlanError(
             Problem(
-                "outside-mesh",
+                "rank-outside-mesh",
                 "mesh",
                 found=f"rank {dist.get_rank()} is not in it",
                 hint="call wrap_ddp on the mesh's ranks only",
@@ -197,7 +197,7 @@ def _data_group(
     names, problems = data_axes(rank, map(AxisRanks, named, members), ranks_by_name)
     if len(names) > 1 and mesh.mesh_dim_names is None:
         problems += (
-            Problem("unnamed-axes", "mesh", found=f"{len(names)} data axes", hint="give the mesh mesh_dim_names"),
+            Problem("invalid-mesh", "mesh", found=f"{len(names)} data axes", hint="give the mesh mesh_dim_names"),
         )
     if problems:
         return None, list(problems)

@@ -83,7 +83,7 @@ def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: ob
     for name, ranks in used.items():
         if not set(ranks) <= set(own) or (name != "subgroup" and ranks != own):
             yield Problem(
-                "groups-mix",
+                "mesh-mismatch",
                 f"{name} of {getattr(hook, '__name__', hook)}",
                 found=f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed",
                 hint="make the state with groups of ddp.process_group's ranks",
@@ -174,7 +174,7 @@ class ReducerGuard:
             )
         raise_problems(
             Problem(
-                "not-reduced",
+                "parameter-replaced",
                 name,
                 found="it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made: DDP "
                 "does not reduce it",

@@ -44,9 +44,9 @@ def test_axes_that_mix() -> None:
     axes = mesh_axes((2, 2), ("dp", "tp"), 1)
     everything = frozenset(range(4))
     found, problems = data_axes(1, axes, {"w": everything})
-    assert found == () and problems[0].code == "no-data-axis"
+    assert found == () and problems[0].code == "missing-mesh"
     only = mixing_problems(1, frozenset({1, 3}), {"w": frozenset({0, 1}), "v": frozenset({1, 2, 3})})
-    assert [problem.name for problem in only] == ["v"] and only[0].code == "groups-mix" and "[1, 3]" in only[0].found
+    assert [problem.name for problem in only] == ["v"] and only[0].code == "mesh-mismatch" and "[1, 3]" in only[0].found
     wide = [AxisRanks("odd", frozenset({0, 1, 2}))]
     found, problems = data_axes(1, wide, {"w": frozenset({0, 1})})
-    assert found == () and problems[0].code == "groups-mix" and problems[0].axis == "odd"
+    assert found == () and problems[0].code == "mesh-mismatch" and problems[0].axis == "odd"

@@ -123,7 +123,7 @@ def test_what_is_refused_and_what_needs_no_communication(ranks: Ranks) -> None:
     stranger = nn.Parameter(torch.ones(3))
     stranger.grad = torch.ones(3)
     with ranks.record(allow_empty=True) as log:
-        with pytest.raises(ValueError, match=r"unknown-layout.*parameter 6 of shape \(3,\)"):
+        with pytest.raises(ValueError, match=r"invalid-layout.*parameter 6 of shape \(3,\)"):
             clip_grad_norm_([*model.parameters(), stranger], 1.0)
         with pytest.raises(ValueError, match="norm_type"):
             grad_norm(model.parameters(), 0.0)

@@ -166,16 +166,16 @@ def test_what_does_not_fit_is_named_and_changes_nothing(ranks: Ranks) -> None:
     bad = {"state": {name: dict(state) for name, state in good["state"].items()}, "param_groups": good["param_groups"]}
     bad["state"]["up.weight"]["exp_avg"] = torch.zeros(16, 16)  # one rank's part
     bad["state"]["no.such"] = {"exp_avg": torch.zeros(1)}
-    with pytest.raises(ValueError, match=r"unknown-state.*no\.such") as caught:
+    with pytest.raises(ValueError, match=r"model-mismatch.*no\.such") as caught:
         optimizer_state_to_local(model, optimizer, bad)
     codes = sorted(problem.code for problem in caught.value.problems)  # type: ignore[attr-defined]
-    assert codes == ["unknown-state", "wrong-shape"]
-    with pytest.raises(ValueError, match="groups-differ"):
+    assert codes == ["model-mismatch", "shape-mismatch"]
+    with pytest.raises(ValueError, match="model-mismatch"):
         optimizer_state_to_local(model, optimizer, {"state": {}, "param_groups": []})
     fewer = torch.optim.Adam(model.head.parameters(), 1e-2)
-    with pytest.raises(ValueError, match=r"groups-differ.*6 parameters saved, 2 here"):
+    with pytest.raises(ValueError, match=r"model-mismatch.*6 parameters saved, 2 here"):
         optimizer_state_to_local(model, fewer, {"state": {}, "param_groups": good["param_groups"]})
-    with pytest.raises(ValueError, match="foreign-parameter"):
+    with pytest.raises(ValueError, match="parameter-not-in-module"):
         optimizer_state_to_dtensor(model.head, optimizer)
     after = exact(optimizer_state_to_dtensor(model, optimizer))
     assert all(torch.equal(after[name], value) for name, value in kept.items())

@@ -150,16 +150,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
         PlanError: It is not.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise PlanError(Problem("mesh", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
+        raise PlanError(Problem("wrong-type", "mesh", found=str(type(mesh)), hint="pass a torch DeviceMesh"))
     if mesh.ndim != 1:
         raise PlanError(
             Problem(
-                "mesh-not-1d", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
+                "invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass one axis of it, for example mesh["tp"]'
             )
         )
     if mesh.get_coordinate() is None:
         raise PlanError(
-            Problem("not-in-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only")
+            Problem(
+                "rank-outside-mesh", "mesh", found=f"rank {dist.get_rank()}", hint="call it on the mesh's ranks only"
+            )
         )
 
 
@@ -193,14 +195,14 @@ def _problems_of_the_call(
     plan: TPPlan, axis: TPGroup, params: Mode, src_data_rank: int | None, check: Check
 ) -> Iterator[Problem]:
     if plan.tp_size != axis.size:
-        yield Problem("tp-size", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
+        yield Problem("mesh-mismatch", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
     if params not in ("dtensor", "local"):
-        yield Problem("params", "params", found=repr(params), hint='"dtensor" or "local"')
+        yield Problem("invalid-argument", "params", found=repr(params), hint='"dtensor" or "local"')
     if check not in ("first", "always", "never"):
-        yield Problem("check", "check", found=repr(check), hint='"first", "always" or "never"')
+        yield Problem("invalid-argument", "check", found=repr(check), hint='"first", "always" or "never"')
     if src_data_rank is not None and not 0 <= src_data_rank < axis.size:
         hint = f"a rank in the group, 0 to {axis.size - 1}; or None"
-        yield Problem("src-data-rank", "src_data_rank", found=repr(src_data_rank), hint=hint)
+        yield Problem("invalid-argument", "src_data_rank", found=repr(src_data_rank), hint=hint)
 
 
 def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool) -> None:
@@ -229,7 +231,7 @@ def _check_model(model: nn.Module, plan: TPPlan, axis: TPGroup, is_staged: bool)
 
 def _other_model(name: str, found: str) -> Problem:
     return Problem(
-        "another-model", name, found=found, hint="the plan was made for another model: plan_styles(model, ...)"
+        "model-mismatch", name, found=found, hint="the plan was made for another model: plan_styles(model, ...)"
     )
 
 
@@ -242,7 +244,7 @@ def _not_sharded_elsewhere(model: nn.Module, plan: TPPlan, axis: TPGroup, is_sta
         if is_stale(parameter) and not (is_staged and name not in specs):
             if name in specs and is_shard(current_parameter(parameter), specs[name].split, axis.mesh):
                 continue  # the tie is kept: both modules will hold the one shard
-            yield Problem("tied-outside", name, found=found, hint=hint)
+            yield Problem("tied-weights", name, found=found, hint=hint)
 
 
 def _compare(

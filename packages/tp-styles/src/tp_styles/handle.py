@@ -86,7 +86,7 @@ class TPHandle:
     def _fault(self) -> PlanError | None:
         if self._changes or not self.plan.modules:
             return None
-        return PlanError(Problem("undone", found="undo() a second time", hint="apply the plan again first"))
+        return PlanError(Problem("already-applied", found="undo() a second time", hint="apply the plan again first"))
 
     def _parts(self) -> list[str]:
         """List the shards to gather, one a line."""

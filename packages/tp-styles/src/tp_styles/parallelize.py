@@ -49,7 +49,7 @@ def parallelize_module(
         refuse(mesh, fault)
     if mesh is None:
         raise PlanError(
-            Problem("no-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
+            Problem("missing-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
         )
     apply_staged(module, mesh, parallelize_plan, "dtensor", src_data_rank)
     return module
@@ -58,7 +58,7 @@ def parallelize_module(
 def _not_a_plan(plan: object) -> StyleTypeError:
     found = type(plan)
     return StyleTypeError(
-        Problem("not-a-plan", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"),
+        Problem("wrong-type", "parallelize_plan", found=str(found), hint="pass a style, or a dict of FQN and style"),
         f"Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan, {found} found!",
     )
 
@@ -73,7 +73,7 @@ def one_dim(mesh: DeviceMesh, dim: int) -> DeviceMesh:
         return mesh
     if not -mesh.ndim <= dim < mesh.ndim:
         raise PlanError(
-            Problem("mesh-dim", "tp_mesh_dim", found=str(dim), hint=f"the mesh has {mesh.ndim} dims: {mesh}")
+            Problem("invalid-mesh", "tp_mesh_dim", found=str(dim), hint=f"the mesh has {mesh.ndim} dims: {mesh}")
         )
     dim %= mesh.ndim
     if mesh.mesh_dim_names is not None:

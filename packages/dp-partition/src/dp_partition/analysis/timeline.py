@@ -181,7 +181,7 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.bytes_per_second > 0 and self.latency_seconds >= 0):
             hint = "bytes_per_second is above 0, latency_seconds not below"
-            raise PlanError(Problem("out-of-range", "Link", found=repr(self), hint=hint))
+            raise PlanError(Problem("invalid-argument", "Link", found=repr(self), hint=hint))
 
     def __str__(self) -> str:
         return f"{self.bytes_per_second * 8e-9:g} Gbit/s and {self.latency_seconds * 1e6:g} us a round of messages"
@@ -217,7 +217,7 @@ class Machine:
     def __post_init__(self) -> None:
         if not (self.tflops > 0 and self.memory_gbs > 0 and self.launch_us >= 0):
             hint = "tflops and memory_gbs are above 0, launch_us not below"
-            raise PlanError(Problem("out-of-range", "Machine", found=repr(self), hint=hint))
+            raise PlanError(Problem("invalid-argument", "Machine", found=repr(self), hint=hint))
 
     def seconds(self, flops: int, touched_bytes: int) -> float:
         """Time of one operator."""

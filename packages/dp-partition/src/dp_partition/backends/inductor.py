@@ -114,12 +114,12 @@ def check_inductor(device_type: str) -> None:
     """Raise if nothing can be compiled here.
 
     Raises:
-        PlanError: With what is missing (code ``no-compiler``).
+        PlanError: With what is missing (code ``missing-dependency``).
     """
     missing = inductor_problem(device_type)
     if missing is not None:
         hint = 'install a C++ compiler (set CXX) on every rank, or Triton for a GPU, or use backend="eager"'
-        raise PlanError(Problem("no-compiler", "backend", found=" ".join(missing.split()), hint=hint))
+        raise PlanError(Problem("missing-dependency", "backend", found=" ".join(missing.split()), hint=hint))
 
 
 def lower(graph: fx.Graph, module: fx.GraphModule, name: str, progress: Progress) -> Lowered:

@@ -99,7 +99,7 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Flatten the arguments of a call, and open dataclasses and mappings among them.
 
     Raises:
-        PlanError: ``iterator-argument`` for iterators, ``object-argument`` for other objects that hold tensors.
+        PlanError: ``unsupported-argument`` for iterators, ``unsupported-argument`` for other objects that hold tensors.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     for leaf in leaves:
@@ -120,7 +120,7 @@ def _open(name: str, leaf: Any) -> Any:
     if isinstance(leaf, Iterator):
         hint = "call next() outside, and pass what it gives"
         found = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"
-        raise PlanError(Problem("iterator-argument", name, found=found, hint=hint))
+        raise PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         keys = tuple(field.name for field in dataclasses.fields(leaf))
         values = [getattr(leaf, key) for key in keys]
@@ -130,7 +130,7 @@ def _open(name: str, leaf: Any) -> Any:
         if _holds_tensors(leaf, _DEPTH):
             hint = "make it a dataclass or a dict, or register it with torch.utils._pytree.register_pytree_node"
             found = f"a {type(leaf).__name__} that holds tensors, which would be constants of the trace"
-            raise PlanError(Problem("object-argument", name, found=found, hint=hint))
+            raise PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
         return leaf
     return Opened(_Shell(leaf, keys), [_open_leaves(name, *pytree.tree_flatten(value)) for value in values])
 

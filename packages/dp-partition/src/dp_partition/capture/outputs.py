@@ -57,7 +57,7 @@ def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Ph
     """Return the step's result, then every buffer and state entry that it put in place of an old one.
 
     Raises:
-        PlanError: ``grads-carried-over`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for
+        PlanError: ``python-state`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for
             optimizer state that is a changing Python number.
     """
     _check_no_gradients_left(fakes, phases)
@@ -79,7 +79,7 @@ def _check_no_gradients_left(fakes: Fakes, phases: Phases) -> None:
     if left and not phases.cleared and phases.backward:
         hint = "call optim.zero_grad() in the step, and pass the optimizer to it as an argument"
         raise PlanError(
-            [Problem("grads-carried-over", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
+            [Problem("python-state", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
         )
 
 

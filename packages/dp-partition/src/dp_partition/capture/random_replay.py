@@ -107,7 +107,7 @@ class RandomReplay(TorchDispatchMode):
 
     def _refused(self, found: str) -> PlanError:
         hint = "draw in the same order when recomputing, or draw outside the checkpointed block"
-        return PlanError(Problem("random-recomputed", self.name, found=found, hint=hint))
+        return PlanError(Problem("random-replay", self.name, found=found, hint=hint))
 
 
 def _device(args: Any, kwargs: Any) -> str:

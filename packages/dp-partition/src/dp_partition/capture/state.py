@@ -59,7 +59,7 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """Find the modules and optimizers among the arguments, and the tensors they hold.
 
     Raises:
-        PlanError: When there is no module (code ``no-module``), or an optimizer steps a tensor that no module holds
+        PlanError: When there is no module (code ``wrong-type``), or an optimizer steps a tensor that no module holds
             (code ``parameter-not-in-module``).
     """
     modules: list[tuple[str, nn.Module]] = []
@@ -72,7 +72,7 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if not modules:
         hint = "pass the model as an argument of the train step, not through a closure"
         raise PlanError(
-            Problem("no-module", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
+            Problem("wrong-type", getattr(function, "__name__", "train_step"), found="no nn.Module", hint=hint)
         )
     if len(modules) == 1:
         modules = [("", modules[0][1])]
@@ -169,10 +169,10 @@ def check_traceable(step_state: StepState) -> None:
 
     Raises:
         PlanError: For hooks on parameters (``parameter-hooks``), parameters that are distributed already
-            (``already-parallel``) and tensors that lie in one another's memory (``shared-memory``).
+            (``already-applied``) and tensors that lie in one another's memory (``shared-memory``).
     """
     problems = [
-        Problem("already-parallel", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
+        Problem("already-applied", name, found="is wrapped in DistributedDataParallel", hint=_UNWRAPPED_HINT)
         for prefix, root in step_state.modules
         for name, module in root.named_modules(prefix=prefix)
         if isinstance(module, nn.parallel.DistributedDataParallel)
@@ -184,7 +184,7 @@ def check_traceable(step_state: StepState) -> None:
                 Problem("parameter-hooks", name, found="has a gradient hook, which no trace sees", hint=hint)
             )
         if isinstance(param, DTensor):
-            problems.append(Problem("already-parallel", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
+            problems.append(Problem("already-applied", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
     problems += _shared_memory({**step_state.params, **step_state.buffers})
     if problems:
         raise PlanError(problems, "the model cannot be placed")

@@ -165,8 +165,8 @@ def trace_step(
 
     Raises:
         PlanError: When the step cannot be traced (code ``not-traceable``), carries gradients or Python state from one
-            call to the next (``grads-carried-over``, ``python-state``), changes hyperparameters
-            (``hyperparameter-changed``), draws numbers that a graph would burn in (``python-random``), or reads a
+            call to the next (``python-state``, ``python-state``), changes hyperparameters
+            (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
             number that is not part of its result (``value-kept``).
     """
     tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device)
@@ -213,7 +213,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
     Fakes draw nothing, so that torch's generator moves only where it is seeded.
 
     Raises:
-        PlanError: With every generator that was touched (code ``python-random``).
+        PlanError: With every generator that was touched (code ``random-replay``).
     """
     numpy: Any = sys.modules.get("numpy")
     before = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
@@ -233,7 +233,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
             numpy.random.set_state(before[1])
     hint = "draw with torch in the step (rng= says from which stream), or pass the number in a tensor"
     problems = [
-        Problem("python-random", name, found=f"the step uses {what}, once and for all", hint=hint)
+        Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)
         for what, used in touched.items()
         if used
     ]
@@ -261,7 +261,7 @@ def _trace_problem(name: str, error: Exception, optimizer: str) -> Problem:
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
-        return Problem("optimizer-not-traceable", name, found=found, hint=hint)
+        return Problem("not-traceable", name, found=found, hint=hint)
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     if not _asks_for_values(error):
         hint = "this line must run on tensors without values: see the error, or use another implementation there"

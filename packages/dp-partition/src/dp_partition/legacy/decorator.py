@@ -162,7 +162,7 @@ class DataParallel(ParallelMode):
         self.parallel_style = parse_style(parallel_style)
         if self.parallel_style is DataParallelStyle.HYBRID:
             hint = "use dp_partition.compile with a mesh of two axes"
-            raise PlanError(Problem("mesh-not-2d", "parallel_style", found="hybrid on one axis", hint=hint))
+            raise PlanError(Problem("invalid-mesh", "parallel_style", found="hybrid on one axis", hint=hint))
         self.input_batch_dim = input_batch_dim
         self.custom_passes = custom_passes
 

@@ -167,14 +167,14 @@ def mark_data_parallel_shardings(
             ``DEFAULT`` shards parameters and state that divide evenly and replicates the rest.
 
     Raises:
-        PlanError: For another style (code ``style-needs-front-end``), or when the mixture cannot be distributed.
+        PlanError: For another style (code ``unsupported-wrapper``), or when the mixture cannot be distributed.
     """
     if parallel_mode is DataParallelStyle.DEFAULT:
         _mark_mixed(train_step_graph.graph, num_parameters, num_states, dp_strategy_map)
         return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
-        raise PlanError(Problem("style-needs-front-end", "parallel_mode", found=str(parallel_mode), hint=hint))
+        raise PlanError(Problem("unsupported-wrapper", "parallel_mode", found=str(parallel_mode), hint=hint))
     index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1
     for node in train_step_graph.graph.nodes:
         strategies = dp_strategy_map[node].strategies
@@ -209,7 +209,7 @@ def mesh_of(strategies: dict[fx.Node, StrategyType]) -> DeviceMesh:
         for one in strategy.strategies:
             if isinstance(one.output_spec, PlacementSpec):
                 return one.output_spec.mesh
-    raise PlanError(Problem("nothing-to-place", "dp_strategy_map", found="no tensor in the graph"))
+    raise PlanError(Problem("nothing-to-optimize", "dp_strategy_map", found="no tensor in the graph"))
 
 
 def partitioner(graph: GraphModule) -> GraphModule:
@@ -230,7 +230,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
     mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)
     if mesh is None:
         hint = "call mark_data_parallel_shardings first"
-        raise PlanError(Problem("not-marked", "graph", found='no node has meta["sharding"]', hint=hint))
+        raise PlanError(Problem("unsupported-wrapper", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
@@ -317,7 +317,7 @@ def build_data_parallel_strategies(
         PlanError: When the step cannot be distributed.
     """
     if mesh.ndim != 1:
-        raise PlanError(Problem("mesh-not-1d", "mesh", found=f"{mesh.ndim} axes", hint="pass one axis of it"))
+        raise PlanError(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} axes", hint="pass one axis of it"))
     prepare(train_step_graph)
     graph = train_step_graph.graph
     num_fixed = num_params + num_states
@@ -362,7 +362,7 @@ def _batch_placement(node: fx.Node, value: torch.Tensor, batch_dim: int, world: 
     if value.shape[batch_dim] % world:
         found = f"global batch of {value.shape[batch_dim]} rows over {world} ranks"
         hint = "every rank must have as many rows as the others"
-        raise PlanError(Problem("uneven-batch", node.name, dim=batch_dim, found=found, hint=hint))
+        raise PlanError(Problem("uneven-shards", node.name, dim=batch_dim, found=found, hint=hint))
     return Shard(batch_dim)
 
 

@@ -155,9 +155,7 @@ class Inserter:
         if not isinstance(plan.output, Placement):
             hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
             found = "draws numbers that all ranks share, and returns several tensors"
-            raise PlanError(
-                Problem("random-on-every-rank", f"node {node.name} ({node.target})", found=found, hint=hint)
-            )
+            raise PlanError(Problem("random-replay", f"node {node.name} ({node.target})", found=found, hint=hint))
         with self.module.graph.inserting_after(node):
             shared = self.mover.call(aten.copy_.default, node, node)  # its source is put in below
         with self.module.graph.inserting_before(shared):
@@ -207,7 +205,7 @@ class Inserter:
         """After a write only what shares the written memory is the tensor; of a shard that is written, no full copy.
 
         Raises:
-            PlanError: ``alias-after-move`` for a value that is used later, and whose written copy cannot stand for it.
+            PlanError: ``shared-memory`` for a value that is used later, and whose written copy cannot stand for it.
         """
         memory = root_of(self.version(source, placement, node))
         root = self.roots.get(source, source)
@@ -237,7 +235,7 @@ class Inserter:
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
         found = f"writes a copy of {source.name}, which is used later where it was"
-        return PlanError(Problem("alias-after-move", f"node {node.name} ({node.target})", found=found))
+        return PlanError(Problem("shared-memory", f"node {node.name} ({node.target})", found=found))
 
     def take_again(self, view: fx.Node, before: fx.Node) -> fx.Node:
         """A view of what its base is now: the copy that it looked at was not the one that was written."""

@@ -28,9 +28,7 @@ class _Recorder(fx.Interpreter):
         except Exception as error:
             found = f"{type(error).__name__}: {error}".splitlines()[0][:400]
             hint = "this is a defect of dp-partition's rule for the operator"
-            raise PlanError(
-                Problem("local-shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)
-            ) from error
+            raise PlanError(Problem("shape-mismatch", f"node {n.name} ({n.target})", found=found, hint=hint)) from error
         n.meta["val"] = value
         n.meta.pop("tensor_meta", None)
         if isinstance(value, torch.Tensor):
@@ -53,7 +51,7 @@ def record_local_values(
         tell: Is told how many of how many nodes are done.
 
     Raises:
-        PlanError: When an operator does not accept its local inputs (code ``local-shape-mismatch``).
+        PlanError: When an operator does not accept its local inputs (code ``shape-mismatch``).
     """
     with mode, torch.no_grad():
         _Recorder(module, tell).run(*inputs)

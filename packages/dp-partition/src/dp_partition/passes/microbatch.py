@@ -33,7 +33,7 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
     nodes = list(graph.nodes)
     last = max((position for position, node in enumerate(nodes) if node.target is TAG_GRAD), default=-1)
     if last < 0:
-        raise PlanError(Problem("nothing-to-accumulate", "accumulate", found="the step has no backward pass"))
+        raise PlanError(Problem("cannot-accumulate", "accumulate", found="the step has no backward pass"))
     body = [n for n in nodes[: last + 1] if n.op != "placeholder"]
     rest = nodes[last + 1 :]
     crossing = _crossing(body, set(rest))

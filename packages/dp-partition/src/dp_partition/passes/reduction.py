@@ -186,7 +186,7 @@ def trace_hook(hook: CommHook, group: GradientGroup, flat: FlatBuffer) -> fx.Gra
     except Exception as error:
         found = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         hint = "a hook is traced: it uses tensor operations, group.sum and group.average, and no value of a tensor"
-        raise PlanError(Problem("hook-not-traceable", name, found=found, hint=hint)) from error
+        raise PlanError(Problem("not-traceable", name, found=found, hint=hint)) from error
     graph = module.graph
     _check_hook(graph, name, flat.numel // group.world if group.scatter else flat.numel, flat.like.dtype)
     return graph
@@ -197,15 +197,15 @@ def _check_hook(graph: fx.Graph, name: str, numel: int, dtype: torch.dtype) -> N
     for node in graph.nodes:
         if node.op == "get_attr":
             hint = "keep no tensors in a hook: it has no state from call to call"
-            problems.append(Problem("hook-keeps-state", name, found=f"reads the tensor {node.target}", hint=hint))
+            problems.append(Problem("python-state", name, found=f"reads the tensor {node.target}", hint=hint))
         elif is_op(node) and node.target.namespace == "c10d":
             hint = "use group.sum and group.average, or torch's functional collectives with group.name"
-            problems.append(Problem("hook-not-traceable", name, found=f"calls {node.target}", hint=hint))
+            problems.append(Problem("not-traceable", name, found=f"calls {node.target}", hint=hint))
     output: Any = next(node for node in graph.nodes if node.op == "output").args[0]
     value = output.meta.get("val") if isinstance(output, fx.Node) else output
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != (numel,) or value.dtype != dtype:
         found = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         hint = f"return a tensor of shape [{numel}] and {dtype}"
-        problems.append(Problem("hook-result", name, found=f"returns {found}", hint=hint))
+        problems.append(Problem("cannot-accumulate", name, found=f"returns {found}", hint=hint))
     if problems:
         raise PlanError(problems, "the comm_hook cannot be part of the graph")

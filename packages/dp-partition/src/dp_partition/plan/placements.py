@@ -167,14 +167,14 @@ def parse_style(style: str | DataParallelStyle) -> DataParallelStyle:
     """Read a style given by name or as an enum member.
 
     Raises:
-        PlanError: For a name that is no style (code ``unknown-style``).
+        PlanError: For a name that is no style (code ``invalid-argument``).
     """
     if isinstance(style, DataParallelStyle):
         return style
     names = [member.name.lower() for member in DataParallelStyle]
     if style.lower() not in names:
         hint = f"use one of {', '.join(map(repr, names))} or a DataParallelStyle"
-        raise PlanError(Problem("unknown-style", "style", found=repr(style), hint=hint))
+        raise PlanError(Problem("invalid-argument", "style", found=repr(style), hint=hint))
     return DataParallelStyle[style.upper()]
 
 

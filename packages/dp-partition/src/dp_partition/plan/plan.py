@@ -206,7 +206,7 @@ def plan_placements(
     for pattern in patterns:
         if pattern not in used:
             hint = "patterns are matched against full names with fnmatch"
-            problems.append(Problem("unused-pattern", pattern, found="matches no parameter", hint=hint))
+            problems.append(Problem("unmatched-pattern", pattern, found="matches no parameter", hint=hint))
     return PartitionPlan(style, semantics, world, tuple(planned), tuple(problems), replicas, reduction)
 
 
@@ -216,7 +216,7 @@ def _check_override(info: TensorInfo, placement: Placement) -> list[Problem]:
     if isinstance(placement, Shard) and placement.dim == 0 and info.shape:
         return []
     hint = "use Replicate() or Shard(0)"
-    return [Problem("bad-placement", info.name, found=f"{placement!r} for shape {list(info.shape)}", hint=hint)]
+    return [Problem("invalid-layout", info.name, found=f"{placement!r} for shape {list(info.shape)}", hint=hint)]
 
 
 def _home_by_style(

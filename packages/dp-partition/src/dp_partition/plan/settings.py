@@ -109,25 +109,27 @@ class Settings:
         ]
         if self.semantics == "global" and (self.accumulate > 1 or self.rng == "same"):
             name = "accumulate" if self.accumulate > 1 else "rng"
-            found.append(Problem("needs-local", name, found="global", hint="use semantics='local'"))
+            found.append(Problem("cannot-accumulate", name, found="global", hint="use semantics='local'"))
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
-            found.append(Problem("needs-local", "style", found="hybrid, global", hint="use semantics='local'"))
+            found.append(Problem("cannot-accumulate", "style", found="hybrid, global", hint="use semantics='local'"))
         if self.semantics == "global" and self.comm.hook is not None:
             hint = "use semantics='local': under global semantics gradients are sums that are not averaged"
-            found.append(Problem("needs-local", "comm_hook", found="global", hint=hint))
+            found.append(Problem("cannot-accumulate", "comm_hook", found="global", hint=hint))
         hook: object = self.comm.hook
         if hook is not None and not callable(hook):
             hint = "pass a function of a flat bucket and a GradientGroup"
-            found.append(Problem("bad-hook", "comm_hook", found=repr(hook), hint=hint))
+            found.append(Problem("invalid-argument", "comm_hook", found=repr(hook), hint=hint))
         if self.comm.hook is not None and self.comm.reduce_dtype is not None:
             hint = "the hook says what is sent; leave reduce_dtype out and cast in the hook"
             found.append(Problem("conflicting-arguments", "reduce_dtype", found="beside comm_hook", hint=hint))
         dtype: object = self.comm.reduce_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"
-            found.append(Problem("bad-dtype", "reduce_dtype", found=repr(dtype), hint=hint))
+            found.append(Problem("invalid-argument", "reduce_dtype", found=repr(dtype), hint=hint))
         if self.accumulate < 1 or self.comm.prefetch < 0 or self.comm.bucket_bytes < 0:
-            found.append(Problem("out-of-range", "accumulate, prefetch or bucket_mb", found="a number below its least"))
+            found.append(
+                Problem("invalid-argument", "accumulate, prefetch or bucket_mb", found="a number below its least")
+            )
         return found
 
 
@@ -135,4 +137,4 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Probl
     if value in allowed:
         return []
     hint = f"use one of {', '.join(map(repr, allowed))}"
-    return [Problem(f"unknown-{name}", name, found=repr(value), hint=hint)]
+    return [Problem("invalid-argument", name, found=repr(value), hint=hint)]

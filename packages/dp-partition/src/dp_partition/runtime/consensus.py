@@ -112,7 +112,7 @@ def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
     gathered = all_gather_objects(mesh, differing, "equal='check'")
     problems = [
         Problem(
-            "ranks-differ",
+            "ranks-disagree",
             name.replace("\0", " "),
             found=f"rank {rank} does not hold rank 0's values",
             hint="seed every rank alike, or use equal='broadcast'",

@@ -28,8 +28,8 @@ def reconcile(binding: Binding) -> OptimizerReads:
 
     Raises:
         PlanError: ``model-changed`` for parameters and buffers that came or went, ``parameter-not-in-module`` for a
-            parameter of an optimizer that is not placed, ``state-placed-elsewhere`` for state on another mesh or with
-            other placements, ``state-shape`` for state of another shape than before, ``buffer-untied`` for one of two
+            parameter of an optimizer that is not placed, ``state-device`` for state on another mesh or with
+            other placements, ``shape-mismatch`` for state of another shape than before, ``tied-weights`` for one of two
             names of a buffer that names another one now.
     """
     _check_structure(binding)
@@ -76,13 +76,13 @@ def _reconcile_state(
             if value.device_mesh != binding.mesh or tuple(value.placements) != tuple(wanted):
                 found = f"lies as {tuple(value.placements)} on {value.device_mesh}, not as {tuple(wanted)}"
                 hint = "load it into the state that is there, or load full tensors"
-                problems.append(Problem("state-placed-elsewhere", f"{fqn} {key}", found=found, hint=hint))
+                problems.append(Problem("state-device", f"{fqn} {key}", found=found, hint=hint))
         elif value.shape == param.shape:
             state[key] = binding.place_state(fqn, value, full=True)
         if key in shapes and state[key].shape != shapes[key]:
             found = f"has shape {tuple(state[key].shape)}, and had {tuple(shapes[key])}"
             hint = "load state that was saved for this model"
-            problems.append(Problem("state-shape", f"{fqn} {key}", found=found, hint=hint))
+            problems.append(Problem("shape-mismatch", f"{fqn} {key}", found=found, hint=hint))
     if not problems:
         binding.seen[number, fqn] = tuple(state.values())
         binding.state_shapes[number, fqn] = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -115,7 +115,7 @@ def _reconcile_buffers(binding: Binding) -> None:
             continue
         if fqn != name:
             found, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
-            raise PlanError(Problem("buffer-untied", fqn, found=found, hint=hint))
+            raise PlanError(Problem("tied-weights", fqn, found=found, hint=hint))
         step_state.buffers[name] = now
 
 
@@ -127,14 +127,14 @@ def check_no_gradients(step_state: StepState, cleared: bool) -> None:
         cleared: Whether the step clears gradients before its first backward.
 
     Raises:
-        PlanError: ``grads-carried-over`` for each such parameter.
+        PlanError: ``python-state`` for each such parameter.
     """
     if cleared or not step_state.optimizers:
         return
     found = "holds a gradient from outside the step, to which backward would add"
     hint = "call zero_grad() before the step"
     problems = [
-        Problem("grads-carried-over", fqn, found=found, hint=hint)
+        Problem("python-state", fqn, found=found, hint=hint)
         for fqn, param in step_state.params.items()
         if param.grad is not None
     ]

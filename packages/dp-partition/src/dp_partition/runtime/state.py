@@ -321,10 +321,10 @@ def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:
     """Put full values where the placed parameters lie.
 
     Raises:
-        PlanError: ``shape-changed`` for a value of another shape.
+        PlanError: ``shape-mismatch`` for a value of another shape.
     """
     problems = [
-        Problem("shape-changed", fqn, found=f"{tuple(full[fqn].shape)} in place of {tuple(param.shape)}")
+        Problem("shape-mismatch", fqn, found=f"{tuple(full[fqn].shape)} in place of {tuple(param.shape)}")
         for fqn, param in binding.params.items()
         if full[fqn].shape != param.shape
     ]

@@ -176,7 +176,7 @@ class _Walk:
         if earlier:
             hint = 'use semantics="global", which takes every derivative of the loss over all rows'
             found = f"is the gradient of {gradient_name(node)!r} through the gradient of {min(earlier)!r}"
-            self.complain("second-derivative", node, found, hint)
+            self.complain("not-differentiable", node, found, hint)
         self.from_gradient[node] = gradient_name(node)
 
     def visit_python(self, node: fx.Node) -> None:

@@ -176,7 +176,7 @@ class NodeComparison:
                 if self.double:
                     raise NoKernel from error
                 found = f"the single-device graph fails: {type(error).__name__}: {error}"
-                raise PlanError(Problem("not-replayable", f"node {node.name} ({node.target})", found=found)) from error
+                raise PlanError(Problem("unverified", f"node {node.name} ({node.target})", found=found)) from error
         if node.target is TAG_GRAD and self.local:
             self.average(node, envs)
 

@@ -132,7 +132,7 @@ def _issue(node: fx.Node, args: tuple[Any, ...]) -> Issued:
     kind = _KINDS[node.target]
     if kind != "all_reduce" and not source.is_contiguous():
         found = f"a collective of a tensor with strides {source.stride()} for shape {tuple(source.shape)}"
-        raise PlanError(Problem("not-contiguous", f"node {node.name}", found=found))
+        raise PlanError(Problem("unsupported-tensor", f"node {node.name}", found=found))
     if node.target is collectives.all_reduce_.default:
         result = source
     elif kind == "all_reduce":
@@ -149,7 +149,7 @@ def deliver(calls: list[Issued]) -> None:
     for rank, one in enumerate(calls):
         if not torch.equal(one.source, one.before) and not _both_nan(one.source, one.before):
             found = f"rank {rank} wrote the input of {one.node.name} before it waited for it"
-            raise PlanError(Problem("written-in-flight", f"node {one.node.name}", found=found))
+            raise PlanError(Problem("invalid-program", f"node {one.node.name}", found=found))
     sources = [one.before for one in calls]
     kind = calls[0].kind
     if kind == "all_gather":
@@ -172,7 +172,7 @@ def advance(ranks: list[Generator[Event, None, list[Any]]], until: fx.Node | Non
         Every rank's `Done`, or what every rank's graph returns.
 
     Raises:
-        PlanError: When ranks do not issue the same collectives in the same order (code ``ranks-out-of-step``).
+        PlanError: When ranks do not issue the same collectives in the same order (code ``ranks-disagree``).
     """
     while True:
         events: list[Any] = []
@@ -211,7 +211,7 @@ def _check_in_step(events: list[Any], ended: int) -> None:
             same = event.issued.kind == first.issued.kind
         if not same:
             found = f"rank 0 is at {_where(first)}, rank {rank} at {_where(event)}"
-            raise PlanError(Problem("ranks-out-of-step", found=found))
+            raise PlanError(Problem("ranks-disagree", found=found))
 
 
 def _where(event: Any) -> str:

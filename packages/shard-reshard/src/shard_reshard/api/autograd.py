@@ -20,7 +20,7 @@ def gradient_problems(mover: Mover, has_out: bool) -> list[Problem]:
             problems.append(Problem("not-differentiable", "src", found=found, hint=hint))
     if has_out:
         hint = "leave out= away, or call under torch.no_grad()"
-        problems.append(Problem("out-with-grad", "out", found="a source that requires grad", hint=hint))
+        problems.append(Problem("invalid-out", "out", found="a source that requires grad", hint=hint))
     return problems
 
 

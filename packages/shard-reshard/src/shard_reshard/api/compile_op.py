@@ -73,7 +73,7 @@ def exchange(tensors: list[torch.Tensor], key: str, transposed: bool, mismatch: 
     problems = mover.problems([sources], None)
     if mismatch:
         hint = "pass tensors of the destination's shape and dtype"
-        problems.append(Problem("local-shape", f"rank {mover.members.rank}, out", found=mismatch, hint=hint))
+        problems.append(Problem("shape-mismatch", f"rank {mover.members.rank}, out", found=mismatch, hint=hint))
     mover.assert_consistent(problems, mover.device(tensors))
     outs, _ = mover.start(sources, None, False)
     return outs or [tensors[0].new_empty(0)]

@@ -155,13 +155,13 @@ def _compiled_key(
     """The name of the operator's mover, whose transposed one moves gradients as DTensor means them.
 
     Raises:
-        PlanError: On all ranks: ``resharder-needed`` where not every rank is in both meshes, ``not-differentiable``
+        PlanError: On all ranks: ``mesh-mismatch`` where not every rank is in both meshes, ``not-differentiable``
             where gradients are not moved by a plan alone.
     """
     members = group_info(group or _union_group(mesh, to_mesh, dist.group.WORLD))
     if not set(_ranks_of(mesh)) == set(_ranks_of(to_mesh)) == set(members.global_ranks):
         hint = "under torch.compile call a Resharder on the local tensors"
-        raise PlanError(Problem("resharder-needed", "device_mesh", found="meshes of other ranks", hint=hint))
+        raise PlanError(Problem("mesh-mismatch", "device_mesh", found="meshes of other ranks", hint=hint))
     pending = [p for p in placements if isinstance(p, Partial) and p.reduce_op != "sum"]
     pending += [p for p in to_placements if isinstance(p, Partial)]
     if grads and pending:
@@ -197,4 +197,4 @@ def _union_group(src: DeviceMesh, dst: DeviceMesh, default: dist.ProcessGroup | 
         return world.group
     found = f"meshes over {len(wanted)} of {world.size} ranks"
     hint = "pass group=, a process group of exactly those ranks"
-    raise PlanError(Problem("group-needed", "group", found=found, hint=hint))
+    raise PlanError(Problem("no-process-group", "group", found=found, hint=hint))

@@ -159,14 +159,14 @@ def _checked_move(
 ) -> tuple[list[torch.Tensor], Finish | None]:
     if is_transforming():  # not even the header that stops the other ranks can be sent
         found = "a transformation of torch.func"
-        raise PlanError(Problem("not-transformable", "tensor", found=found, hint=_BACKWARD))
+        raise PlanError(Problem("not-differentiable", "tensor", found=found, hint=_BACKWARD))
     given: list[torch.Tensor] = []
     sources, outs, grad = given, None, False
     try:
         given = as_list(tensor)
         outs = None if out is None else as_list(out)
         if has_tangent(given):
-            raise PlanError(Problem("not-transformable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
+            raise PlanError(Problem("not-differentiable", "tensor", found="a forward-mode tangent", hint=_BACKWARD))
         # An empty tensor stands for "none": the end of the graph of a rank without source, see `differentiable_start`.
         sources = [] if not mover.local_shapes[0] and len(given) == 1 and given[0].numel() == 0 else given
         problems = mover.problems([sources], None if outs is None else [outs])
@@ -213,14 +213,14 @@ def _operator_for(
     """The operator of a call, worked out while it is compiled.
 
     Raises:
-        PlanError: ``resharder-needed``, on all ranks, where some have no tensor that tells its dtype: while a call is
+        PlanError: ``mesh-mismatch``, on all ranks, where some have no tensor that tells its dtype: while a call is
             traced ranks cannot ask each other.
     """
     members = group_info(group)
     if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
         found = "a source that not every rank has" if src is not None else "a DTensor"
         hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype, or redistribute for a DTensor"
-        raise PlanError(Problem("resharder-needed", "tensor", found=found, hint=hint))
+        raise PlanError(Problem("mesh-mismatch", "tensor", found=found, hint=hint))
     plan = cached_plan(
         *resolve_layouts(shape, src, dst, members.to_group),
         dtype_name(tensor_dtype),
@@ -239,7 +239,7 @@ def _unwrapped(
     """A DTensor as its local tensor, its layout and its shape.
 
     Raises:
-        PlanError: ``layout-differs`` where ``src`` says of a DTensor what it does not say itself.
+        PlanError: ``layout-mismatch`` where ``src`` says of a DTensor what it does not say itself.
     """
     if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
         size = tuple(tensor.shape) if shape is None else shape
@@ -270,7 +270,7 @@ def find_mover(
     """Return the mover of a call, and whether this rank's arguments alone decided which it is."""
     if src is None:
         hint = "only a DTensor knows where it is"
-        raise PlanError(Problem("layout-needed", "src", found="src=None", hint=hint))
+        raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
     size = None if shape is None else tuple(shape)
     everyone = dtype is not None or _everyone_holds(members, src, size)
     if everyone:
@@ -315,7 +315,7 @@ def _dtypes_of_all(headers: list[bytes]) -> tuple[str, str | None]:
     sources, outs = ([header[at] for header in everyone if header[at] != _NO_DTYPE] for at in (0, 1))
     if not sources:
         hint = "the ranks of the source layout pass their local tensors"
-        raise PlanError(Problem("no-source", "tensor", found="no rank has a tensor", hint=hint))
+        raise PlanError(Problem("missing-source", "tensor", found="no rank has a tensor", hint=hint))
     own = mine[0] if mine[0] != _NO_DTYPE else sources[0]
     return _DTYPE_NAMES[own], _DTYPE_NAMES[outs[0]] if outs else None
 

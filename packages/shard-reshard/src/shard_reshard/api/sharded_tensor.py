@@ -36,13 +36,13 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     """
     if not _torch_compat.is_sharded_tensor(st):
         hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
-        raise PlanError(Problem("not-a-sharded-tensor", "st", found=type(st).__qualname__, hint=hint))
+        raise PlanError(Problem("wrong-type", "st", found=type(st).__qualname__, hint=hint))
     metadata, group = _torch_compat.sharded_tensor_parts(st)
     members = group_info(group)
     wanted = as_spec(spec)
     if wanted is None:
         hint = "a chunk or enumerable spec, of shard-spec or torch"
-        raise_on_all_ranks(members, PlanError(Problem("unknown-spec", "spec", found=repr(spec), hint=hint)))
+        raise_on_all_ranks(members, PlanError(Problem("wrong-type", "spec", found=repr(spec), hint=hint)))
     shape = tuple(metadata.size)
     # What lies where is in the tensor's metadata, whatever spec it was made from.
     boxes: dict[int, list[Any]] = {}
@@ -89,7 +89,9 @@ def get_idx_from_placements(placements: Sequence[Any], current_rank: int) -> int
         if RemoteDevice(placement).rank() == current_rank:
             return idx
     found = f"rank {current_rank}, the placements are {', '.join(str(RemoteDevice(p)) for p in placements)}"
-    raise RankNotPlaced(Problem("rank-not-placed", "current_rank", found=found, hint="name the rank in the placements"))
+    raise RankNotPlaced(
+        Problem("rank-outside-mesh", "current_rank", found=found, hint="name the rank in the placements")
+    )
 
 
 def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_size: int) -> tuple[list[Any], list[int]]:
@@ -112,7 +114,7 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
     ranks = [shard.rank for shard in shards if shard.rank is not None]
     if len(set(ranks)) > world_size:
         found = f"{len(set(ranks))} ranks, world_size={world_size}"
-        raise PlanError(Problem("group-too-small", "sharding_spec", found=found, hint="name fewer ranks"))
+        raise PlanError(Problem("rank-outside-mesh", "sharding_spec", found=found, hint="name fewer ranks"))
     ordered = sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank)
     return [_as_given(sharding_spec, shard) for shard in ordered], ranks
 
@@ -174,7 +176,7 @@ def _spec(given: Any, name: str) -> ShardingSpec:
     spec = as_spec(given)
     if spec is None:
         hint = "a ChunkShardingSpec, an EnumerableShardingSpec or another ShardingSpec, of shard-spec or torch"
-        raise PlanError(Problem("unknown-spec", name, found=f"{given!r}", hint=hint))
+        raise PlanError(Problem("wrong-type", name, found=f"{given!r}", hint=hint))
     return spec
 
 

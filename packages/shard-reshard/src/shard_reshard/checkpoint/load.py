@@ -98,8 +98,8 @@ def load_safetensors(
         The tensors of this rank by name, with ``.plan`` and ``.read_bytes``.
 
     Raises:
-        PlanError: On every rank alike: ``bad-safetensors``, ``unreadable-file``, ``file-changed``, ``stored-twice``,
-            ``stored-missing``, ``stored-shape``, ``unknown-dtype``, ``bad-index``, ``uninitialized-buffer``, and the
+        PlanError: On every rank alike: ``invalid-file``, ``file-changed``, ``duplicate-name``,
+            ``missing-tensor``, ``shape-mismatch``, ``unsupported-dtype``, ``uninitialized-buffer``, and the
             problems of `reshard_state_dict`.
         RuntimeError: When an exchange fails because a rank died.
     """
@@ -202,7 +202,7 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
         indexed = {str(path): [] for path in sorted(folder.glob("*.safetensors"))}
     if not indexed:
         hint = "give a folder with .safetensors files"
-        raise PlanError(Problem("unreadable-file", str(files), found="a folder without any", hint=hint))
+        raise PlanError(Problem("invalid-file", str(files), found="a folder without any", hint=hint))
     return [(path, number, ()) for number, path in enumerate(indexed)], indexed
 
 
@@ -210,13 +210,13 @@ def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileT
     """The table of a file, which holds every tensor that the index says.
 
     Raises:
-        PlanError: ``stored-missing``.
+        PlanError: ``missing-tensor``.
     """
     hint = "get the files again: the index is of others"
     missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
     if missing:
         found = f"not in {table.path}, where the index says it is"
-        raise PlanError([Problem("stored-missing", name, found=found, hint=hint) for name in missing])
+        raise PlanError([Problem("missing-tensor", name, found=found, hint=hint) for name in missing])
     return table
 
 
@@ -224,7 +224,7 @@ def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], membe
     """Files that are given to a rank that the group does not have."""
     hint = f"name ranks of the group, 0 to {members.size - 1}"
     return [
-        Problem("bad-rank", "files", found=f"{path} on rank {rank}", hint=hint)
+        Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=hint)
         for path, rank, readers in listed
         if readers and not 0 <= rank < members.size
     ]

@@ -64,8 +64,8 @@ def read_safetensors_header(path: str | Path) -> dict[str, Any]:
     """The header of a safetensors file: name -> dtype, shape and data_offsets; reads nothing else.
 
     Raises:
-        PlanError: ``bad-safetensors`` when the file is none, or its header contradicts itself or the file;
-            ``unreadable-file``.
+        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file;
+            ``invalid-file``.
     """
     header, _, _ = _header(str(path))
     return header
@@ -75,15 +75,15 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
     """The files that a ``*.safetensors.index.json`` names, beside it, and the tensors that each is to hold.
 
     Raises:
-        PlanError: ``bad-index`` for a file that is none, or that names a file outside of its own folder;
-            ``unreadable-file``.
+        PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder;
+            ``invalid-file``.
     """
     path = Path(index)
     try:
         text = path.read_bytes()
     except OSError as error:
         hint = "give an index that this rank can read"
-        raise PlanError(Problem("unreadable-file", str(path), found=str(error), hint=hint)) from None
+        raise PlanError(Problem("invalid-file", str(path), found=str(error), hint=hint)) from None
     try:
         named = json.loads(text)["weight_map"]
         pairs = [(name, file) for name, file in named.items()]
@@ -100,7 +100,7 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
 
 def _refuse_index(path: Path, found: str) -> NoReturn:
     hint = "an index names files of its own folder; pass files as a list to read others"
-    raise PlanError(Problem("bad-index", str(path), found=found, hint=hint))
+    raise PlanError(Problem("invalid-file", str(path), found=found, hint=hint))
 
 
 def file_table(path: str | Path) -> FileTable:
@@ -120,7 +120,7 @@ def _header(path: str) -> tuple[dict[str, Any], int, int]:
             text = file.read(size)
     except OSError as error:
         hint = "give a file that this rank can read"
-        raise PlanError(Problem("unreadable-file", path, found=str(error), hint=hint)) from None
+        raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
     header = _parsed(path, text)
     check_header(path, header, num_bytes - 8 - size)
     return header, 8 + size, num_bytes
@@ -144,7 +144,7 @@ def _parsed(path: str, text: bytes) -> dict[str, Any]:
 
 
 def check_header(path: str, header: dict[str, Any], data_bytes: int | None) -> None:
-    """Raise ``bad-safetensors`` for a header that contradicts itself, or the number of bytes that follow it."""
+    """Raise ``invalid-file`` for a header that contradicts itself, or the number of bytes that follow it."""
     ranges = []
     for name, about in header.items():
         if not _is_text(name):
@@ -194,7 +194,7 @@ def _counts(values: object) -> bool:
 
 def _refuse(path: str, found: str) -> NoReturn:
     hint = "write it again, or give another file: a .safetensors file that is whole"
-    raise PlanError(Problem("bad-safetensors", path, found=found, hint=hint))
+    raise PlanError(Problem("invalid-file", path, found=found, hint=hint))
 
 
 def _entry(about: dict[str, Any], data_start: int) -> Entry:
@@ -213,7 +213,7 @@ def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dt
         dtype: Of its elements, by name.
 
     Raises:
-        PlanError: ``file-changed`` when the file has another length now, ``unreadable-file``.
+        PlanError: ``file-changed`` when the file has another length now, ``invalid-file``.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     wanted = prod(shape) * ITEMSIZES[dtype]
@@ -228,7 +228,7 @@ def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dt
             _read_into(path, file, offset, memoryview(data))
     except OSError as error:
         hint = "give a file that this rank can read"
-        raise PlanError(Problem("unreadable-file", path, found=str(error), hint=hint)) from None
+        raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
     return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype)).view(shape)
 
 

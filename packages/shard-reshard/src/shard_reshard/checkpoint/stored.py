@@ -35,7 +35,7 @@ def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor
             these.
 
     Raises:
-        PlanError: ``stored-twice`` when two files hold one name, ``unknown-dtype``, ``bad-safetensors``.
+        PlanError: ``duplicate-name`` when two files hold one name, ``unsupported-dtype``, ``invalid-file``.
     """
     found: dict[str, StoredTensor] = {}
     problems: list[Problem] = []
@@ -48,12 +48,12 @@ def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor
                     continue
                 if name in found:
                     hint = "a tensor that is cut over files needs its boxes: pass {rank: Box} as its layout"
-                    problems.append(Problem("stored-twice", name, found="two files with this name", hint=hint))
+                    problems.append(Problem("duplicate-name", name, found="two files with this name", hint=hint))
                     continue
                 dtype = DTYPES.get(about["dtype"])
                 if dtype is None:
                     hint = f"one of {', '.join(DTYPES)}"
-                    problems.append(Problem("unknown-dtype", name, found=about["dtype"], hint=hint))
+                    problems.append(Problem("unsupported-dtype", name, found=about["dtype"], hint=hint))
                     continue
                 shape = tuple(about["shape"])
                 found[name] = StoredTensor(shape, dtype, BoxShardMap.whole(shape, rank))
@@ -70,7 +70,7 @@ def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) 
         reader: Which rank of the group reads what rank ``i`` wrote; None: rank ``i``.
 
     Raises:
-        PlanError: ``unknown-writer`` where the name of a file does not tell who wrote it.
+        PlanError: ``invalid-file`` where the name of a file does not tell who wrote it.
     """
     held: dict[str, dict[int, list[Box]]] = {}
     problems: list[Problem] = []
@@ -81,7 +81,7 @@ def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) 
         if match is None:
             found = f"file {stored.relative_path}"
             problems.append(
-                Problem("unknown-writer", index.fqn, found=found, hint="files are called __<rank>_<n>.distcp")
+                Problem("invalid-file", index.fqn, found=found, hint="files are called __<rank>_<n>.distcp")
             )
             continue
         written_by = int(match[1])
@@ -123,15 +123,15 @@ def stored_tensors(
         to_group: See `bind`.
 
     Raises:
-        PlanError: ``stored-twice``, ``stored-missing``, ``stored-shape``, ``stored-partial``, ``unknown-dtype``,
-            ``unknown-key``.
+        PlanError: ``duplicate-name``, ``missing-tensor``, ``shape-mismatch``, ``partial-value``, ``unsupported-dtype``,
+            ``unknown-name``.
     """
     held: dict[str, list[tuple[ReadableFile, Entry]]] = {}
     for file in files:
         for name, entry in file.table.entries.items():
             held.setdefault(name, []).append((file, entry))
     problems = [
-        Problem("unknown-key", "stored_as", found=repr(name), hint="stored_as names tensors of the files")
+        Problem("unknown-name", "stored_as", found=repr(name), hint="stored_as names tensors of the files")
         for name in stored_as
         if name not in held
     ]
@@ -156,9 +156,9 @@ def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
     words = sorted({entry.dtype for _, entry in entries})
     if len(words) > 1:
         hint = "write all parts of a tensor in one dtype"
-        raise PlanError(Problem("parts-differ", name, found=", ".join(words), hint=hint))
+        raise PlanError(Problem("ranks-disagree", name, found=", ".join(words), hint=hint))
     if words[0] not in DTYPES:
-        raise PlanError(Problem("unknown-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
+        raise PlanError(Problem("unsupported-dtype", name, found=words[0], hint=f"one of {', '.join(DTYPES)}"))
     return DTYPES[words[0]]
 
 
@@ -166,7 +166,7 @@ def _whole(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> tuple[tu
     if len(entries) > 1:
         listed = ", ".join(file.table.path for file, _ in entries)
         hint = "say in stored_as (and shapes) how the tensor is cut over the files, or leave all but one file out"
-        raise PlanError(Problem("stored-twice", name, found=f"in {len(entries)} files: {listed}", hint=hint))
+        raise PlanError(Problem("duplicate-name", name, found=f"in {len(entries)} files: {listed}", hint=hint))
     ((file, entry),) = entries
     zero = (0,) * len(entry.shape)
     return entry.shape, (_stored(file, entry, (Piece(zero, entry.shape, 0, zero),)),)
@@ -177,7 +177,7 @@ def _cut(
 ) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
     if layout.num_partials > 1:
         hint = "reduce before writing: files hold values, not addends"
-        raise PlanError(Problem("stored-partial", name, found=layout.describe(), hint=hint))
+        raise PlanError(Problem("partial-value", name, found=layout.describe(), hint=hint))
     parts: list[Stored] = []
     problems: list[Problem] = []
     numbers = [file.number for file, _ in entries]
@@ -187,13 +187,13 @@ def _cut(
             wanted = "none" if not shapes else " and ".join(map(str, shapes))
             found = f"{entry.shape} in {file.table.path}, the layout gives rank {file.number} {wanted}"
             hint = "list the files in the order of the ranks that wrote them, and give the layout they wrote"
-            problems.append(Problem("stored-shape", name, found=found, hint=hint))
+            problems.append(Problem("shape-mismatch", name, found=found, hint=hint))
             continue
         parts.append(_stored(file, entry, layout.local_pieces(file.number)))
     for number in sorted(set(layout.ranks) - set(numbers)):
         if layout.pieces(number):
             hint = "pass all files, or the layout that these were written in"
-            problems.append(Problem("stored-missing", name, found=f"no file with the part of rank {number}", hint=hint))
+            problems.append(Problem("missing-tensor", name, found=f"no file with the part of rank {number}", hint=hint))
     if problems:
         raise PlanError(problems)
     return layout.shape, tuple(parts)

@@ -19,7 +19,7 @@ def as_list(shards: Shards) -> list[torch.Tensor]:
     """Local tensors as a list, however few there are.
 
     Raises:
-        PlanError: ``not-a-tensor``.
+        PlanError: ``wrong-type``.
     """
     if shards is None:
         return []
@@ -30,7 +30,7 @@ def as_list(shards: Shards) -> list[torch.Tensor]:
     for value in listed:
         if not isinstance(value, torch.Tensor):
             hint = "pass a tensor, a list of tensors for several boxes, or None"
-            raise PlanError(Problem("not-a-tensor", found=f"a {type(value).__qualname__}", hint=hint))
+            raise PlanError(Problem("wrong-type", found=f"a {type(value).__qualname__}", hint=hint))
     return [value if type(value) in PLAIN_TYPES else waited_for(value) for value in listed]
 
 
@@ -48,29 +48,29 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
     where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
     if len(shapes) != len(tensors):
         found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
-        return [Problem("local-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
+        return [Problem("argument-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
     problems = []
     for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
         which = where if len(shapes) == 1 else f"{where} {number}"
         if tensor.is_nested:  # it has neither a shape nor strides to look at
             hint = "pass a padded tensor, or its values() by a plan of their own"
-            problems.append(Problem("local-layout", which, found="a nested tensor", hint=hint))
+            problems.append(Problem("unsupported-tensor", which, found="a nested tensor", hint=hint))
             continue
         if tuple(tensor.shape) != shape:
             found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} says {shape}"
             hint = "pass the local tensor, and the global shape with shape="
-            problems.append(Problem("local-shape", which, found=found, hint=hint))
+            problems.append(Problem("shape-mismatch", which, found=found, hint=hint))
         if str(tensor.dtype) != f"torch.{dtype}":
             found = f"{tensor.dtype}, the plan is for {dtype}"
             hint = "plan for this dtype, or pass dtype= to cast on the way"
-            problems.append(Problem("local-dtype", which, found=found, hint=hint))
+            problems.append(Problem("dtype-mismatch", which, found=found, hint=hint))
         if hasattr(tensor, "device_mesh"):
             hint = "pass its to_local(), or use redistribute()"
-            problems.append(Problem("local-layout", which, found="a DTensor", hint=hint))
+            problems.append(Problem("unsupported-tensor", which, found="a DTensor", hint=hint))
         elif type(tensor) not in PLAIN_TYPES and is_wrapper(tensor):
             found = f"a {type(tensor).__qualname__}, which wraps other tensors"
             hint = "pass the tensors that it wraps, each by a plan of its own"
-            problems.append(Problem("local-layout", which, found=found, hint=hint))
+            problems.append(Problem("unsupported-tensor", which, found=found, hint=hint))
         if tensor.is_meta:
             hint = "give it memory with values first: to_empty() and loading, or materialising it"
             problems.append(Problem("no-data", which, found="a tensor on the meta device", hint=hint))
@@ -78,7 +78,7 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
             problems.append(Problem("no-data", which, found=_FREED, hint=_FREED_HINT))
         if tensor.layout != torch.strided:
             found = f"a {tensor.layout} tensor"
-            problems.append(Problem("local-layout", which, found=found, hint="only dense tensors can be moved"))
+            problems.append(Problem("unsupported-tensor", which, found=found, hint="only dense tensors can be moved"))
     return problems
 
 
@@ -112,29 +112,29 @@ def destination_problems(
             problems.append(Problem("no-data", name, found=_FREED, hint=_FREED_HINT))
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
-            problems.append(Problem("out-overlaps", name, found=f"strides {tensor.stride()}", hint=hint))
+            problems.append(Problem("invalid-out", name, found=f"strides {tensor.stride()}", hint=hint))
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             hint = "write to it under torch.inference_mode(), or pass its clone()"
-            problems.append(Problem("out-inference", name, found="a tensor made in inference mode", hint=hint))
+            problems.append(Problem("invalid-out", name, found="a tensor made in inference mode", hint=hint))
         if in_place and (tensor.is_conj() or tensor.is_neg()):
             hint = "its memory holds other values than it shows; pass a tensor of its own"
             found = "a view that conjugates or negates on reading"
-            problems.append(Problem("out-lazy-view", name, found=found, hint=hint))
+            problems.append(Problem("invalid-out", name, found=found, hint=hint))
         if tensor.requires_grad and torch.is_grad_enabled():
             # A leaf torch would refuse; another one would keep the graph of the values that it had.
             hint = "write into parameters under torch.no_grad(); pass the detach() of what was computed"
             found = f"a {'leaf' if tensor.is_leaf else 'result'} that requires grad"
-            problems.append(Problem("out-requires-grad", name, found=found, hint=hint))
+            problems.append(Problem("invalid-out", name, found=found, hint=hint))
     if is_fake((*outs, *sources)) or problems:
         return problems
     for first, second in sharing(outs, sources if in_place else ()):
         if second < len(outs):
             found = f"memory of {names[first]}" if names[first] != names[second] else "memory of another one"
             hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
-            problems.append(Problem("out-shares-memory", names[second], found=found, hint=hint))
+            problems.append(Problem("invalid-out", names[second], found=found, hint=hint))
         else:
             hint = "the source is still read while out is written; pass other memory"
-            problems.append(Problem("out-is-source", names[first], found="memory of a source", hint=hint))
+            problems.append(Problem("invalid-out", names[first], found="memory of a source", hint=hint))
     return list(dict.fromkeys(problems))
 
 
@@ -215,7 +215,7 @@ def not_compiled(what: str) -> None:
     """Called where a tracer would get lost in ``what``.
 
     Raises:
-        PlanError: ``not-compilable``, on every rank alike.
+        PlanError: ``not-traceable``, on every rank alike.
     """
     hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
-    raise PlanError(Problem("not-compilable", what, found="torch.compile traces the call", hint=hint))
+    raise PlanError(Problem("not-traceable", what, found="torch.compile traces the call", hint=hint))

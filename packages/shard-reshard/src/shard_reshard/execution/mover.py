@@ -128,7 +128,7 @@ class Mover:
         for number, plan in enumerate(self.plans):
             if plan.world_size > self.members.size:
                 named = f"the plan names rank {plan.world_size - 1}, the group has {self.members.size} ranks"
-                found.append(Problem("group-too-small", "group", found=named, hint="pass a larger group="))
+                found.append(Problem("rank-outside-mesh", "group", found=named, hint="pass a larger group="))
                 continue
             found += local_problems(plan, rank, sources[number])
             if outs is not None:
@@ -141,7 +141,7 @@ class Mover:
         devices = {tensor.device for tensors in (*sources, *(outs or ())) for tensor in tensors}
         if len(devices) > 1:
             listed = ", ".join(sorted(map(str, devices)))
-            found.append(Problem("mixed-devices", f"rank {rank}", found=listed, hint="one device on each rank"))
+            found.append(Problem("device-mismatch", f"rank {rank}", found=listed, hint="one device on each rank"))
         return found
 
     def _lazy_problems(self, sources: Sequence[Sequence[torch.Tensor]]) -> list[Problem]:
@@ -149,7 +149,7 @@ class Mover:
         hint = "pass its resolve_conj() or resolve_neg(): that is a copy which max_workspace_bytes does not count"
         found = "a view that conjugates or negates on reading"
         return [
-            Problem("source-lazy-view", f"rank {self.members.rank}, source", found=found, hint=hint)
+            Problem("unsupported-tensor", f"rank {self.members.rank}, source", found=found, hint=hint)
             for plan, tensors in zip(self.plans, sources, strict=True)
             if plan.max_workspace_bytes is not None and any(t.is_conj() or t.is_neg() for t in tensors)
         ]

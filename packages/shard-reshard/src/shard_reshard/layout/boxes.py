@@ -32,7 +32,7 @@ class BoxShardMap(ShardMap):
         self.shape = tuple(int(size) for size in shape)
         self.boxes = {int(rank): tuple(found) for rank, found in sorted(boxes.items())}
         problems = coverage_problems(self.shape, self.boxes)
-        self.holes = bool(problems) and {problem.code for problem in problems} == {"box-hole"}
+        self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):
             raise PlanError(problems)
 
@@ -156,7 +156,7 @@ class FusedShardMap(BoxShardMap):
         }
         if not 0 <= dim < len(self.shape) or len(rests) > len(self.boxes) or not all(self.boxes.values()):
             hint = "boxes of one local tensor differ along one dim only, and each rank has one at least"
-            raise PlanError(Problem("boxes-do-not-join", dim=dim, found=f"boxes of {self.shape}", hint=hint))
+            raise PlanError(Problem("boxes-incomplete", dim=dim, found=f"boxes of {self.shape}", hint=hint))
 
     @cached_property
     def _key(self) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
         info = sharding_info_of(value)
     except ValueError as error:
         hint = "leave it out, or give its layout in src_layouts"
-        raise PlanError(Problem("bad-sharding-info", name, found=str(error), hint=hint)) from None
+        raise PlanError(Problem("invalid-sections", name, found=str(error), hint=hint)) from None
     if info is None:
         return None
     if info.sections:
@@ -38,14 +38,14 @@ def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
         axis, dim = info.section_axis()
     except ValueError as error:
         hint = "give its layout in src_layouts: sections are sharded along one axis"
-        raise PlanError(Problem("ambiguous-sections", name, found=str(error), hint=hint)) from None
+        raise PlanError(Problem("invalid-sections", name, found=str(error), hint=hint)) from None
     size = mesh.size(axis)
     if sum(section.size for section in info.sections) != shape[dim] or any(
         unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies in info.sections
     ):
         found = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
         hint = "sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis"
-        raise PlanError(Problem("bad-sections", name, dim, found=found, hint=hint))
+        raise PlanError(Problem("invalid-sections", name, dim, found=found, hint=hint))
     with real_tensors():
         lines = mesh.mesh.movedim(axis, 0).reshape(size, -1).tolist()  # for each place on the axis, its global ranks
     boxes: dict[int, list[Box]] = {}
@@ -69,7 +69,7 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
         return []
     found = f"it says that it lies as {own.describe()} of {own.shape}, not as {wanted.describe()} of {wanted.shape}"
     hint = "leave out the layout of a tensor that tells its own, redistribute it, or pass its to_local()"
-    return [Problem("layout-differs", name, found=found, hint=hint)]
+    return [Problem("layout-mismatch", name, found=found, hint=hint)]
 
 
 def same_here(one: ShardMap, other: ShardMap, rank: int) -> bool:

@@ -32,12 +32,12 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     """The plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``.
 
     Raises:
-        PlanError: ``unknown-dtype``.
+        PlanError: ``unsupported-dtype``.
     """
     name = str(dtype).removeprefix("torch.")
     name = _SPELLINGS.get(name, name)
     if name not in ITEMSIZES:
-        raise PlanError(Problem("unknown-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(ITEMSIZES)}"))
+        raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(ITEMSIZES)}"))
     return name
 
 

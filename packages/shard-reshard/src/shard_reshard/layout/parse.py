@@ -29,7 +29,7 @@ class OnRank:
     def __post_init__(self) -> None:
         rank: object = self.rank
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise PlanError(Problem("bad-rank", "rank", found=repr(rank), hint="ranks are counted from 0"))
+            raise PlanError(Problem("invalid-argument", "rank", found=repr(rank), hint="ranks are counted from 0"))
 
 
 LayoutLike: TypeAlias = Any
@@ -94,7 +94,9 @@ def layout_value(layout: Any) -> Any:
 def _needed(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
     if shape is None:
         hint = "pass shape=, the global shape: local rows alone do not tell it"
-        raise PlanError(Problem("shape-needed", "shape", found=f"{what}, which says nothing of the size", hint=hint))
+        raise PlanError(
+            Problem("missing-argument", "shape", found=f"{what}, which says nothing of the size", hint=hint)
+        )
     return tuple(int(size) for size in shape)
 
 
@@ -109,12 +111,10 @@ def _extent(boxes: Sequence[Box]) -> tuple[int, ...]:
     """The smallest shape that holds all boxes."""
     if not boxes:
         hint = "list at least one box, or pass shape="
-        raise PlanError(Problem("shape-needed", "shape", found="no boxes", hint=hint))
+        raise PlanError(Problem("missing-argument", "shape", found="no boxes", hint=hint))
     if len({box.ndim for box in boxes}) > 1:
         hint = "boxes of one tensor have the same number of dims"
-        raise PlanError(
-            Problem("box-rank-mismatch", found=f"boxes of {sorted({b.ndim for b in boxes})} dims", hint=hint)
-        )
+        raise PlanError(Problem("shape-mismatch", found=f"boxes of {sorted({b.ndim for b in boxes})} dims", hint=hint))
     return tuple(max(ends) for ends in zip(*(box.ends for box in boxes), strict=True))
 
 
@@ -124,7 +124,7 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
         return BoxShardMap.whole(shape, int(whole[1]))
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise PlanError(Problem("bad-layout-text", found=repr(text), hint=_TEXT_HINT))
+        raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
     mesh = MeshSpec.parse(match["mesh"])
     if match["ranks"] is not None:
         mesh = MeshSpec(mesh.axes, _listed(match["ranks"], text))
@@ -136,7 +136,7 @@ def _listed(text: str, whole: str) -> list[int]:
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)
         if match is None:
-            raise PlanError(Problem("bad-layout-text", found=repr(whole), hint=_TEXT_HINT))
+            raise PlanError(Problem("invalid-layout", found=repr(whole), hint=_TEXT_HINT))
         first = int(match[1])
         ranks.extend(range(first, int(match[2] or first) + 1))
     return ranks
@@ -172,7 +172,7 @@ def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> Sh
     if spec is None:
         found = f"{layout!r} of type {type(layout).__qualname__}"
         hint = "give a Layout, a sharding spec, (device_mesh, placements), a DTensor, boxes by rank, OnRank or a text"
-        raise PlanError(Problem("unknown-layout", found=found, hint=hint))
+        raise PlanError(Problem("invalid-layout", found=found, hint=hint))
     if shape is None and isinstance(spec, EnumerableShardingSpec):
         shape = _extent([shard.box for shard in spec.shards])
     shape = _needed(shape, f"a {type(spec).__name__}")

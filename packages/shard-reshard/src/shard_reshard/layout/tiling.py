@@ -21,19 +21,19 @@ def coverage_problems(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]
     The same box on several ranks is one box with replicas. Empty boxes are allowed anywhere inside the shape.
     """
     problems = [
-        Problem("bad-rank", found=f"rank {rank}", hint="ranks are counted from 0") for rank in boxes if rank < 0
+        Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0") for rank in boxes if rank < 0
     ]
     owners: dict[Span, list[int]] = {}
     for rank, found in boxes.items():
         for box in found:
             if box.ndim != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
                 hint = f"boxes lie inside the global shape {shape}"
-                problems.append(Problem("box-outside", found=f"rank {rank} lists {box!r}", hint=hint))
+                problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
             elif box.numel:
                 ranks = owners.setdefault((box.offsets, box.ends), [])
                 if rank in ranks:
                     hint = "list a box once on a rank"
-                    problems.append(Problem("box-twice", found=f"rank {rank} lists {box!r} twice", hint=hint))
+                    problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
                 ranks.append(rank)
     if problems:
         return problems
@@ -41,21 +41,23 @@ def coverage_problems(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]
     overlaps = _overlaps(spans)
     problems = [
         Problem(
-            "box-overlap",
+            "boxes-overlap",
             found=f"{_box(one)!r} of rank {owners[one][0]} and {_box(other)!r} of rank {owners[other][0]}",
             hint="each element has one place on a rank; only equal boxes may be replicated",
         )
         for one, other in overlaps[:_SHOWN]
     ]
     if len(overlaps) > _SHOWN:
-        problems.append(Problem("box-overlap", found=f"{len(overlaps) - _SHOWN} more overlaps"))
+        problems.append(Problem("boxes-overlap", found=f"{len(overlaps) - _SHOWN} more overlaps"))
     covered = sum(prod(b - a for a, b in zip(*span, strict=True)) for span in spans)
     if overlaps or covered != prod(shape):
         holes = _holes(((0,) * len(shape), shape), spans) if prod(shape) else []
         for hole in holes[:_SHOWN]:
-            problems.append(Problem("box-hole", found=f"no rank has {_box(hole)!r}", hint="add the missing box"))
+            problems.append(
+                Problem("boxes-incomplete", found=f"no rank has {_box(hole)!r}", hint="add the missing box")
+            )
         if len(holes) > _SHOWN:
-            problems.append(Problem("box-hole", found=f"{len(holes) - _SHOWN} more holes"))
+            problems.append(Problem("boxes-incomplete", found=f"{len(holes) - _SHOWN} more holes"))
     return problems
 
 

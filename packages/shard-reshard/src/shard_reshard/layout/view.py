@@ -31,7 +31,7 @@ class ShardMapView(ShardMap):
         ends = tuple(a + b for a, b in zip(self.start, self.shape, strict=True))
         if any(low < 0 or end > size for low, end, size in zip(self.start, ends, base.shape, strict=True)):
             found = f"window {Box(tuple(max(0, low) for low in self.start), self.shape)!r} of a tensor of {base.shape}"
-            raise PlanError(Problem("window-outside", found=found, hint="a window lies inside of the tensor"))
+            raise PlanError(Problem("index-out-of-range", found=found, hint="a window lies inside of the tensor"))
 
     @property
     def holes(self) -> bool:  # type: ignore[override]  # of the larger tensor

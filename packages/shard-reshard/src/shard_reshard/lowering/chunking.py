@@ -18,7 +18,7 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
     buffers, sending and receiving, may use half of the bound.
 
     Raises:
-        PlanError: ``workspace-too-small`` when even single elements would not fit.
+        PlanError: ``invalid-argument`` when even single elements would not fit.
     """
     assert plan.max_workspace_bytes is not None
     budget = plan.max_workspace_bytes // 2
@@ -32,7 +32,7 @@ def num_rounds(plan: Plan, stage: int, partial_index: int | None) -> int:
                 least = 2 * (len(messages) + 1) * plan.itemsize
                 raise PlanError(
                     Problem(
-                        "workspace-too-small",
+                        "invalid-argument",
                         "max_workspace_bytes",
                         found=f"{plan.max_workspace_bytes} bytes for {len(messages)} messages of a rank",
                         hint=f"allow at least {least} bytes; a megabyte or more keeps the number of rounds small",

@@ -23,7 +23,7 @@ def read_fields(text: str, wanted: int) -> Fields:
         wanted: The format that can be read.
 
     Raises:
-        PlanError: ``unknown-format`` for another format, ``malformed-plan`` for everything that is no plan.
+        PlanError: ``invalid-file`` for another format, ``invalid-plan`` for everything that is no plan.
     """
     if len(text) > MAX_CHARS:
         raise _malformed(f"{len(text)} characters, more than {MAX_CHARS}")
@@ -35,7 +35,7 @@ def read_fields(text: str, wanted: int) -> Fields:
         raise _malformed(f"a {type(data).__name__} where an object is meant")
     if data.get("format") != wanted:
         found, hint = f"format {str(data.get('format'))[:40]!r}", f"this version reads format {wanted}"
-        raise PlanError(Problem("unknown-format", found=found, hint=hint))
+        raise PlanError(Problem("invalid-file", found=found, hint=hint))
     try:
         return _fields(data)
     except PlanError:
@@ -62,4 +62,4 @@ def _is_size(value: object) -> bool:
 
 
 def _malformed(found: str) -> PlanError:
-    return PlanError(Problem("malformed-plan", found=found[:200], hint="pass what ReshardPlan.to_json wrote"))
+    return PlanError(Problem("invalid-plan", found=found[:200], hint="pass what ReshardPlan.to_json wrote"))

@@ -30,7 +30,7 @@ class ReshardPlan(Plan):
         """Read what `to_json` wrote.
 
         Raises:
-            PlanError: ``unknown-format`` for a format of another version, ``malformed-plan`` for what is no plan, and
+            PlanError: ``invalid-file`` for a format of another version, ``invalid-plan`` for what is no plan, and
                 what `plan_reshard` would say of a plan that cannot be carried out.
         """
         plan = ReshardPlan(*read_fields(text, FORMAT))

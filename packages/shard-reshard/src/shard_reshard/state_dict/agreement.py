@@ -136,7 +136,7 @@ def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
         if len(set(values)) > 1:
             found = "plain tensors that differ between ranks"
             hint = "if they are shards, say so in src_layouts (and shapes)"
-            problems.append(Problem("layout-needed", name, found=found, hint=hint))
+            problems.append(Problem("missing-argument", name, found=found, hint=hint))
     return tuple(problems)
 
 

@@ -46,12 +46,14 @@ def collect_metadata(
     given: list[Any] = [*state_dict, *outs]
     strange = [name for name in given if not isinstance(name, str)]
     if strange:
-        raise PlanError(Problem("bad-name", "state_dict", found=repr(strange[0]), hint="names of tensors are text"))
+        raise PlanError(
+            Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
+        )
     problems: list[Problem] = []
     for name in src_layouts:
         if name not in state_dict and state_dict:
             hint = "src_layouts names tensors of state_dict"
-            problems.append(Problem("unknown-key", "src_layouts", found=repr(name), hint=hint))
+            problems.append(Problem("unknown-name", "src_layouts", found=repr(name), hint=hint))
     sources: dict[str, TensorMeta] = {}
     for name, value in state_dict.items():
         try:
@@ -72,7 +74,7 @@ def collect_metadata(
 def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
     if not isinstance(value, torch.Tensor):
         found = f"a {type(value).__qualname__}"
-        raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
+        raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
     if layout is None:
         own = own_layout(name, value, members.to_group)
         if own is None:
@@ -105,14 +107,14 @@ def local_tensor(value: Any) -> torch.Tensor:
     """Return the local tensor of a DTensor, else the tensor itself; without a graph.
 
     Raises:
-        PlanError: ``not-a-tensor``.
+        PlanError: ``wrong-type``.
     """
     local = dtensor_local(value)
     if local is None:
         local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
     if not isinstance(local, torch.Tensor):
         found = f"a {type(value).__qualname__}"
-        raise PlanError(Problem("not-a-tensor", found=found, hint="leave it out of the state dict"))
+        raise PlanError(Problem("wrong-type", found=found, hint="leave it out of the state dict"))
     if type(local) not in PLAIN_TYPES:
         if getattr(local, "_sharding_info", None) is not None:
             local = local.as_subclass(torch.Tensor)  # such a class may give the global shape as its own
@@ -175,7 +177,7 @@ class LayoutChecker:
         if not tensors.keys() <= self._known.keys():
             strange = sorted(tensors.keys() - self._known.keys())
             hint = "leave them out, or make a resharder for a state dict that has them"
-            problems.append(Problem("unknown-key", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
+            problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
         problems += self.untied(sources)
         for is_target, given in ((False, tensors), (True, targets)):
             for name, value in given.items():
@@ -188,7 +190,7 @@ class LayoutChecker:
         """Return tensors that are moved as one, and no longer are one."""
         hint = "make another resharder: this one moves them as one tensor"
         return [
-            Problem("untied", name, found=f"no longer the memory of {first}", hint=hint)
+            Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)
             for name, first in self._tied
             if name in sources and first in sources and not _one_memory(sources[name], sources[first])
         ]

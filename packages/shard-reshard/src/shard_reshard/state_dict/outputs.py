@@ -93,10 +93,10 @@ class LocalTargets:
         if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
             found = f"{out.dtype} of shape {tuple(out.shape)}, the layout says {dtype} of shape {shapes[0]}"
             hint = "pass a local tensor of that shape, or another layout in dst_layouts"
-            return [Problem("local-shape", where, found=found, hint=hint)]
+            return [Problem("shape-mismatch", where, found=found, hint=hint)]
         if len(shapes) > 1:
             hint = "leave it out of out=; the result has a list of tensors"
-            return [Problem("local-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
+            return [Problem("argument-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
         if not shapes and strict and out.numel():
             found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
             hint = "leave it out of out= on this rank, or say strict=False"
@@ -185,7 +185,7 @@ def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arr
     devices |= {tensor.device for name in arriving.in_place for tensor in arriving.tensors[name]}
     if len(devices) > 1:
         listed = ", ".join(sorted(map(str, devices)))
-        problems.append(Problem("mixed-devices", f"rank {here.rank}", found=listed, hint="one device on each rank"))
+        problems.append(Problem("device-mismatch", f"rank {here.rank}", found=listed, hint="one device on each rank"))
     return problems
 
 
@@ -255,7 +255,7 @@ def write_outputs(
         one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))
         if not torch.equal(one, other):
             hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
-            raise PlanError(Problem("out-shares-memory", second, found=f"tied to {first}, other values", hint=hint))
+            raise PlanError(Problem("invalid-out", second, found=f"tied to {first}, other values", hint=hint))
     for name in plan.targets:  # in the order of their names
         if name in arriving.in_place:
             result[name] = outs[name]

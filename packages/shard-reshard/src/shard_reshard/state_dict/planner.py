@@ -152,7 +152,7 @@ def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Pr
     for name in key_map:
         if name not in sources:
             hint = "key_map names tensors of the source state dict"
-            problems.append(Problem("unknown-key", "key_map", found=repr(name), hint=hint))
+            problems.append(Problem("unknown-name", "key_map", found=repr(name), hint=hint))
     for name, known in sources.items():
         given = key_map.get(name, name)
         listed = [] if given is None else [given] if isinstance(given, str | Part) else list(given)
@@ -173,7 +173,7 @@ def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Pr
             size = known.shape[dim] - part.source_start if part.size is None else part.size
             if size < 0 or part.start < 0 or part.source_start < 0 or part.source_start + size > known.shape[dim]:
                 found = f"{part!r} for a tensor of shape {known.shape}"
-                problems.append(Problem("part-outside", name, dim, found=found, hint="correct key_map"))
+                problems.append(Problem("box-out-of-range", name, dim, found=found, hint="correct key_map"))
                 continue
             parts.append((name, Part(part.name, part.start, dim, part.source_start, size)))
     return parts
@@ -202,16 +202,16 @@ def _target_shapes(
             if part.start != end:
                 what = "overlaps the part before it" if part.start < end else f"leaves {end}..{part.start} empty"
                 hint = "the parts of a tensor follow each other without gaps"
-                problems.append(Problem("parts-do-not-tile", name, dim, found=f"{source} {what}", hint=hint))
+                problems.append(Problem("boxes-incomplete", name, dim, found=f"{source} {what}", hint=hint))
             end = part.start + (part.size or 0)
         if len(rests) > 1:
             hint = "parts of one tensor differ along one dim only"
             listed = ", ".join(f"{source} {sources[source].shape}" for source, _ in found)
-            problems.append(Problem("parts-differ", name, dim, found=listed, hint=hint))
+            problems.append(Problem("ranks-disagree", name, dim, found=listed, hint=hint))
         dtypes = {sources[source].dtype for source, _ in found}
         if len(dtypes) > 1:
             hint = "parts of one tensor have one dtype"
-            problems.append(Problem("parts-differ", name, found=", ".join(sorted(dtypes)), hint=hint))
+            problems.append(Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint=hint))
         shape = (*first.shape[:dim], end, *first.shape[dim + 1 :]) if first.shape else ()
         shapes[name] = shape, first.dtype
     return dict(sorted(shapes.items()))
@@ -224,7 +224,7 @@ def _dst_layout(
         return shard_map_from_json(shape, json.loads(out.layout))
     if layout is None:
         hint = "name it in dst_layouts, or pass an out= that has it"
-        raise PlanError(Problem("layout-needed", name, found="no destination layout", hint=hint))
+        raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
     return resolve_layout(layout, shape, to_group)
 
 

@@ -220,7 +220,7 @@ class StateDictResharder(NotPicklable):
         tensors = tensors_of(state_dict)
         if version is not None and not self._question.versions:
             hint = "make the resharder with versions=True"
-            raise PlanError(Problem("no-versions", "version", found=f"{version} with versions=False", hint=hint))
+            raise PlanError(Problem("invalid-argument", "version", found=f"{version} with versions=False", hint=hint))
         if self._chain is not None:
             full, version = self._chain.agree(self._members, version, self._facts, tensors)
             for mover in self._movers:
@@ -254,12 +254,12 @@ class StateDictResharder(NotPicklable):
         """Return the local tensors of both sides, and how far guards hold.
 
         Raises:
-            PlanError: ``not-a-tensor``.
+            PlanError: ``wrong-type``.
         """
         for name, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 found = f"a {type(value).__qualname__}"
-                raise PlanError(Problem("not-a-tensor", name, found=found, hint="leave it out of the state dict"))
+                raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
         sources, outs = local_tensors(tensors), local_tensors(targets)
         match = Match.NONE if self._guards is None else self._guards.match(tensors, targets, sources, outs)
         return Compared(sources, outs, match)

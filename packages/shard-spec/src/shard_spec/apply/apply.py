@@ -135,7 +135,9 @@ def _plan(
     problems += validate(plan, module)
     if plan.output_plan or plan.return_local_tensor:
         text = "apply changes no forward, so output_plan and return_local_tensor have no effect"
-        problems.append(Problem("no-effect", "output_plan", found=text, hint="use shard_module, or leave them out"))
+        problems.append(
+            Problem("conflicting-arguments", "output_plan", found=text, hint="use shard_module, or leave them out")
+        )
     tensors: list[TensorAction] = []
     fingerprints = []
     me = dist.get_rank(group)

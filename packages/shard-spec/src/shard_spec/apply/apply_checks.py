@@ -17,13 +17,13 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     """A group of all ranks of the mesh.
 
     Raises:
-        PlanError: ``not-a-mesh``: the other ranks are told where ``group`` says who they are. ``rank-outside-mesh``,
-            ``group-needed``, ``group-mismatch``: no rank was told, for nobody knows where the others are.
+        PlanError: ``wrong-type``: the other ranks are told where ``group`` says who they are. ``rank-outside-mesh``,
+            ``no-process-group``, ``mesh-mismatch``: no rank was told, for nobody knows where the others are.
     """
     if not isinstance(mesh, DeviceMesh):
         found = f"{mesh!r:.200} of type {type(mesh).__qualname__}"
         hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
-        problem = Problem("not-a-mesh", "mesh", found=found, hint=hint)
+        problem = Problem("wrong-type", "mesh", found=found, hint=hint)
         if group is not None:
             raise_on_all_ranks(group_or_default(group), RankState((), (problem,)), "apply")
         raise PlanError(problem)
@@ -38,11 +38,11 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
     if group is None:
         found = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
         hint = "pass group=, a process group of all ranks of the mesh"
-        raise PlanError(Problem("group-needed", "group", found=found, hint=hint))
+        raise PlanError(Problem("no-process-group", "group", found=found, hint=hint))
     members = sorted(dist.get_process_group_ranks(group_or_default(group)))
     if members != ranks:
         found, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
-        raise PlanError(Problem("group-mismatch", "group", found=found, hint=hint))
+        raise PlanError(Problem("mesh-mismatch", "group", found=found, hint=hint))
     return group
 
 
@@ -50,16 +50,16 @@ def argument_problems(source: object, src_rank: object, size: int, init: object)
     problems = []
     if source not in SOURCES:
         hint = f"one of {', '.join(map(repr, SOURCES))}"
-        problems.append(Problem("unknown-source", "source", found=repr(source), hint=hint))
+        problems.append(Problem("invalid-argument", "source", found=repr(source), hint=hint))
     if not isinstance(src_rank, int) or isinstance(src_rank, bool) or not 0 <= src_rank < size:
         hint = f"a rank in the group, 0 to {size - 1}"
-        problems.append(Problem("src-rank-out-of-range", "src_rank", found=repr(src_rank), hint=hint))
+        problems.append(Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint))
     if init is not None and source != "meta":
         found, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
-        problems.append(Problem("no-effect", "init", found=found, hint=hint))
+        problems.append(Problem("conflicting-arguments", "init", found=found, hint=hint))
     if not (init is None or init == "reset_parameters" or callable(init)):
         hint = "a function init(fqn, tensor), 'reset_parameters', or None"
-        problems.append(Problem("unknown-init", "init", found=repr(init), hint=hint))
+        problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
     return problems
 
 
@@ -76,14 +76,14 @@ def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             found = f"ranks {along} along the axis, {members} in its process group"
             hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
-            problems.append(Problem("mesh-order", "mesh", axis=name, found=found, hint=hint))
+            problems.append(Problem("mesh-mismatch", "mesh", axis=name, found=found, hint=hint))
     return problems
 
 
 def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: bool) -> list[Problem]:
     if tensor.is_meta and (source == "local" or (source == "scatter" and is_source)):
         hint = "load values first, or use source='meta'"
-        return [Problem("meta-on-source", name, found="a meta tensor where values are needed", hint=hint)]
+        return [Problem("no-data", name, found="a meta tensor where values are needed", hint=hint)]
     return []
 
 

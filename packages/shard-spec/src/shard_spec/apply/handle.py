@@ -85,8 +85,8 @@ class ShardHandle:
         as new ones. Tensors that were overwritten with the source's values keep these.
 
         Raises:
-            PlanError: On every rank, with nothing changed: ``undone-already``; ``changed-since`` when a tensor or a
-                forward was replaced after the call (undo later calls first); ``sharder-keeps-no-way-back``.
+            PlanError: On every rank, with nothing changed: ``already-applied``; ``model-changed`` when a tensor or a
+                forward was replaced after the call (undo later calls first); ``sharder-nesting``.
         """
         outcome, failed = capture_errors(self._undo_outcome)
         raise_on_all_ranks(self._group, outcome or RankState((), failed), "undo")
@@ -117,7 +117,7 @@ class ShardHandle:
 
     def _undo_problems(self) -> list[Problem]:
         if self._undone:
-            return [Problem("undone-already", found="this handle was undone before", hint="shard the module again")]
+            return [Problem("already-applied", found="this handle was undone before", hint="shard the module again")]
         problems = [problem for check in self._checks if (problem := check()) is not None]
         for placed in self._placed:
             for module, name, fqn in placed.places:
@@ -125,7 +125,7 @@ class ShardHandle:
                 if now is not placed.value:
                     found = "another tensor stands in the place of the sharded one"
                     hint = "undo later calls first, or put the sharded tensor back"
-                    problems.append(Problem("changed-since", fqn, found=found, hint=hint))
+                    problems.append(Problem("model-changed", fqn, found=found, hint=hint))
         return problems
 
     def _whole(self, placed: Placed) -> torch.Tensor:
@@ -186,7 +186,7 @@ def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 def no_way_back(path: str, sharder: object) -> Callable[[], Problem]:
     """A check that always fails: what a Sharder did to a module only it knows."""
     found = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
-    problem = Problem("sharder-keeps-no-way-back", path, found=found, hint="keep a copy of the module to go back to")
+    problem = Problem("sharder-nesting", path, found=found, hint="keep a copy of the module to go back to")
     return lambda: problem
 
 
@@ -197,6 +197,6 @@ def still_ours(module: nn.Module, attribute: str, value: object, path: str) -> C
         if module.__dict__.get(attribute) is value:
             return None
         found, hint = f"its {attribute} was replaced after this call", "undo later calls first"
-        return Problem("changed-since", path, found=found, hint=hint)
+        return Problem("model-changed", path, found=found, hint=hint)
 
     return check

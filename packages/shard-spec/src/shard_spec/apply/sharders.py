@@ -35,7 +35,7 @@ def run_sharders(
             new = sharder.shard(old)
             if not isinstance(new, nn.Module):
                 found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
-                raise PlanError(Problem("sharder-returned-no-module", path, found=found, hint="return an nn.Module"))
+                raise PlanError(Problem("wrong-type", path, found=found, hint="return an nn.Module"))
             made[path] = new
         return made
 

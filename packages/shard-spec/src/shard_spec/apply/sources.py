@@ -160,5 +160,5 @@ def reset_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
         if not any(callable(getattr(owner, each, None)) for each in ("reset_parameters", "_reset_parameters")):
             found = f"{type(owner).__qualname__} has no reset_parameters()"
             hint = "pass init= a function of name and tensor, or load a checkpoint after init=None"
-            problems.append(Problem("no-reset-parameters", name, found=found, hint=hint))
+            problems.append(Problem("uninitialized-buffer", name, found=found, hint=hint))
     return problems

@@ -78,7 +78,7 @@ def read_tensors(
             problems += replacing_problems(tensor, metadata.name)
         if rank == src_rank and tensor.is_meta:
             hint = "give the source rank real values; only the other ranks may have meta tensors"
-            problems.append(Problem("meta-on-source", metadata.name, found="a meta tensor on src_rank", hint=hint))
+            problems.append(Problem("no-data", metadata.name, found="a meta tensor on src_rank", hint=hint))
         if not planned or layout.is_replicated:
             problems += _sparse_problems(module, metadata.aliases)
         actions.append(
@@ -98,17 +98,17 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     """Return what would be lost or wrong if a DTensor replaced ``tensor``."""
     if is_sharded(tensor):
         found, hint = "it is sharded already", "undo that first, or leave it out of the plan"
-        return [Problem("already-sharded", name, found=found, hint=hint)]
+        return [Problem("already-applied", name, found=found, hint=hint)]
     problems = []
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         found = f"a {type(tensor).__qualname__} of layout {tensor.layout}"
-        problems.append(Problem("tensor-subclass", name, found=found, hint="only plain dense tensors are sharded"))
+        problems.append(Problem("unsupported-tensor", name, found=found, hint="only plain dense tensors are sharded"))
     if tensor.grad is not None:
         found, hint = "it has a gradient, which would be lost", "call zero_grad(set_to_none=True) first"
-        problems.append(Problem("has-gradient", name, found=found, hint=hint))
+        problems.append(Problem("unsupported-tensor", name, found=found, hint=hint))
     if foreign_hooks(tensor):
         found, hint = "it has gradient hooks, which would be lost", "register them after sharding"
-        problems.append(Problem("has-hooks", name, found=found, hint=hint))
+        problems.append(Problem("unsupported-tensor", name, found=found, hint=hint))
     return problems
 
 

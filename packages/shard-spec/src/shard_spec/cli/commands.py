@@ -237,7 +237,7 @@ def _report(
     notes: list[Problem],
 ) -> int:
     metadata = metadata_of(model)
-    blocking = [problem for problem in problems if problem.code not in ("over-memory", "mesh-too-large")]
+    blocking = [problem for problem in problems if problem.code not in ("does-not-fit", "mesh-too-large")]
     document: dict[str, Any] = {
         "digest": plan.digest,
         "problems": [vars(problem) for problem in problems],
@@ -248,7 +248,7 @@ def _report(
             memory, communication = _costs_of(plan, metadata, arguments)
         with progress("activations"):
             activations, reason = _activations_of(plan, model, arguments)
-        notes = [*notes, Problem("activations-unknown", found=reason)] if reason else notes
+        notes = [*notes, Problem("unverified", found=reason)] if reason else notes
         if activations is not None and not problems:
             problems = _activation_problems(memory, activations, arguments)
         document["activations"] = None if activations is None else vars(activations)
@@ -285,7 +285,7 @@ def _costs_of(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.N
             metadata, _batch(arguments), topology=_topology(arguments), data_axes=axes, dtype=arguments.dtype
         )
     except PlanError as error:
-        if any(problem.code != "several-meshes" for problem in error.problems):
+        if any(problem.code != "mesh-mismatch" for problem in error.problems):
             raise
         communication = None
     return memory, communication
@@ -324,7 +324,7 @@ def _activation_problems(
     if not arguments.checkpointing and activations.num_blocks:
         small = human_bytes(activations.checkpointed_bytes)
         hint = f"with each block checkpointed about {small} remain, which {'fits' if fits else 'does not fit either'}"
-    return (Problem("over-memory", found=found, hint=hint),)
+    return (Problem("does-not-fit", found=found, hint=hint),)
 
 
 def _write_html(

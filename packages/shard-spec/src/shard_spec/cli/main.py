@@ -21,7 +21,7 @@ No GPU, no process group and no memory for weights is needed.
 exit status: 0 good, 1 problems found, 2 wrong usage"""
 
 
-_ARGUMENTS = {"unknown-optimizer", "unknown-dtype"}  # raised for what was typed, not found in a plan
+_ARGUMENTS = {"invalid-argument", "unsupported-dtype"}  # raised for what was typed, not found in a plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ class CheckpointShard(torch.Tensor):
     It has the global shape and no data of its own: ``local`` is the tensor, which loading fills in place. Computing
     with it raises. It is made as ``CheckpointShard(local, layout, shape, rank)``: the local tensor, how the global one
     lies on ranks, the global shape, and this rank as the layout's mesh counts; ``PlanError`` with
-    ``local-shape-mismatch`` where ``local`` is not what the layout puts on ``rank``.
+    ``shape-mismatch`` where ``local`` is not what the layout puts on ``rank``.
     """
 
     local: torch.Tensor
@@ -127,7 +127,7 @@ def to_dcp(
             problems.append(Problem("unknown-name", name, found="the plan has no layout for it", hint=hint))
         elif layout.mesh.coordinate(rank) is None:
             hint = "leave it out on ranks that hold nothing of it"
-            problems.append(Problem("rank-not-on-mesh", name, found=f"rank {rank} on {layout.mesh}", hint=hint))
+            problems.append(Problem("rank-outside-mesh", name, found=f"rank {rank} on {layout.mesh}", hint=hint))
         elif tuple(value.shape) != layout.local_shape(rank, shapes[name]):
             expected = layout.local_shape(rank, shapes[name])
             problems.append(_shape_problem(name, tuple(value.shape), expected, layout, rank))
@@ -183,7 +183,7 @@ def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
     said = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
-    return Problem("local-shape-mismatch", name, found=said, hint="pass the local tensors that lie as the plan says")
+    return Problem("shape-mismatch", name, found=said, hint="pass the local tensors that lie as the plan says")
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

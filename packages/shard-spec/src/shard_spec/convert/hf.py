@@ -69,12 +69,12 @@ def from_hf_tp_plan(
 ) -> PlanContent:
     """The plan of the parameters that a ``tp_plan`` cuts; see ``ShardingPlan.from_hf_tp_plan``."""
     if forward not in ("refuse", "drop"):
-        raise PlanError(Problem("bad-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
+        raise PlanError(Problem("invalid-argument", "forward", found=repr(forward), hint="'refuse' or 'drop'"))
     metadata = metadata_of(module)
     given: Any = tp_plan  # may come from a file
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         found = f"{given!r:.200} of type {type(given).__name__}"
-        raise PlanError(Problem("bad-tp-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
+        raise PlanError(Problem("invalid-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
     styles = {prefix + key: style for key, style in given.items()}
     problems = _style_problems(styles, forward)
     raise_problems(problems, "the tp_plan says more than a sharding plan can")
@@ -218,4 +218,4 @@ def _style_problems(styles: Mapping[str, Any], forward: str) -> list[Problem]:
 
 def _unused(key: str) -> Problem:
     hint = "config.base_model_tp_plan is about the base model: pass prefix='model.'"
-    return Problem("matches-nothing", key, found="no module or parameter has this name", hint=hint)
+    return Problem("unmatched-pattern", key, found="no module or parameter has this name", hint=hint)

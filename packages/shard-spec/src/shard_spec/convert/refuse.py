@@ -18,11 +18,11 @@ def the_axis(found: Resolution, axis: str | None) -> str:
     """``axis``, or the only one along which the plan cuts anything.
 
     Raises:
-        PlanError: ``which-axis`` when that is not one axis.
+        PlanError: ``missing-argument`` when that is not one axis.
     """
     meshes = {layout.mesh for layout in found.layouts.values()}
     if len(meshes) != 1:
-        raise PlanError(Problem("several-meshes", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
+        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
     mesh = next(iter(meshes))
     if axis is not None:
         mesh.axis_index(axis)
@@ -33,7 +33,12 @@ def the_axis(found: Resolution, axis: str | None) -> str:
     if not cutting:
         return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]
     raise PlanError(
-        Problem("which-axis", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint="pass axis=, one of them")
+        Problem(
+            "missing-argument",
+            "axis",
+            found=f"the plan cuts along {', '.join(cutting)}",
+            hint="pass axis=, one of them",
+        )
     )
 
 

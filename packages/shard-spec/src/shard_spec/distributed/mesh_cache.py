@@ -78,7 +78,7 @@ class MeshCache:
         """Make the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
 
         Raises:
-            PlanError: On every rank, before anything else: ``rank-order-needs-newer-torch``, ``cannot-make-groups``.
+            PlanError: On every rank, before anything else: ``missing-dependency``, ``no-process-group``.
         """
         keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
         wanted = [members for key in keys if not self._is_flat(key) for groups in key.axis_groups for members in groups]
@@ -91,13 +91,13 @@ class MeshCache:
         """The mesh that ``layout`` lies on.
 
         Raises:
-            PlanError: ``mesh-not-prepared`` for an output whose spec says only at run time how it is cut.
+            PlanError: ``mesh-mismatch`` for an output whose spec says only at run time how it is cut.
         """
         key = _key_of(layout)
         if key not in self._meshes:
             found = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
             hint = "cut outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
-            raise PlanError(Problem("mesh-not-prepared", found=found, hint=hint))
+            raise PlanError(Problem("mesh-mismatch", found=found, hint=hint))
         return self._meshes[key]
 
     def flat_mesh(self) -> DeviceMesh:
@@ -115,7 +115,7 @@ class MeshCache:
         if unsorted and not _torch_compat.can_order_groups():
             found = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
             hint = "name the ranks in ascending order, or use a torch whose new_group has sort_ranks"
-            raise PlanError(Problem("rank-order-needs-newer-torch", "placements", found=found, hint=hint))
+            raise PlanError(Problem("missing-dependency", "placements", found=found, hint=hint))
         if self.group.size == dist.get_world_size():
             return
         counts: list[int] = [0] * self.group.size
@@ -124,7 +124,7 @@ class MeshCache:
             # Torch names a group that only its members make after the number of groups they know.
             found = f"new groups are needed, {wanted[0]} first, and the ranks know {counts} groups"
             hint = "make the group in the order of the specs (new_group(ranks, sort_ranks=False)) and pass it"
-            raise PlanError(Problem("cannot-make-groups", "process_group", found=found, hint=hint))
+            raise PlanError(Problem("no-process-group", "process_group", found=found, hint=hint))
 
     def _make(self, key: MeshKey) -> DeviceMesh:
         if self._is_flat(key):

@@ -53,7 +53,7 @@ def choose_format(
     plain = layout.canonical(shape)
     kinds = {term.kind for term in plain.terms}
     if layout.partial:
-        return Problem("partial-parameter", name, found=str(layout), hint="replicate or shard what is stored")
+        return Problem("partial-value", name, found=str(layout), hint="replicate or shard what is stored")
     if kinds <= {"R", "S"} and not plain.order:
         # The axes as written, not canonical ones: an axis of one rank keeps its shard.
         return ParameterFormat("dtensor", tuple(_written(term, len(shape)) for term in layout.terms))
@@ -82,7 +82,7 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
         why = "operators of this torch are not known to be right on strided shards"
         hint += "; or use torch >= 2.13"
     if why is not None:
-        return Problem("order-not-expressible", name, found=f"{layout}: {why}", hint=hint)
+        return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
     return ParameterFormat("dtensor", terms)
 
 

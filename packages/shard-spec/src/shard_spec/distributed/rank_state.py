@@ -31,7 +31,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     """The group that was passed, or the default group.
 
     Raises:
-        PlanError: ``no-process-group`` or ``rank-outside-group``; no other rank can be told.
+        PlanError: ``no-process-group`` or ``rank-outside-mesh``; no other rank can be told.
     """
     if not (dist.is_available() and dist.is_initialized()):
         found = "torch.distributed is not initialized"
@@ -40,7 +40,7 @@ def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGro
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         found = f"rank {dist.get_rank()} is not in the process group it passed"
-        raise PlanError(Problem("rank-outside-group", "process_group", found=found, hint="call it on members only"))
+        raise PlanError(Problem("rank-outside-mesh", "process_group", found=found, hint="call it on members only"))
     return group
 
 

@@ -63,7 +63,7 @@ def _planned(
     """Return where the shards go; sends nothing."""
     if not isinstance(tensor, torch.Tensor):
         found = f"{tensor!r:.200} of type {type(tensor).__qualname__}"
-        raise PlanError(Problem("not-a-tensor", "tensor", found=found, hint="give the full tensor"))
+        raise PlanError(Problem("wrong-type", "tensor", found=found, hint="give the full tensor"))
     shape, ranks = tuple(tensor.shape), tuple(dist.get_process_group_ranks(group))
     layout, device = place(shape)
     problems = [*source_problems(src_rank, len(ranks)), *rank_problems("tensor", tuple(layout.mesh.ranks), ranks)]
@@ -71,7 +71,7 @@ def _planned(
     problems += [expression] if isinstance(expression, Problem) else []
     if tensor.is_meta and dist.get_rank(group) == src_rank:
         hint = "give the source rank real values; only the other ranks may have meta tensors"
-        problems.append(Problem("meta-on-source", "tensor", found="a meta tensor on src_rank", hint=hint))
+        problems.append(Problem("no-data", "tensor", found="a meta tensor on src_rank", hint=hint))
     raise_problems(problems)
     return layout, device or (group_device(group) if tensor.is_meta else tensor.device)
 
@@ -88,7 +88,7 @@ def source_problems(src_rank: object, size: int) -> list[Problem]:
     if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
         return []
     hint = f"a rank in the group, 0 to {size - 1}"
-    return [Problem("src-rank-out-of-range", "src_rank", found=repr(src_rank), hint=hint)]
+    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
 
 
 def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshCache) -> DTensor:
@@ -109,9 +109,9 @@ def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> 
     problems = []
     if outside:
         found, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
-        problems.append(Problem("rank-outside-group", name, found=found, hint=hint))
+        problems.append(Problem("rank-outside-mesh", name, found=found, hint=hint))
     if missing:
         found = f"ranks {missing} of the group hold nothing"
         hint = "name every rank of the group once, or pass a smaller process_group"
-        problems.append(Problem("ranks-missing", name, found=found, hint=hint))
+        problems.append(Problem("rank-outside-mesh", name, found=found, hint=hint))
     return problems

@@ -72,7 +72,7 @@ def estimate_activations(
     """The estimate for one forward; see ``ShardingPlan.activations``."""
     found = resolve(plan, module)
     if found.mesh is None:
-        raise PlanError(Problem("several-meshes", found="no single mesh", hint="put all layouts on one mesh"))
+        raise PlanError(Problem("mesh-mismatch", found="no single mesh", hint="put all layouts on one mesh"))
     mesh, data = found.mesh, data_axes_of(found.mesh, data_axes)
     state, effects = _meta_state(module, found, set(mesh.axis_names) - set(data), dtype)
     flow = _Flow(effects)

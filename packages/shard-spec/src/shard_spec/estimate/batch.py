@@ -41,7 +41,7 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
     """Return the arguments that one rank passes to ``module.forward``; token ids are zeros on the meta device.
 
     Raises:
-        PlanError: ``unknown-batch`` for a number of tokens alone, which says no shape.
+        PlanError: ``invalid-argument`` for a number of tokens alone, which says no shape.
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -61,4 +61,4 @@ def _is_numbers(batch: Batch) -> bool:
 
 
 def _unknown(batch: object) -> PlanError:
-    return PlanError(Problem("unknown-batch", "batch", found=f"{batch!r:.100}", hint=_HINT))
+    return PlanError(Problem("invalid-argument", "batch", found=f"{batch!r:.100}", hint=_HINT))

@@ -246,7 +246,7 @@ def _one_mesh(found: Resolution) -> MeshSpec:
     if len(meshes) != 1:
         raise PlanError(
             Problem(
-                "several-meshes",
+                "mesh-mismatch",
                 found=f"{len(meshes)} meshes in one plan",
                 hint="communication is counted by axis: put all layouts on one mesh",
             )

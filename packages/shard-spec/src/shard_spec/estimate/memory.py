@@ -98,7 +98,7 @@ class Memory:
 
     def _at(self, rank: int) -> int:
         if rank not in self.ranks:
-            raise PlanError(Problem("rank-not-on-mesh", found=f"rank {rank}", hint="ask for a rank in memory.ranks"))
+            raise PlanError(Problem("rank-outside-mesh", found=f"rank {rank}", hint="ask for a rank in memory.ranks"))
         return self.ranks.index(rank)
 
 
@@ -147,7 +147,7 @@ def memory(
     if batch is None:
         return static
     if isinstance(module, ModelMetadata):
-        raise PlanError(Problem("no-forward", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+        raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
     found = estimate_activations(plan, module, batch, data_axes=data_axes, dtype=dtype)
     size = found.checkpointed_bytes if checkpointing else found.local_bytes
     return replace(static, parts={**static.parts, "activations": (size,) * len(static.ranks)})
@@ -160,7 +160,7 @@ def memory_of(
     for name in (grads, dtype):
         if isinstance(name, str) and name not in ITEM_BYTES:
             raise PlanError(
-                Problem("unknown-dtype", "dtype", found=repr(name), hint=f"one of {', '.join(sorted(ITEM_BYTES))}")
+                Problem("unsupported-dtype", "dtype", found=repr(name), hint=f"one of {', '.join(sorted(ITEM_BYTES))}")
             )
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks

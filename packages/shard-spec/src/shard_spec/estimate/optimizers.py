@@ -56,7 +56,7 @@ def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
     """Return the state of ``optimizer``: by name, as stated, or from a torch optimizer's class and settings.
 
     Raises:
-        PlanError: ``unknown-optimizer``, with the names that are known.
+        PlanError: ``invalid-argument``, with the names that are known.
     """
     if isinstance(optimizer, OptimizerState):
         return optimizer
@@ -69,7 +69,7 @@ def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
     if found is None:
         raise PlanError(
             Problem(
-                "unknown-optimizer",
+                "invalid-argument",
                 "optimizer",
                 found=repr(optimizer)[:200],
                 hint=f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)",

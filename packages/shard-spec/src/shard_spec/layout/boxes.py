@@ -28,14 +28,14 @@ class Box:
         if len(self.offsets) != len(self.sizes):
             raise PlanError(
                 Problem(
-                    "box-rank-mismatch",
+                    "shape-mismatch",
                     found=f"{len(self.offsets)} offsets and {len(self.sizes)} sizes",
                     hint="give one offset and one size for each dim",
                 )
             )
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
             raise PlanError(
-                Problem("box-negative", found=f"{self!r}", hint="offsets and sizes are at least 0"),
+                Problem("box-out-of-range", found=f"{self!r}", hint="offsets and sizes are at least 0"),
             )
 
     @property
@@ -62,7 +62,7 @@ class Box:
         if self.ndim != other.ndim:
             raise PlanError(
                 Problem(
-                    "box-rank-mismatch",
+                    "shape-mismatch",
                     found=f"boxes of {self.ndim} and {other.ndim} dims",
                     hint="intersect boxes of the same global tensor",
                 )
@@ -94,7 +94,7 @@ class Box:
         )
         if not inside:
             raise PlanError(
-                Problem("box-not-inside", found=f"{self!r} is not inside {outer!r}", hint="intersect first")
+                Problem("box-out-of-range", found=f"{self!r} is not inside {outer!r}", hint="intersect first")
             )
         return _box(offsets, self.sizes)
 

@@ -148,7 +148,7 @@ class Layout:
         """Return the offsets of the local tensor of ``rank``; an empty dim begins at its end, as in DTensor.
 
         Raises:
-            PlanError: As :meth:`local_shape`, and ``several-boxes`` where the local tensor is not one box.
+            PlanError: As :meth:`local_shape`, and ``not-a-grid`` where the local tensor is not one box.
         """
         coordinate = self._coordinate(rank)
         shape = tuple(shape)
@@ -158,7 +158,7 @@ class Layout:
             if len(found) > 1:
                 raise PlanError(
                     Problem(
-                        "several-boxes",
+                        "not-a-grid",
                         dim=dim,
                         found=f"rank {rank} holds {len(found)} separate pieces",
                         hint="ask boxes(rank, shape)",
@@ -229,7 +229,7 @@ class Layout:
         if coordinate is None:
             raise PlanError(
                 Problem(
-                    "rank-not-on-mesh",
+                    "rank-outside-mesh",
                     found=f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})",
                     hint="ask for a rank in mesh.ranks",
                 )
@@ -260,7 +260,7 @@ def _terms_by_axis(
     listed = list(placements)
     if len(listed) != mesh.ndim:
         found = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
-        raise PlanError(Problem("placement-count", found=found, hint="give one for each axis, or a mapping"))
+        raise PlanError(Problem("argument-count", found=found, hint="give one for each axis, or a mapping"))
     return _each_term(zip(mesh.axis_names, listed, strict=True)), ()
 
 
@@ -286,16 +286,16 @@ def _axis_problems(
             if len(term.arg) != size:
                 found = f"{len(term.arg)} sizes for {size} ranks"
                 problems.append(
-                    Problem("size-count-mismatch", dim=term.dim, axis=axis, found=found, hint="one size for each rank")
+                    Problem("argument-count", dim=term.dim, axis=axis, found=found, hint="one size for each rank")
                 )
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
         elif terms[mesh.axis_names.index(axis)].dim is None:
             found = f"order names {axis}, which cuts no dim"
-            problems.append(Problem("order-has-no-effect", "order", axis=axis, found=found, hint="leave it out"))
+            problems.append(Problem("conflicting-arguments", "order", axis=axis, found=found, hint="leave it out"))
     if len(set(order)) != len(order):
-        problems.append(Problem("axis-twice", "order", found=">".join(order), hint="name each axis once"))
+        problems.append(Problem("duplicate-name", "order", found=">".join(order), hint="name each axis once"))
     return problems
 
 
@@ -357,7 +357,7 @@ def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Pro
             wrong = next((why for why in (fits(term, length) for length in sorted(lengths)) if why), "")
             if wrong:
                 axis = layout.mesh.axis_names[at]
-                code = "uneven-sizes-mismatch" if term.kind == "U" else "sections-mismatch"
+                code = "shape-mismatch" if term.kind == "U" else "invalid-sections"
                 problems.append(Problem(code, name, dim, axis, wrong, f"shape is {shape}; correct the sizes"))
                 break
             lengths = set().union(*(sizes(term, length, count) for length in lengths))

@@ -127,7 +127,7 @@ class MeshSpec:
         if not inside:
             raise PlanError(
                 Problem(
-                    "coordinate-out-of-range",
+                    "index-out-of-range",
                     found=f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}",
                     hint="give one number for each axis, from 0 to the axis size - 1",
                 )
@@ -163,7 +163,7 @@ class MeshSpec:
             match = re.fullmatch(r"\s*([A-Za-z_][A-Za-z0-9_.\-]*)\s*[=:]\s*(\d+)\s*", item)
             if match is None or match[1] in axes:
                 raise PlanError(
-                    Problem("bad-mesh-text", found=repr(text), hint="write each axis once, as in 'dp=128, tp=8'")
+                    Problem("invalid-mesh", found=repr(text), hint="write each axis once, as in 'dp=128, tp=8'")
                 )
             axes[match[1]] = int(match[2])
         return cls(axes, None, ranks_per_host)
@@ -184,7 +184,7 @@ class MeshSpec:
 
         Raises:
             PlanError: ``no-process-group`` when torch.distributed is not initialized, ``mesh-too-large`` when
-                a rank of the mesh is not in the default group, ``rank-order-needs-newer-torch`` when this torch
+                a rank of the mesh is not in the default group, ``missing-dependency`` when this torch
                 cannot make a group in the order that the mesh needs.
         """
         import torch
@@ -216,7 +216,7 @@ class MeshSpec:
         if not _torch_compat.can_order_groups():
             found = f"ranks in the order {list(unsorted[0])}; this torch makes groups in ascending order only"
             hint = "name the ranks along each axis in ascending order, or use a torch whose new_group has sort_ranks"
-            raise PlanError(Problem("rank-order-needs-newer-torch", "ranks", found=found, hint=hint))
+            raise PlanError(Problem("missing-dependency", "ranks", found=found, hint=hint))
         made = [_torch_compat.new_ordered_group(list(members), True) for along in groups for members in along]
         own = [group for group in made if group is not None]
         if dist.get_rank() not in self.ranks:
@@ -239,18 +239,18 @@ def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
 
 def _axes_problems(axes: object) -> list[Problem]:
     if not isinstance(axes, Mapping) or not axes:
-        return [Problem("bad-mesh-axes", "axes", found=repr(axes), hint="give a mapping such as {'dp': 2, 'tp': 4}")]
+        return [Problem("invalid-mesh", "axes", found=repr(axes), hint="give a mapping such as {'dp': 2, 'tp': 4}")]
     problems = []
     name: object
     size: object
     for name, size in axes.items():
         if not isinstance(name, str) or not _AXIS_NAME.match(name):
             problems.append(
-                Problem("bad-axis-name", "axes", found=repr(name), hint="a name of letters, digits, '_', '-' or '.'")
+                Problem("invalid-mesh", "axes", found=repr(name), hint="a name of letters, digits, '_', '-' or '.'")
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             problems.append(
-                Problem("bad-axis-size", "axes", axis=str(name), found=repr(size), hint="sizes are whole numbers >= 1")
+                Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint="sizes are whole numbers >= 1")
             )
     if not problems and prod(axes.values()) > MAX_RANKS:
         hint = f"at most {MAX_RANKS} ranks"
@@ -263,15 +263,15 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
     if ranks is not None:
         if len(ranks) != world:
             problems.append(
-                Problem("rank-count-mismatch", "ranks", found=f"{len(ranks)} ranks for {world} places on the axes")
+                Problem("invalid-mesh", "ranks", found=f"{len(ranks)} ranks for {world} places on the axes")
             )
         if len(set(ranks)) != len(ranks):
             twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-            problems.append(Problem("duplicate-rank", "ranks", found=f"ranks {twice} stand there more than once"))
+            problems.append(Problem("invalid-mesh", "ranks", found=f"ranks {twice} stand there more than once"))
         if any(rank < 0 for rank in ranks):
-            problems.append(Problem("negative-rank", "ranks", found=f"{min(ranks)}", hint="ranks are at least 0"))
+            problems.append(Problem("invalid-mesh", "ranks", found=f"{min(ranks)}", hint="ranks are at least 0"))
     if ranks_per_host is not None and ranks_per_host < 1:
-        problems.append(Problem("bad-ranks-per-host", "ranks_per_host", found=repr(ranks_per_host), hint=">= 1"))
+        problems.append(Problem("invalid-argument", "ranks_per_host", found=repr(ranks_per_host), hint=">= 1"))
     return problems
 
 

@@ -93,7 +93,7 @@ PlacementLike: TypeAlias = "Placement | UnevenShard | BlockShard | InterleavedSh
 
 def _check_dim(owner: str, dim: object) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise PlanError(Problem("bad-dim", owner, found=repr(dim), hint="a dim is a whole number"))
+        raise PlanError(Problem("invalid-layout", owner, found=repr(dim), hint="a dim is a whole number"))
 
 
 def _is_whole(value: object) -> bool:
@@ -106,7 +106,7 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
     if wrong or not numbers:
         raise PlanError(
             Problem(
-                f"bad-{argument}",
+                "invalid-layout",
                 owner,
                 found=f"{argument}={values!r}",
                 hint=f"whole numbers of at least {least}, and at least one of them",
@@ -119,7 +119,7 @@ def term_of(placement: object) -> Term:
     """Return the term of a placement object; `text.to_term` takes text as well.
 
     Raises:
-        PlanError: ``unknown-placement`` for what is no placement, ``unknown-reduce-op`` for a partial of an unknown op.
+        PlanError: ``wrong-type`` for what is no placement, ``invalid-argument`` for a partial of an unknown op.
     """
     if isinstance(placement, Term):
         return placement
@@ -141,7 +141,7 @@ def _torch_term(placement: object) -> Term:
             if type(placement) is not types.Partial or placement.reduce_op not in REDUCE_OPS:
                 raise PlanError(
                     Problem(
-                        "unknown-reduce-op",
+                        "invalid-argument",
                         found=repr(placement),
                         hint=f"a plain Partial of one of {', '.join(REDUCE_OPS)}",
                     )
@@ -154,7 +154,7 @@ def _torch_term(placement: object) -> Term:
             return Term("I", placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
     raise PlanError(
         Problem(
-            "unknown-placement",
+            "wrong-type",
             found=f"{placement!r} of type {type(placement).__qualname__}",
             hint="use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text",
         )

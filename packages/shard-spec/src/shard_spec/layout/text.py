@@ -64,7 +64,7 @@ def to_term(placement: object) -> Term:
     """Return the term of a placement, or of its text.
 
     Raises:
-        PlanError: ``bad-placement-text``, ``unknown-placement`` or ``unknown-reduce-op``.
+        PlanError: ``invalid-layout``, ``wrong-type`` or ``invalid-argument``.
     """
     return parse_placement(placement) if isinstance(placement, str) else term_of(placement)
 
@@ -73,7 +73,7 @@ def parse_placement(text: str) -> Term:
     """Read one placement.
 
     Raises:
-        PlanError: ``bad-placement-text``.
+        PlanError: ``invalid-layout``.
     """
     match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
     kind = _LONG_NAMES.get(match[1], match[1]) if match else ""
@@ -100,7 +100,7 @@ def parse_placement(text: str) -> Term:
     except ValueError as error:
         if isinstance(error, PlanError):
             raise
-    raise PlanError(Problem("bad-placement-text", found=repr(text[:200]), hint=_HINT))
+    raise PlanError(Problem("invalid-layout", found=repr(text[:200]), hint=_HINT))
 
 
 def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term], tuple[str, ...]]:
@@ -110,7 +110,7 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term],
         PlanError: With every part that cannot be read.
     """
     if len(text) > _MAX_TEXT:
-        raise PlanError(Problem("bad-layout-text", found=f"a text of {len(text)} characters", hint=_HINT))
+        raise PlanError(Problem("invalid-layout", found=f"a text of {len(text)} characters", hint=_HINT))
     body, _, tail = text.partition(";")
     problems: list[Problem] = []
     order = _order(tail.strip(), text, problems)
@@ -120,18 +120,18 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term],
     if items and not any(named):
         if len(items) != len(axis_names):
             found = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
-            problems.append(Problem("placement-count", found=found, hint="one for each axis, or name the axes"))
+            problems.append(Problem("argument-count", found=found, hint="one for each axis, or name the axes"))
         pairs = list(zip(axis_names, items, strict=False))
     else:
         pairs = []
         for item, match in zip(items, named, strict=True):
             if match is None:
-                problems.append(Problem("bad-layout-text", found=f"{item!r} in {text!r}", hint=_HINT))
+                problems.append(Problem("invalid-layout", found=f"{item!r} in {text!r}", hint=_HINT))
             else:
                 pairs.append((match[1], match[2]))
     for axis, item in pairs:
         if axis in terms:
-            problems.append(Problem("axis-twice", axis=axis, found=repr(text), hint="name each axis once"))
+            problems.append(Problem("duplicate-name", axis=axis, found=repr(text), hint="name each axis once"))
             continue
         try:
             terms[axis] = parse_placement(item)
@@ -147,7 +147,7 @@ def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     key, equals, names = tail.partition("=")
     if key.strip() != "order" or not equals or not names.strip():
-        problems.append(Problem("bad-layout-text", found=repr(text), hint="after ';' stands order=tp>dp"))
+        problems.append(Problem("invalid-layout", found=repr(text), hint="after ';' stands order=tp>dp"))
         return ()
     return tuple(name.strip() for name in names.split(">"))
 

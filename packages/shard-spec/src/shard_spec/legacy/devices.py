@@ -32,12 +32,12 @@ def device_of(
     if len(named) > 1:
         text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
         hint = "name one kind of device in one call"
-        return torch.device("cpu"), [Problem("device-types-differ", found=text, hint=hint)]
+        return torch.device("cpu"), [Problem("device-mismatch", found=text, hint=hint)]
     device = mine or _module_device(module) or group_device(group)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found_text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
         problem = Problem(
-            "device-missing", "placements", found=found_text, hint="name a device that exists on the rank"
+            "device-mismatch", "placements", found=found_text, hint="name a device that exists on the rank"
         )
         return device, [problem]
     return device, []

@@ -60,8 +60,8 @@ class ForwardContext:
         """Return each rank's share of ``total`` rows that entered the sharded modules before ``name``.
 
         Raises:
-            PlanError: On every rank: ``unknown-split`` when no sharded module saw a batch of so many rows,
-                ``two-splits`` when several did and the ranks' shares differ.
+            PlanError: On every rank: ``invalid-layout`` when no sharded module saw a batch of so many rows,
+                ``invalid-layout`` when several did and the ranks' shares differ.
         """
         splits = self._splits.get(total, [])
         if len(splits) == 1:
@@ -69,7 +69,7 @@ class ForwardContext:
         if splits:
             hint = "pass local batches that split alike to all sharded modules, or of different total size"
             found = f"{total} rows came as {list(splits[0])} and, in the same forward, as {list(splits[1])}"
-            raise PlanError(Problem("two-splits", name, found=found, hint=hint))
+            raise PlanError(Problem("invalid-layout", name, found=found, hint=hint))
         found = f"an output of {total} rows; the sharded modules saw batches of {sorted(self._splits)} rows"
         hint = "return_local_tensor needs an output with one row for each row of the concatenated batch"
-        raise PlanError(Problem("unknown-split", name, found=found, hint=hint))
+        raise PlanError(Problem("invalid-layout", name, found=found, hint=hint))

@@ -70,9 +70,9 @@ def all_gather_input_metadata(
         problem: What this rank finds wrong with its own input; the call then raises on every rank.
 
     Raises:
-        PlanError: ``bad-batch`` on every rank: some rank found a problem, dtypes or trailing dims differ, a tensor is
-            missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of the ranks
-            differ, ``not-sharded`` where somebody put a whole parameter in the place of a piece.
+        PlanError: ``invalid-argument`` on every rank: some rank found a problem, dtypes or trailing dims differ, a
+            tensor is missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of
+            the ranks differ, ``not-sharded`` where somebody put a full parameter in the place of a shard.
     """
     group, scan = context.group.group, context.scan
     given = next(tensor for tensor in tensors if tensor is not None)
@@ -116,7 +116,7 @@ def _show(metadata: tuple[InputMetadata | None, ...]) -> str:
 
 
 def _bad(name: str, found: str, hint: str) -> Problem:
-    return Problem("bad-batch", name, found=found, hint=hint)
+    return Problem("invalid-argument", name, found=found, hint=hint)
 
 
 @cache

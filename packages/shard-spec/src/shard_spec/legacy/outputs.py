@@ -127,7 +127,7 @@ class LocalRows:
         group = self.context.group
         if not value.dim():
             hint = "name a module whose output has one row for each row of the batch"
-            raise PlanError(Problem("unknown-split", self.name, found="a scalar output", hint=hint))
+            raise PlanError(Problem("invalid-layout", self.name, found="a scalar output", hint=hint))
         rows = self.context.rows(value.shape[0], self.name)
         if self._lies_in_rows(value, rows):
             return unwrap(value)
@@ -156,7 +156,7 @@ def _one_tensor(output: Any, name: str, what: str) -> torch.Tensor:
     if isinstance(output, torch.Tensor):
         return output
     hint = f"name a module that returns one tensor in {what}"
-    raise PlanError(Problem("output-not-a-tensor", name, found=f"an output of type {type(output).__name__}", hint=hint))
+    raise PlanError(Problem("wrong-type", name, found=f"an output of type {type(output).__name__}", hint=hint))
 
 
 def _layout_of(value: DTensor) -> Layout:

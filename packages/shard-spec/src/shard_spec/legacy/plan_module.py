@@ -77,7 +77,7 @@ def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
         plan = PlanContent(plan.plan, plan.output_plan, plan.return_local_tensor)
     if not isinstance(plan, PlanContent):
         found = f"{plan!r:.200} of type {type(plan).__qualname__}"
-        raise PlanError(Problem("not-a-plan", "plan", found=found, hint="give a ShardingPlan"))
+        raise PlanError(Problem("wrong-type", "plan", found=found, hint="give a ShardingPlan"))
     own = [value.mesh for value in (plan.output_plan or {}).values() if isinstance(value, Layout)]
     if plan.mesh is None and all(rule.kind in ("spec", "sharder") for rule in plan.rules):
         return plan.on_mesh(own[0] if own else MeshSpec({"rank": len(ranks)}, ranks))
@@ -87,7 +87,7 @@ def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
 def _resolve(plan: PlanContent, module: object) -> tuple[Resolution, list[Problem]]:
     if not isinstance(module, nn.Module):
         found = f"{type(module).__qualname__}"
-        raise PlanError(Problem("not-a-module", "module", found=found, hint="give an nn.Module"))
+        raise PlanError(Problem("wrong-type", "module", found=found, hint="give an nn.Module"))
     return examine(plan, module), list(validate(plan, module))
 
 
@@ -128,7 +128,7 @@ def _sharder_problems(found: Resolution, outputs: Mapping[str, object], local: t
         for path in paths:
             if any(path.startswith(sharder + ".") for sharder in found.sharders):
                 text = f"{argument} names a module inside of one that a Sharder replaces"
-                problems.append(Problem("inside-sharder", path, found=text, hint="name the Sharder's module"))
+                problems.append(Problem("sharder-nesting", path, found=text, hint="name the Sharder's module"))
     return problems
 
 

@@ -62,4 +62,4 @@ def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, Shar
         return []
     found = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
     hint = "name the ranks in one order in all specs of one call"
-    return [Problem("rank-orders-differ", found=found, hint=hint)]
+    return [Problem("mesh-mismatch", found=found, hint=hint)]

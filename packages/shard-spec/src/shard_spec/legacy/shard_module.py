@@ -188,7 +188,7 @@ def _meshes_wanted(actions: ExecutionPlan) -> list[Layout]:
 def _parameter_problems(name: object, spec: object) -> list[Problem]:
     if not isinstance(name, str) or "." in name:
         hint = "the name of a parameter of this very module; for deeper ones use shard_module"
-        return [Problem("not-a-parameter-name", "param_name", found=repr(name), hint=hint)]
+        return [Problem("invalid-argument", "param_name", found=repr(name), hint=hint)]
     if not isinstance(spec, Layout) and as_spec(spec) is None:
         return [unknown_spec("sharding_spec", spec)]
     return []

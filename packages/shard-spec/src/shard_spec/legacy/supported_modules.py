@@ -73,7 +73,7 @@ def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
         found = f"{type(module).__name__}(sparse=True): a DTensor has no sparse gradient"
     if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
         found = "EmbeddingBag(scale_grad_by_freq=True) has no sharded forward"
-    return Problem("option-not-shardable", fqn, found=found, hint="turn the option off") if found else None
+    return Problem("unsupported-option", fqn, found=found, hint="turn the option off") if found else None
 
 
 def _problem(fqn: str, found: str) -> Problem:

@@ -36,7 +36,7 @@ def solve_highs(problem: PairwiseProblem, limit: int | None = None, *, time_limi
         import highspy as untyped
     except ImportError as error:
         hint = "pip install 'shard-spec[milp]', or use the package's own solver, which needs nothing"
-        raise PlanError(Problem("highspy-missing", found=str(error), hint=hint)) from error
+        raise PlanError(Problem("missing-dependency", found=str(error), hint=hint)) from error
     highspy: Any = untyped
     model = highspy.Highs()
     model.silent()

@@ -113,7 +113,7 @@ class _Builder:
         if not blocks:
             found = "no attention or feed-forward block was recognised"
             hint = "OptimalPlanner models transformers; use FullyShardPlanner or write rules by hand"
-            raise PlanError(Problem("nothing-to-optimise", found=found, hint=hint))
+            raise PlanError(Problem("nothing-to-optimize", found=found, hint=hint))
         width = self._stream_width(blocks[0])
         stream = self._embeddings([unit for unit in units if unit.kind is TPBlockKind.EMBEDDING], width)
         for unit in blocks:

@@ -155,7 +155,7 @@ class OptimalPlanner(LayoutPlanner):
         """Every rank holds the same amount, so the first one stands for all."""
         if error.least_bytes < 0:
             found = "no combination of strategies divides the batch, the sequence and the heads"
-            return PlanError(Problem("nothing-divides", found=found, hint="choose another batch or another mesh"))
+            return PlanError(Problem("does-not-divide", found=found, hint="choose another batch or another mesh"))
         over = error.least_bytes - self.memory_limit
         changes = [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
         return PlanError(

@@ -40,7 +40,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
         mesh = mesh or _widest(meshes)
         if mesh is None:
             raise PlanError(
-                Problem("no-mesh", found="no tensor of the model says which ranks there are", hint="pass mesh=")
+                Problem("missing-mesh", found="no tensor of the model says which ranks there are", hint="pass mesh=")
             )
         layouts.update({name: Layout.replicated(mesh) for name in plain})
     return {name: layouts[name] for name, _ in named}
@@ -59,7 +59,7 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(Problem("bad-sharding-info", found=str(error)[:300], hint=_FORM)) from None
+        raise PlanError(Problem("invalid-sections", found=str(error)[:300], hint=_FORM)) from None
     tensor_module: Any = sys.modules.get("torch.distributed.tensor")
     if tensor_module is None or not isinstance(tensor, tensor_module.DTensor):
         return None
@@ -73,7 +73,7 @@ def _layout_of_info(info: ShardingInfo) -> Layout:
 
     Raises:
         ValueError: Units that do not fill their section.
-        PlanError: ``sections-not-expressible`` for what no layout says.
+        PlanError: ``not-expressible`` for what no layout says.
     """
     layout = Layout(MeshSpec.from_device_mesh(info.mesh), list(info.placements))
     for each in info.sections:
@@ -134,7 +134,7 @@ def _term_of(dim: int, sections: list[Section], count: int) -> Term:
 
 
 def _not_said(found: str, hint: str) -> PlanError:
-    return PlanError(Problem("sections-not-expressible", found=found, hint=hint))
+    return PlanError(Problem("not-expressible", found=found, hint=hint))
 
 
 def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:

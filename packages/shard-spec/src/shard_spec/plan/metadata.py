@@ -64,7 +64,7 @@ class TensorMetadata:
         object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))
         if self.dtype not in ITEM_BYTES:
             raise PlanError(
-                Problem("unknown-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
+                Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
             )
 
     @property

@@ -22,7 +22,7 @@ def from_json(text: str | bytes) -> PlanContent:
     """Read what :func:`to_json` wrote. Reads data only; runs nothing, imports nothing by name.
 
     Raises:
-        PlanError: ``bad-plan-file`` for anything else, ``unknown-version`` for a newer format. Wrong rules inside of a
+        PlanError: ``invalid-plan`` for anything else, ``invalid-plan`` for a newer format. Wrong rules inside of a
             well-formed file are read, and listed by ``validate``.
     """
     try:
@@ -39,7 +39,7 @@ def from_yaml(text: str | bytes) -> PlanContent:
     those of JSON (``on``, ``010`` and dates are text); a key that stands twice, an alias or a tag is refused.
 
     Raises:
-        PlanError: ``bad-plan-file``, or as ``from_json``.
+        PlanError: ``invalid-plan``, or as ``from_json``.
         ModuleNotFoundError: Without PyYAML.
     """
     try:
@@ -73,7 +73,7 @@ def from_document(document: Any) -> PlanContent:
     if type(version) is not int or version != VERSION:
         raise PlanError(
             Problem(
-                "unknown-version",
+                "invalid-plan",
                 found=f"format version {version!r:.60}, this release reads {VERSION}",
                 hint="install the release of shard-spec that wrote the file, or write it again",
             )
@@ -164,6 +164,4 @@ def _texts(value: Any) -> bool:
 
 
 def _bad(found: str) -> PlanError:
-    return PlanError(
-        Problem("bad-plan-file", found=found, hint="this reads what ShardingPlan.to_json or to_yaml wrote")
-    )
+    return PlanError(Problem("invalid-plan", found=found, hint="this reads what ShardingPlan.to_json or to_yaml wrote"))

@@ -114,7 +114,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     default = None if mesh is None else Layout.replicated(mesh)
     if default is None and not problems and any(rule is None for rule, _ in decided.values()):
         hint = "pass mesh= to the plan: there are tensors that no rule mentions"
-        problems.append(Problem("no-mesh", found="neither the plan nor a rule names ranks", hint=hint))
+        problems.append(Problem("missing-mesh", found="neither the plan nor a rule names ranks", hint=hint))
     layouts = {}
     for name, (rule, layout) in decided.items():
         chosen = default if rule is None else layout
@@ -197,7 +197,7 @@ def _decide(
         if strict and tensor.kind == "parameter":
             problems.append(
                 Problem(
-                    "unmentioned-parameter",
+                    "unmatched-pattern",
                     tensor.name,
                     found="no rule mentions it, and the plan is strict",
                     hint="add a rule; 'R' replicates it",
@@ -218,7 +218,7 @@ def _decide(
             found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
             problems.append(
                 Problem(
-                    "tied-conflict",
+                    "tied-weights",
                     alias,
                     found=f"{found} by rule {winners[alias].key!r}",
                     hint="these names are one tensor: give both the same layout, or only one of them a rule",
@@ -239,7 +239,7 @@ def _most_specific(name: str, rules: list[Rule], problems: list[Problem]) -> Rul
     if any(not _same_value(rule, best[0]) for rule in best):
         problems.append(
             Problem(
-                "equal-rules",
+                "ambiguous-pattern",
                 name,
                 found="matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific",
                 hint="add an exact rule for this name, or narrow one of the patterns",
@@ -271,7 +271,7 @@ def _same_value(rule: Rule, other: Rule) -> bool:
 
 def _partial(tensor: TensorMetadata, layout: Layout) -> Problem:
     return Problem(
-        "partial-parameter",
+        "partial-value",
         tensor.name,
         axis=next(iter(layout.partial)),
         found=f"a stored {tensor.kind} with the layout {layout}",
@@ -292,7 +292,7 @@ def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
         names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
         close = difflib.get_close_matches(key, names[:5000], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"
-    return Problem("matches-nothing", key, found="no parameter or buffer has a name like this", hint=hint)
+    return Problem("unmatched-pattern", key, found="no parameter or buffer has a name like this", hint=hint)
 
 
 def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[Problem]) -> dict[str, Any]:
@@ -303,22 +303,22 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
         paths = [path for path in metadata.modules if rule.pattern.matches(path)]
         if rule.key == "" or "" in paths:
             hint = "name a submodule; the root cannot be replaced in place"
-            problems.append(Problem("sharder-at-root", rule.key, found="a Sharder for the root module", hint=hint))
+            problems.append(Problem("sharder-nesting", rule.key, found="a Sharder for the root module", hint=hint))
         elif not paths:
             problems.append(
-                Problem("module-not-found", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
+                Problem("unknown-name", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
             )
         for path in paths:
             if path and path in placed:
                 found = "two Sharders match this module"
-                problems.append(Problem("equal-rules", path, found=found, hint="keep one of them"))
+                problems.append(Problem("ambiguous-pattern", path, found=found, hint="keep one of them"))
             elif path:
                 placed[path] = rule.value
     for path in placed:
         outer = next((other for other in placed if path.startswith(other + ".")), None)
         if outer is not None:
             found = f"a Sharder inside of {outer!r}, which has a Sharder itself"
-            problems.append(Problem("sharder-inside-sharder", path, found=found, hint="keep one of them"))
+            problems.append(Problem("sharder-nesting", path, found=found, hint="keep one of them"))
     return placed
 
 
@@ -333,7 +333,7 @@ def _taken_by_sharder(
     if len(set(owners.values())) > 1:
         problems.append(
             Problem(
-                "tied-across-sharder",
+                "tied-weights",
                 tensor.name,
                 found=f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some",
                 hint="untie it, or give the Sharder a module that holds all of its names",
@@ -343,7 +343,7 @@ def _taken_by_sharder(
         exact = found[0].pattern is not None and found[0].pattern.is_exact
         if owners[alias] is not None and exact:
             text = f"module {owners[alias]!r} has a Sharder, which decides about this tensor"
-            problems.append(Problem("rule-inside-sharder", alias, found=text, hint="remove one of the two rules"))
+            problems.append(Problem("ambiguous-pattern", alias, found=text, hint="remove one of the two rules"))
     return True
 
 

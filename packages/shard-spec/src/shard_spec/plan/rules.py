@@ -45,7 +45,9 @@ def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[
     problems: list[Problem] = []
     pattern = None
     if not isinstance(key, str):
-        problems.append(Problem("bad-pattern", name, found=f"a key of type {type(key).__qualname__}", hint="use text"))
+        problems.append(
+            Problem("invalid-argument", name, found=f"a key of type {type(key).__qualname__}", hint="use text")
+        )
     else:
         try:
             pattern = Pattern(key)

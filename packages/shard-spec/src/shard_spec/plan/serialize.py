@@ -39,7 +39,7 @@ def to_json(plan: PlanContent) -> str:
     """The plan as JSON; equal plans give equal bytes.
 
     Raises:
-        PlanError: ``not-serializable`` for each rule that a file cannot hold (a Sharder, a user's own spec).
+        PlanError: ``invalid-plan`` for each rule that a file cannot hold (a Sharder, a user's own spec).
     """
     return dump(document_of(plan))
 
@@ -128,13 +128,13 @@ def _value_document(key: str, value: PlanValue, mesh: MeshSpec | None, problems:
     if is_sharder(value):
         name = f"{type(value).__module__}.{type(value).__qualname__}"
         hint = "a Sharder is code: keep it in code, and write the other rules"
-        problems.append(Problem("not-serializable", key, found=f"a Sharder of type {name}", hint=hint))
+        problems.append(Problem("invalid-plan", key, found=f"a Sharder of type {name}", hint=hint))
         return {"sharder": name}
     try:
         return _layout_text(value, mesh)
     except (PlanError, TypeError) as error:
         found = f"{value!r:.200}: {error}"
-        problems.append(Problem("not-serializable", key, found=found, hint="correct the rule; see plan.problems"))
+        problems.append(Problem("invalid-plan", key, found=found, hint="correct the rule; see plan.problems"))
         return {"wrong": repr(value)}
 
 
@@ -162,7 +162,7 @@ def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     problems.append(
         Problem(
-            "not-serializable",
+            "invalid-plan",
             key,
             found=f"a spec of the user-defined type {name}",
             hint="write the layouts it stands for: ShardingPlan.from_resolution(plan.resolve(model))",

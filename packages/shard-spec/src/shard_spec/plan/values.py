@@ -49,7 +49,7 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
     """The layout that ``value`` says on ``mesh``; specs and Sharders are no business of this function.
 
     Raises:
-        PlanError: ``no-mesh`` when it needs a mesh and there is none; what :class:`Layout` finds; ``unknown-value``.
+        PlanError: ``missing-mesh`` when it needs a mesh and there is none; what :class:`Layout` finds; ``wrong-type``.
     """
     if isinstance(value, Layout):
         return value
@@ -57,14 +57,16 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
     if not known:
         raise PlanError(
             Problem(
-                "unknown-value",
+                "wrong-type",
                 found=f"{value!r:.200} of type {type(value).__qualname__}",
                 hint="give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder",
             )
         )
     if mesh is None:
         raise PlanError(
-            Problem("no-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own")
+            Problem(
+                "missing-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own"
+            )
         )
     return Layout(mesh, as_placements(value))
 

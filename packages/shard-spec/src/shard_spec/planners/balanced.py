@@ -70,7 +70,7 @@ class BalancedPlanner(LayoutPlanner):
             raise ValueError(f"cut={cut!r}: choose 'whole' or 'rows'.")
         if cut == "rows" and colocate:
             found = "cut='rows' cuts tables wherever shares end"
-            raise PlanError(Problem("setting-without-effect", "colocate", found=found, hint="use cut='whole'"))
+            raise PlanError(Problem("invalid-argument", "colocate", found=found, hint="use cut='whole'"))
         self.cost, self.cut, self.memory_limit = cost, cut, memory_limit
         self.tables = None if tables is None else tuple(tables)
         self.colocate = tuple(tuple(group) for group in colocate)
@@ -115,13 +115,15 @@ class BalancedPlanner(LayoutPlanner):
         weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         found = {name: parameter for name, parameter in parameters.items() if id(parameter) in weights}
         if not found:
-            raise PlanError(Problem("no-tables", found="the module has no nn.Embedding", hint="say which with tables="))
+            raise PlanError(
+                Problem("nothing-to-optimize", found="the module has no nn.Embedding", hint="say which with tables=")
+            )
         return found
 
     def _cost_of(self, name: str, table: nn.Parameter) -> float:
         cost = table.numel() * table.element_size() if self.cost == "bytes" else float(self.cost(name, table))
         if not cost >= 0:
-            raise PlanError(Problem("bad-cost", name, found=f"cost {cost}", hint="costs are zero or more"))
+            raise PlanError(Problem("invalid-argument", name, found=f"cost {cost}", hint="costs are zero or more"))
         return cost
 
     def _groups(self, tables: Mapping[str, nn.Parameter], costs: Mapping[str, float]) -> list[Group]:
@@ -129,7 +131,7 @@ class BalancedPlanner(LayoutPlanner):
         for patterns in self.colocate:
             names = tuple(_matched(patterns, tables, "colocate"))
             problems += [
-                Problem("in-two-groups", name, found=f"{patterns} matches it too", hint="name it in one group")
+                Problem("duplicate-name", name, found=f"{patterns} matches it too", hint="name it in one group")
                 for name in names
                 if name in taken
             ]
@@ -231,7 +233,7 @@ def _matched(patterns: Sequence[str], parameters: Mapping[str, nn.Parameter], ar
     """Return the names that `patterns` match, in model order; every pattern has to match something."""
     read = [Pattern(text) for text in patterns]
     problems = [
-        Problem("matches-nothing", pattern.text, found=f"{argument}= means nothing", hint="correct the pattern")
+        Problem("unmatched-pattern", pattern.text, found=f"{argument}= means nothing", hint="correct the pattern")
         for pattern in read
         if not any(pattern.matches(name) for name in parameters)
     ]

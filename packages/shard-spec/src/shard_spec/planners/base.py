@@ -187,7 +187,7 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
         if twice:
             found = f"one planner says {before}, the other {layout}"
             hint = "give each planner its own axes"
-            problems.append(Problem("axis-twice", name, axis=twice[0], found=found, hint=hint))
+            problems.append(Problem("duplicate-name", name, axis=twice[0], found=found, hint=hint))
             continue
         added = zip(layout.mesh.axis_names, layout.terms, strict=True)
         terms = {axis: term for axis, term in added if term.dim is not None}

@@ -86,7 +86,7 @@ class FullyShardPlanner(LayoutPlanner):
             return None
         ranks = " x ".join(f"{axis}={self.mesh.axis_size(axis)}" for axis in self.axes)
         return Problem(
-            "uneven",
+            "uneven-shards",
             name,
             dim=0,
             axis=self.axes[0],
@@ -96,7 +96,7 @@ class FullyShardPlanner(LayoutPlanner):
 
     def _require_matches(self, parameters: Mapping[str, nn.Parameter]) -> None:
         problems = [
-            Problem("matches-nothing", pattern.text, found="no parameter has a name like this", hint="correct keep=")
+            Problem("unmatched-pattern", pattern.text, found="no parameter has a name like this", hint="correct keep=")
             for pattern in self.keep
             if not any(pattern.matches(name) for name in parameters)
         ]

@@ -52,7 +52,7 @@ class ShardingSpec(abc.ABC):
         shards = tuple(self.build_metadata(tuple(shape)).shards_metadata)
         boxes = [shard.box for shard in shards]
         problems = cover_problems(boxes, shape)
-        if not any(problem.code == "shard-rank-mismatch" for problem in problems):
+        if not any(problem.code == "shape-mismatch" for problem in problems):
             problems += overlap_problems(boxes)
         problems += [_no_rank(shard.placement) for shard in shards if shard.rank is None]
         raise_problems(problems, f"{type(self).__name__} does not fit a tensor of shape {tuple(shape)}")
@@ -81,7 +81,7 @@ class ShardingSpec(abc.ABC):
         """The layout of a tensor of ``shape``: ranks on a mesh, and placements.
 
         Raises:
-            PlanError: ``not-a-grid`` or ``several-shards-per-rank`` when no mesh can say it.
+            PlanError: ``not-a-grid`` or ``invalid-layout`` when no mesh can say it.
         """
         return _grid_layout(self, shape)
 
@@ -102,7 +102,7 @@ def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
 
 def _no_rank(placement: object) -> Problem:
     return Problem(
-        "placement-without-rank",
+        "invalid-layout",
         "placements",
         found=f"{placement}",
         hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
@@ -116,7 +116,7 @@ def _grid_layout(spec: ShardingSpec, shape: Sequence[int]) -> Layout:
     Cuts as ``torch.chunk`` makes them become ``Shard``, others ``UnevenShard``.
 
     Raises:
-        PlanError: ``several-shards-per-rank`` or ``not-a-grid`` when no mesh can say it.
+        PlanError: ``invalid-layout`` or ``not-a-grid`` when no mesh can say it.
     """
     shape = tuple(shape)
     held = box_of_each_rank(spec, shape)
@@ -137,7 +137,7 @@ def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Bo
     """Return the one box of each rank that the spec names, in the order in which it names them.
 
     Raises:
-        PlanError: ``several-shards-per-rank``.
+        PlanError: ``invalid-layout``.
     """
     held = spec.boxes(shape)
     crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
@@ -154,7 +154,7 @@ def _placement(dim: int, intervals: Sequence[Interval], length: int) -> Placemen
 
 def _several_shards(ranks: Sequence[int]) -> Problem:
     return Problem(
-        "several-shards-per-rank",
+        "invalid-layout",
         "placements",
         found=f"ranks {', '.join(map(str, ranks))} hold more than one shard",
         hint="name each rank once",

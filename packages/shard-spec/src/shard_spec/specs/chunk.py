@@ -28,7 +28,7 @@ class ChunkShardingSpec(ShardingSpec):
             order of the chunks. Torch's remote devices are welcome. The sequence is copied.
 
     Raises:
-        PlanError: ``bad-dim``, ``no-placements`` or ``bad-placement``, all of them at once.
+        PlanError: ``invalid-layout``, ``missing-argument`` or ``invalid-layout``, all of them at once.
     """
 
     dim: int
@@ -37,7 +37,7 @@ class ChunkShardingSpec(ShardingSpec):
     def __init__(self, dim: int, placements: Sequence[DeviceLike]) -> None:
         problems: list[Problem] = []
         if isinstance(dim, bool) or not isinstance(dim, int):
-            problems.append(Problem("bad-dim", "dim", found=repr(dim), hint="a dim is a whole number"))
+            problems.append(Problem("invalid-layout", "dim", found=repr(dim), hint="a dim is a whole number"))
         if isinstance(placements, str):
             placements = [placements]
         devices = []
@@ -49,7 +49,7 @@ class ChunkShardingSpec(ShardingSpec):
         if not problems and not devices:
             problems.append(
                 Problem(
-                    "no-placements",
+                    "missing-argument",
                     "placements",
                     found="an empty list",
                     hint="name at least one device, as in ['rank:0/cpu']",

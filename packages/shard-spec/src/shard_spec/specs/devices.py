@@ -24,7 +24,7 @@ class RemoteDevice:
         remote_device: The text, a ``torch.device``, another ``RemoteDevice``, or torch's own remote device.
 
     Raises:
-        PlanError: ``bad-placement`` when it is none of these.
+        PlanError: ``invalid-layout`` when it is none of these.
     """
 
     text: str
@@ -97,7 +97,7 @@ def _is_device(text: str) -> bool:
 
 def _bad(given: object) -> Problem:
     return Problem(
-        "bad-placement",
+        "invalid-layout",
         found=repr(given),
         hint="write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device",
     )

@@ -21,7 +21,7 @@ class EnumerableShardingSpec(ShardingSpec):
             The sequence is copied.
 
     Raises:
-        PlanError: ``no-shards``, ``shard-rank-mismatch`` or ``shards-overlap``.
+        PlanError: ``boxes-incomplete``, ``shape-mismatch`` or ``boxes-overlap``.
     """
 
     shards: tuple[ShardMetadata, ...]
@@ -32,12 +32,14 @@ class EnumerableShardingSpec(ShardingSpec):
 
     def _problems(self) -> list[Problem]:
         if not self.shards:
-            return [Problem("no-shards", "shards", found="an empty list", hint="give at least one ShardMetadata")]
+            return [
+                Problem("boxes-incomplete", "shards", found="an empty list", hint="give at least one ShardMetadata")
+            ]
         ndims = sorted({len(shard.shard_sizes) for shard in self.shards})
         if len(ndims) > 1:
             return [
                 Problem(
-                    "shard-rank-mismatch",
+                    "shape-mismatch",
                     "shards",
                     found=f"shards of {ndims} dims",
                     hint="all shards are pieces of one tensor",
@@ -59,7 +61,7 @@ def _as_shard(given: object) -> ShardMetadata:
         return ShardMetadata(torch_shard.shard_offsets, torch_shard.shard_sizes, torch_shard.placement)
     raise PlanError(
         Problem(
-            "bad-shard",
+            "wrong-type",
             "shards",
             found=f"{given!r} of type {type(given).__qualname__}",
             hint="give ShardMetadata(shard_offsets, shard_sizes, placement)",

@@ -35,7 +35,7 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
         return []
     return [
         Problem(
-            "shards-overlap",
+            "boxes-overlap",
             name,
             found=f"{pair[0]!r} and {pair[1]!r} share elements",
             hint="give every element to one shard",
@@ -50,7 +50,7 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
         found = sorted({box.ndim for box in boxes})
         return [
             Problem(
-                "shard-rank-mismatch",
+                "shape-mismatch",
                 name,
                 found=f"shards of {found} dims for a tensor of shape {shape}",
                 hint=f"give {len(shape)} offsets and sizes",
@@ -58,14 +58,14 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
         ]
     outside = [box for box in boxes if any(end > length for end, length in zip(box.ends, shape, strict=True))]
     problems = [
-        Problem("shard-outside", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
+        Problem("box-out-of-range", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
         for box in outside
     ]
     covered = sum(box.numel for box in boxes)
     if not outside and covered < prod(shape):
         problems.append(
             Problem(
-                "shards-leave-holes",
+                "boxes-incomplete",
                 name,
                 found=f"the shards hold {covered} of {prod(shape)} elements of shape {shape}",
                 hint="give every element to one shard",

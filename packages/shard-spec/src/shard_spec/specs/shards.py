@@ -20,7 +20,7 @@ class ShardMetadata:
         placement: The device that holds it, for example ``"rank:0/cuda:0"``; None while nobody knows.
 
     Raises:
-        PlanError: ``shard-rank-mismatch``, ``shard-negative`` or ``bad-placement``.
+        PlanError: ``shape-mismatch``, ``box-out-of-range`` or ``invalid-layout``.
     """
 
     shard_offsets: tuple[int, ...]
@@ -41,7 +41,7 @@ class ShardMetadata:
         if len(self.shard_offsets) != len(self.shard_sizes):
             problems.append(
                 Problem(
-                    "shard-rank-mismatch",
+                    "shape-mismatch",
                     "shard_sizes",
                     found=f"{len(self.shard_offsets)} offsets and {len(self.shard_sizes)} sizes",
                     hint="give one offset and one size for each dim",
@@ -50,7 +50,7 @@ class ShardMetadata:
         for name, values in (("shard_offsets", self.shard_offsets), ("shard_sizes", self.shard_sizes)):
             if any(value < 0 for value in values):
                 problems.append(
-                    Problem("shard-negative", name, found=f"{list(values)}", hint="offsets and sizes are at least 0")
+                    Problem("box-out-of-range", name, found=f"{list(values)}", hint="offsets and sizes are at least 0")
                 )
         return problems
 

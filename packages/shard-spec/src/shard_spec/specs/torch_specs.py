@@ -38,7 +38,7 @@ def from_torch(value: object) -> Any:
         The same as a value of this package.
 
     Raises:
-        PlanError: ``unknown-spec`` when it is none of these.
+        PlanError: ``wrong-type`` when it is none of these.
     """
     kind = _torch_compat.shard_kind(value)
     known: Any = value
@@ -63,7 +63,7 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         shape: Global shape; needed for a ``ShardingSpec`` subclass of your own, which becomes an enumerable spec.
 
     Raises:
-        PlanError: ``shape-needed`` when it is needed and missing, ``unknown-spec`` for other objects.
+        PlanError: ``missing-argument`` when it is needed and missing, ``wrong-type`` for other objects.
     """
     if isinstance(value, RemoteDevice):
         return _torch_compat.torch_remote_device(value.text)
@@ -79,7 +79,7 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
     if isinstance(value, ShardingSpec):
         if shape is None:
             found = f"a {type(value).__qualname__}, which torch does not know"
-            raise PlanError(Problem("shape-needed", "shape", found=found, hint="pass shape=, the global shape"))
+            raise PlanError(Problem("missing-argument", "shape", found=found, hint="pass shape=, the global shape"))
         return to_torch(EnumerableShardingSpec(value.shards_for(shape)))
     raise PlanError(unknown_spec("", value))
 
@@ -107,7 +107,7 @@ def as_sharder(value: object) -> Sharder | None:
 def unknown_spec(name: str, value: object) -> Problem:
     """The problem of an object that is no spec."""
     return Problem(
-        "unknown-spec",
+        "wrong-type",
         name,
         found=f"{value!r} of type {type(value).__qualname__}",
         hint="use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module",

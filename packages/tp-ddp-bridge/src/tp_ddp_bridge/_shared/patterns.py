@@ -32,7 +32,7 @@ class Pattern:
     """One pattern: ``Pattern("layers.*.wq.weight").matches("layers.3.wq.weight")``.
 
     Raises:
-        PlanError: ``bad-pattern`` for what cannot be read.
+        PlanError: ``invalid-argument`` for what cannot be read.
     """
 
     text: str
@@ -106,7 +106,7 @@ def most_specific(patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
 
 def _bad(text: str, why: str) -> PlanError:
     return PlanError(
-        Problem("bad-pattern", name=text[:200], found=why, hint="'*' is one segment, '**' any number of them")
+        Problem("invalid-argument", name=text[:200], found=why, hint="'*' is one segment, '**' any number of them")
     )
 
 

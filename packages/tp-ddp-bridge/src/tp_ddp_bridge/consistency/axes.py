@@ -48,7 +48,7 @@ def data_axes(
     if not names and not problems:
         problems.append(
             Problem(
-                "no-data-axis",
+                "missing-mesh",
                 "mesh",
                 found=f"every axis of the mesh ({', '.join(axis.name for axis in axes)}) is tensor parallel",
                 hint="pass the mesh that has the data axis, for example the 2-D mesh that the tensor-parallel one "
@@ -64,7 +64,7 @@ def mixing_problems(
     """Return a problem for every tensor whose mesh shares more than this rank with the data-parallel group."""
     return [
         Problem(
-            "groups-mix",
+            "mesh-mismatch",
             name,
             axis=axis,
             found=f"its mesh runs over ranks {sorted(ranks)}, the data-parallel group over {sorted(data_ranks)}: "

@@ -167,13 +167,16 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
             yield Problem(
-                "already-wrapped", name, found="a DistributedDataParallel", hint="bridge its .module before wrapping it"
+                "already-applied", name, found="a DistributedDataParallel", hint="bridge its .module before wrapping it"
             )
         if isinstance(submodule, torch.jit.ScriptModule):
-            yield Problem("script-module", name, found="a ScriptModule", hint="use the module as plain PyTorch")
+            yield Problem("unsupported-wrapper", name, found="a ScriptModule", hint="use the module as plain PyTorch")
         if fsdp is not None and isinstance(submodule, fsdp.FSDPModule):
             yield Problem(
-                "fsdp", name, found="an FSDP module", hint="FSDP shards over the data axis itself; use it without DDP"
+                "unsupported-wrapper",
+                name,
+                found="an FSDP module",
+                hint="FSDP shards over the data axis itself; use it without DDP",
             )
         local = [
             key for key, value in submodule.named_parameters(recurse=False) if torch_bridge_spec(value) is not None
@@ -181,7 +184,7 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
         left = [key for key, value in submodule.__dict__.items() if isinstance(value, DTensor)]
         if local or (left and swapped):
             yield Problem(
-                "torch-bridge",
+                "unsupported-wrapper",
                 name,
                 found=f"torch's own _pre_dp_module_transform ran on {', '.join(local or left)} (it made frozen "
                 "parameters trainable)",
@@ -194,7 +197,7 @@ def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         if placement.is_partial():
             yield Problem(
-                "partial",
+                "partial-value",
                 surveyed.name,
                 axis=axis,
                 found=f"placement {placement}",
@@ -202,7 +205,7 @@ def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
             )
     if layout.mesh.get_coordinate() is None:
         yield Problem(
-            "outside-mesh",
+            "rank-outside-mesh",
             surveyed.name,
             found="this rank is not in the tensor's mesh",
             hint="bridge it on the mesh's ranks only",
@@ -210,7 +213,7 @@ def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
     if isinstance(tensor, DTensor):
         if not default_axis_order(tensor):
             yield Problem(
-                "axis-order",
+                "invalid-layout",
                 surveyed.name,
                 found="mesh axes that share a tensor dim shard it in another order than the mesh's",
                 hint="redistribute it to Shard placements in mesh order",
@@ -218,7 +221,7 @@ def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
         device = surveyed.local.device.type
         if device not in (layout.mesh.device_type, "meta"):
             yield Problem(
-                "device",
+                "device-mismatch",
                 surveyed.name,
                 found=f"local tensor on {device!r}, mesh for {layout.mesh.device_type!r}",
                 hint="move the module to the mesh's device first",
@@ -227,4 +230,9 @@ def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
 
 def _plain_problems(name: str, parameter: torch.Tensor) -> Iterator[Problem]:
     if nn.parameter.is_lazy(parameter):
-        yield Problem("lazy", name, found="an uninitialized parameter", hint="run the module once before bridging")
+        yield Problem(
+            "uninitialized-parameter",
+            name,
+            found="an uninitialized parameter",
+            hint="run the module once before bridging",
+        )

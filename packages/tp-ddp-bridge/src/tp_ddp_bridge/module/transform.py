@@ -126,10 +126,10 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
     surveyed = survey(module)
     leaves = [each for each in surveyed.bridgeable if each.is_leaf]
     ids = {id(each.tensor) for each in leaves}
-    problems = [problem for problem in surveyed.problems if problem.code == "already-wrapped"]
+    problems = [problem for problem in surveyed.problems if problem.code == "already-applied"]
     problems += [
         Problem(
-            "hook-on-leaf",
+            "parameter-hooks",
             each.name,
             found="a hook that was registered on the local leaf",
             hint="remove it; on the DTensor parameter it would see DTensors",

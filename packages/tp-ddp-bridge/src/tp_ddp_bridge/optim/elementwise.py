@@ -69,7 +69,7 @@ def _zero_group_problems(optimizer: Any) -> Iterator[Problem]:
     mixed = [index for index, each in enumerate(parameters_of(optimizer)) if len(group & _shard_ranks(each)) > 1]
     if mixed:
         yield Problem(
-            "groups-mix",
+            "mesh-mismatch",
             "optimizer: ZeroRedundancyOptimizer",
             found=f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters "
             f"{mixed}",

@@ -112,7 +112,7 @@ def _local_grads(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[Loca
     if any(map(is_tagged, once)):
         unknown = [
             Problem(
-                "unknown-layout",
+                "invalid-layout",
                 f"parameter {index} of shape {tuple(parameter.shape)}",
                 found="a plain tensor among leaves of a bridged module: replicated, or a shard?",
                 hint="bridge the module it belongs to, or set its _sharding_info",

@@ -47,7 +47,7 @@ def repointing_problems(
         if is_zero_optimizer(optimizer) and any(map(is_replaced, parameters_of(optimizer))):
             problems.append(
                 Problem(
-                    "zero-optimizer",
+                    "unsupported-wrapper",
                     "optimizers: ZeroRedundancyOptimizer",
                     found="its partition and flat buffers are made of the parameters that are about to be replaced",
                     hint="build it after the module has been bridged (or undone)",
@@ -117,7 +117,7 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
     parameters = list(parameters_of(optimizer))
     problems = [
         Problem(
-            "stale-parameter",
+            "parameter-replaced",
             f"parameter {index}",
             found="the optimizer holds a parameter that the bridge replaced",
             hint="pass the optimizer as optimizers=, or build it from module.parameters() again",

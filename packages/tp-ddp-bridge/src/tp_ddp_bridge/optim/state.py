@@ -85,7 +85,7 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
     aliases = {alias for all_names in names.values() for alias in all_names}
     problems += [
         Problem(
-            "unknown-state",
+            "model-mismatch",
             fqn,
             found="state of a parameter that the optimizer does not hold",
             hint="load it into the model it is of",
@@ -120,7 +120,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
     if is_zero_optimizer(optimizer):
         problems.append(
             Problem(
-                "zero-optimizer",
+                "unsupported-wrapper",
                 "optimizer: ZeroRedundancyOptimizer",
                 found="each rank has the state of its own shard only",
                 hint="consolidate_state_dict() it, or checkpoint a plain optimizer",
@@ -136,7 +136,7 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
         stale = is_stale(each)
         problems.append(
             Problem(
-                "stale-parameter" if stale else "foreign-parameter",
+                "parameter-replaced" if stale else "parameter-not-in-module",
                 f"optimizer parameter {index} of shape {tuple(each.shape)}",
                 found="it was replaced" if stale else "it is not in the module",
                 hint="pass the optimizer as optimizers="
@@ -180,7 +180,7 @@ def _shape_problems(fqn: str, parameter: torch.Tensor, values: Mapping[str, Any]
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dim() and value.shape != shape:
             yield Problem(
-                "wrong-shape",
+                "shape-mismatch",
                 f"{fqn}.{key}",
                 found=f"shape {tuple(value.shape)}, the parameter has the global shape {tuple(shape)}",
                 hint="load DTensors or full tensors, not one rank's shard",
@@ -193,7 +193,7 @@ def _group_problems(
     own = optimizer.param_groups
     if len(own) != len(saved):
         yield Problem(
-            "groups-differ",
+            "model-mismatch",
             "param_groups",
             found=f"{len(saved)} groups saved, {len(own)} here",
             hint="build the same groups",
@@ -205,7 +205,7 @@ def _group_problems(
         ]
         if missing or len(group["params"]) != len(other["params"]):
             yield Problem(
-                "groups-differ",
+                "model-mismatch",
                 f"param_groups[{index}]",
                 found=f"{len(other['params'])} parameters saved, {len(group['params'])} here, not among the saved: "
                 f"{', '.join(missing) or 'none'}",

@@ -520,7 +520,7 @@ def _different(scope: Scope, inputs: Inputs) -> list[Problem]:
     hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs are"
     hint += " shards, say so: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
     return [
-        Problem("inputs-differ", f"{scope}({leaf.name})", found="other values on each rank", hint=hint)
+        Problem("ranks-disagree", f"{scope}({leaf.name})", found="other values on each rank", hint=hint)
         for leaf in inputs.differ
     ]
 

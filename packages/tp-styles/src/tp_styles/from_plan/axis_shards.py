@@ -50,7 +50,7 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
     sizes = {layout.mesh.axis_size(axis) for layout in layouts.values() if axis in layout.mesh.axis_names}
     if layouts and len(sizes) != 1:
         found = f"sizes {sorted(sizes)}" if sizes else "no layout on a mesh with it"
-        problems.append(Problem("no-such-axis", axis=axis, found=found, hint="pass axis=, one that has one size"))
+        problems.append(Problem("unknown-axis", axis=axis, found=found, hint="pass axis=, one that has one size"))
     splits = {}
     for name, layout in layouts.items():
         split, problem = split_on_axis(name, layout, axis, module.get_parameter(name).shape)
@@ -65,15 +65,17 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
 def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
     """Settings of a plan that are no layouts of parameters: none of them may be ignored."""
     problems = [
-        Problem("output-plan", name, found=str(value), hint="say it with PrepareModuleOutput, or output_layouts=")
+        Problem("invalid-argument", name, found=str(value), hint="say it with PrepareModuleOutput, or output_layouts=")
         for name, value in (plan.output_plan or {}).items()
     ]
     problems += [
-        Problem("return-local-tensor", name, hint="styles give local tensors; leave it out")
+        Problem("invalid-argument", name, hint="styles give local tensors; leave it out")
         for name in plan.return_local_tensor or ()
     ]
     return problems + [
-        Problem("sharder", name, found=type(sharder).__name__, hint="a Sharder is code; apply it with shard_spec")
+        Problem(
+            "invalid-argument", name, found=type(sharder).__name__, hint="a Sharder is code; apply it with shard_spec"
+        )
         for name, sharder in resolution.sharders.items()
     ]
 
@@ -87,17 +89,17 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
         return None, None
     hint = "styles know Shard, BlockShard and InterleavedShard"
     if term.dim is None:
-        return None, Problem("no-style", name, axis=axis, found=str(layout), hint=hint)
+        return None, Problem("layout-mismatch", name, axis=axis, found=str(layout), hint=hint)
     dim = term.dim % len(shape)
     cutting = layout.sharded_axes
     order = layout.order or tuple(cutting)
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
         found = f"{layout}: {before[0]} cuts dim {dim} before {axis}"
-        return None, Problem("axis-order", name, dim=dim, axis=axis, found=found, hint="let the axis cut first")
+        return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=found, hint="let the axis cut first")
     sections = _sections(term.kind, term.arg, shape[dim])
     if sections is None:
-        return None, Problem("no-style", name, dim=dim, axis=axis, found=str(layout), hint=hint)
+        return None, Problem("layout-mismatch", name, dim=dim, axis=axis, found=str(layout), hint=hint)
     return Split(dim, sections), None
 
 

@@ -46,8 +46,8 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
         The model.
 
     Raises:
-        PlanError: Before anything is changed: `not-executable`, and what `from_sharding_plan` and `apply_plan` refuse.
-            Afterwards: `layout-differs`, where a parameter lies otherwise than planned.
+        PlanError: Before anything is changed: `plan-not-executable`, and what `from_sharding_plan` and
+            `apply_plan` refuse. Afterwards: `layout-mismatch`, where a parameter lies otherwise than planned.
     """
     names = mesh.mesh_dim_names or ()
     layouts: dict[str, Layout] = {}
@@ -70,7 +70,7 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
                 handle.undo()
                 hint = "use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order"
                 text = "a shard that no DTensor describes cannot be sharded again by FSDP2"
-                raise PlanError([Problem("not-executable", name, found=text, hint=hint) for name in local])
+                raise PlanError([Problem("plan-not-executable", name, found=text, hint=hint) for name in local])
     if data:
         # By identity: FSDP2 asks for the dim of a parameter before it replaces it, and knows no names.
         dims = {id(p): _data_dim(layouts[name], data) for name, p in model.named_parameters()}
@@ -111,12 +111,12 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
     if len(model) > 1 or len(shards) > 1 or len(replicates) > 1 or [*replicates, *shards] != data:
         found = f"model axes {model}, data axes that shard {shards} and that replicate {replicates}"
         hint = "one model axis, one data axis that shards, and one that replicates before it"
-        problems.append(Problem("not-executable", "mesh", found=found, hint=hint))
+        problems.append(Problem("plan-not-executable", "mesh", found=found, hint=hint))
     for name, layout in layouts.items() if shards else ():
         if layout.terms[names.index(shards[0])].kind != "S":
             found = f"{layout}: fully_shard shards every parameter along {shards[0]!r}"
             hint = "plan with FullyShardPlanner(uneven='shard', min_bytes=0)"
-            problems.append(Problem("not-executable", name, axis=shards[0], found=found, hint=hint))
+            problems.append(Problem("plan-not-executable", name, axis=shards[0], found=found, hint=hint))
     return problems
 
 
@@ -124,7 +124,7 @@ def _compare(model: nn.Module, layouts: dict[str, Layout]) -> None:
     """Compare what this rank holds of each parameter with the plan.
 
     Raises:
-        PlanError: ``layout-differs``.
+        PlanError: ``layout-mismatch``.
     """
     from shard_spec import layout_of_tensor
 
@@ -138,7 +138,7 @@ def _compare(model: nn.Module, layouts: dict[str, Layout]) -> None:
             agrees = real.boxes(rank, shape) == planned.boxes(rank, shape)
         if not agrees:
             found = f"{real or 'the full tensor'} on rank {rank}, planned is {planned}"
-            problems.append(Problem("layout-differs", name, found=found, hint="report this: the plan was accepted"))
+            problems.append(Problem("layout-mismatch", name, found=found, hint="report this: the plan was accepted"))
     if problems:
         raise PlanError(problems, "parameters lie otherwise than planned:")
 

@@ -66,7 +66,7 @@ def from_sharding_plan(
             that are not carried out; all of them at once. A plan for a data-parallel axis (FSDP) is refused, too.
     """
     if unproven not in ("refuse", "gather"):
-        raise PlanError(Problem("unproven", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
+        raise PlanError(Problem("invalid-argument", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
     cuts = cuts_on_axis(plan, module, axis)
     conversion = _Conversion(module, cuts, unproven, call)
     if getattr(plan, "certificate", None) is not None:
@@ -111,7 +111,7 @@ class _Conversion:
         """Of an optimised plan: where a block is not cut, the plan divides the batch or the sequence along the axis."""
         hint = "activations differ between the axis's ranks there, which no style knows of; plan with MegatronPlanner"
         self.problems += [
-            Problem("not-tensor-parallel", name, axis=self.cuts.axis, found="a block by batch or sequence", hint=hint)
+            Problem("plan-not-executable", name, axis=self.cuts.axis, found="a block by batch or sequence", hint=hint)
             for name in uncut_blocks(self.module, self.cuts)
         ]
 
@@ -291,7 +291,7 @@ def _not_proven(region: Region, verdict: Verdict) -> Problem:
         else "its channels or heads cannot be computed apart: leave it whole; or "
     )
     return Problem(
-        "not-proven" if verdict.right is None else "slices-mix",
+        "unverified" if verdict.right is None else "slices-mix",
         region.scope,
         found=f"{region.kind} by columns and rows: {verdict.reason}",
         hint=hint + 'unproven="gather" takes each layer on its own',

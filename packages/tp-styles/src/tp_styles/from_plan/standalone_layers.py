@@ -26,7 +26,7 @@ def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
         "it is part of no recognised block that the plan cuts by columns and rows. For a data-parallel axis use "
         'FSDP or shard_spec.apply_plan; for a tensor-parallel one unproven="gather" makes it right on its own'
     )
-    return Problem("no-region", name, axis=cuts.axis, found=found, hint=hint)
+    return Problem("unknown-name", name, axis=cuts.axis, found=found, hint=hint)
 
 
 def gathering(
@@ -41,7 +41,7 @@ def gathering(
         has_bias = module._parameters.get("bias") is not None
         if has_bias and (not cuts.agree(below(name, "bias"), replace(weight, dim=0)) if by_rows else bias):
             hint = "cut the bias with the rows of its weight, and keep it whole with the columns"
-            return None, Problem("bias-layout", below(name, "bias"), found=str(bias or "whole"), hint=hint)
+            return None, Problem("layout-mismatch", below(name, "bias"), found=str(bias or "whole"), hint=hint)
         if by_rows:
             return column(replace(weight, dim=0), Replicate()), None
         if weight.is_single and all(section.unit == 1 for section in weight.sections):
@@ -53,7 +53,7 @@ def gathering(
         f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys)
     )
     hint = "styles cut nn.Linear and nn.Embedding weights; keep this one whole on the axis"
-    return None, Problem("no-style", name, axis=cuts.axis, found=found, hint=hint)
+    return None, Problem("layout-mismatch", name, axis=cuts.axis, found=found, hint=hint)
 
 
 def column(split: Split, output: Any) -> ParallelStyle:

@@ -58,7 +58,7 @@ def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]
         hint = "write a plan; the planner recognised no block"
     else:
         hint = "write a plan, or install tp-styles[shard-spec] for its planner"
-    raise PlanError(Problem("nothing-recognised", type(model).__name__, found="no block that is known", hint=hint))
+    raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
 
 
 def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:

@@ -63,4 +63,4 @@ def _unknown(key: str, name: str) -> Problem:
     if name in EXPERTS:
         hint = "the model's tp_plan shards the features of every expert instead; expert parallelism is not carried out"
         return Problem("expert-parallel", key, found=repr(name), hint=hint)
-    return Problem("style-name", key, found=repr(name), hint="known are " + ", ".join(TODAY))
+    return Problem("invalid-argument", key, found=repr(name), hint="known are " + ", ".join(TODAY))

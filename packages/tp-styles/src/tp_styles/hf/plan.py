@@ -49,7 +49,7 @@ def from_hf_tp_plan(
     if plan is None:
         plan = getattr(model, "tp_plan", None)
     if not plan:
-        raise PlanError(Problem("no-plan", type(model).__name__, found="no tp_plan", hint="pass plan="))
+        raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
     named = _entries(model, todays_names(plan))
     styles = {name: _style(model, name, named) for name in _modules(model, named)}
     _keep_ties(model, styles)
@@ -65,7 +65,7 @@ def _on_meta(config: Any) -> nn.Module:
             if type(config) in kind._model_mapping:
                 model: nn.Module = kind.from_config(config)
                 return model
-    raise PlanError(Problem("no-model", type(config).__name__, found="no model class", hint="pass the model itself"))
+    raise PlanError(Problem("wrong-type", type(config).__name__, found="no model class", hint="pass the model itself"))
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -118,7 +118,7 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
             return IdentityExpert()
         case "mla_kv_a_proj":
             return LatentKVParallel(_rope_features(model))
-    raise PlanError(Problem("style-name", name, found=repr(kind), hint="it has a meaning for parameters only"))
+    raise PlanError(Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only"))
 
 
 def _rope_features(model: nn.Module) -> int:

@@ -25,17 +25,17 @@ def input_and_mesh(input: object, device_mesh: DeviceMesh | None) -> tuple[torch
     tensor = first_input(input)
     if device_mesh is None:
         if not isinstance(tensor, DTensor):
-            raise _input_error("no-mesh", "device_mesh is not passed nor can be inferred", "pass device_mesh=")
+            raise _input_error("missing-mesh", "device_mesh is not passed nor can be inferred", "pass device_mesh=")
         device_mesh = tensor.device_mesh
     if device_mesh.ndim != 1:
         summary = f"device_mesh has dims {device_mesh.ndim} but expected to be 1 for input."
-        raise _input_error("mesh-not-1d", summary, 'pass one axis of it, for example mesh["tp"]')
+        raise _input_error("invalid-mesh", summary, 'pass one axis of it, for example mesh["tp"]')
     if not isinstance(tensor, torch.Tensor):
         summary = f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(tensor)}!"
-        raise _input_error("not-a-tensor", summary, "the first input of the module has to be a tensor")
+        raise _input_error("wrong-type", summary, "the first input of the module has to be a tensor")
     if isinstance(tensor, DTensor) and tensor.device_mesh != device_mesh:
         summary = f"The input is a DTensor on {tensor.device_mesh}, and device_mesh is {device_mesh}."
-        raise _input_error("foreign-mesh", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
+        raise _input_error("mesh-mismatch", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
     return tensor, device_mesh
 
 
@@ -47,15 +47,15 @@ def output_and_mesh(output: object, device_mesh: DeviceMesh | None) -> tuple[DTe
     """
     if not isinstance(output, DTensor):
         summary = f"Expect output of Tensor Parallel to be a DTensor, but found {type(output)}."
-        raise _output_error("not-a-dtensor", summary, "prepare the module's input as a DTensor")
+        raise _output_error("wrong-type", summary, "prepare the module's input as a DTensor")
     if device_mesh is None:
         device_mesh = output.device_mesh
     if device_mesh.ndim != 1:
         summary = f"device_mesh has dims {device_mesh.ndim} but expected to be 1 for output."
-        raise _output_error("mesh-not-1d", summary, 'pass one axis of it, for example mesh["tp"]')
+        raise _output_error("invalid-mesh", summary, 'pass one axis of it, for example mesh["tp"]')
     if output.device_mesh != device_mesh:
         summary = f"The output is a DTensor on {output.device_mesh}, and device_mesh is {device_mesh}."
-        raise _output_error("foreign-mesh", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
+        raise _output_error("mesh-mismatch", summary, "redistribute keeps a DTensor on its own mesh; pass that mesh")
     return output, device_mesh
 
 
@@ -67,7 +67,7 @@ def refuse_partial(output: DTensor) -> None:
     """
     if any(isinstance(placement, Partial) for placement in output.placements):
         summary = f"The output is a partial sum ({output.placements}): its local tensor is not a shard of the result."
-        raise _output_error("partial-output", summary, "use make_output_tensor or make_output_reshard_tensor")
+        raise _output_error("partial-value", summary, "use make_output_tensor or make_output_reshard_tensor")
 
 
 def _input_error(code: str, summary: str, hint: str) -> StyleInputError:

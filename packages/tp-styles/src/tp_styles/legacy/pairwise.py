@@ -51,7 +51,7 @@ class PairwiseParallel(ParallelStyle):
         if not parents and not problems:
             problems.append(
                 Problem(
-                    "no-pair",
+                    "module-kind",
                     info.where(),
                     found="no module with two linear layers right below it",
                     hint="name the layers: ColwiseParallel for the first and RowwiseParallel for the second",

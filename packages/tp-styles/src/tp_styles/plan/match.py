@@ -72,7 +72,7 @@ def is_style(style: object) -> bool:
 
 def _not_a_style(pattern: str, style: object) -> Problem:
     hint = "pass an instance: ColwiseParallel()" if isinstance(style, type) else "pass a ParallelStyle"
-    return Problem("not-a-style", pattern, found=repr(style), hint=hint)
+    return Problem("wrong-type", pattern, found=repr(style), hint=hint)
 
 
 def _unmatched(pattern: str, names: list[str]) -> Problem:

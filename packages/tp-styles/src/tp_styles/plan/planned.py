@@ -119,10 +119,10 @@ def plan_module(
         plan = {"": plan}
     given: object = plan
     if not isinstance(given, Mapping):
-        problem = Problem("not-a-plan", found=str(type(plan)), hint="a plan is a dict of pattern and style, or a style")
+        problem = Problem("wrong-type", found=str(type(plan)), hint="a plan is a dict of pattern and style, or a style")
         return TPPlan(tp_size, problems=(problem,))
     if tp_size < 1:
-        return TPPlan(tp_size, problems=(Problem("tp-size", found=str(tp_size), hint="at least one rank"),))
+        return TPPlan(tp_size, problems=(Problem("mesh-mismatch", found=str(tp_size), hint="at least one rank"),))
     modules = dict(model.named_modules(remove_duplicate=False))
     matches, problems = match_plan(modules, plan, strict=strict)
     planned: dict[str, PlannedModule] = {}
@@ -186,7 +186,7 @@ def _expanded(
     spec = style.spec(info, tp_size)
     if not style.takes_functions and (style._prepare_input is not None or style._prepare_output is not None):
         hint = f"the style takes layouts; tp_styles.legacy.{type(style).__name__} takes prepare functions"
-        spec = spec.with_problems(Problem("prepare-functions", info.where(), found=repr(style), hint=hint))
+        spec = spec.with_problems(Problem("invalid-argument", info.where(), found=repr(style), hint=hint))
     yield PlannedModule(info, pattern, style, spec)
     for child, below in spec.children:
         assert isinstance(below, TorchParallelStyle)
@@ -206,7 +206,7 @@ def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModu
 
 def _two_styles(found: PlannedModule, rival: PlannedModule) -> Problem:
     return Problem(
-        "two-styles",
+        "ambiguous-pattern",
         found.name,
         found=f"{rival.style!r} by {rival.pattern!r} and {found.style!r} by {found.pattern!r}",
         hint="a module takes one style",
@@ -231,7 +231,7 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
         return
     if "forward" in vars(module) and found.spec.compute != "hooks":
         yield Problem(
-            "forward-replaced",
+            "already-applied",
             found.name,
             found=repr(type(vars(module)["forward"]).__name__),
             hint="the module is parallel already (undo it first), or something else has replaced its forward",
@@ -242,14 +242,14 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
         parameter = owner._parameters.get(attribute)
         if parameter is None:
             yield Problem(
-                "computed-parameter",
+                "module-not-shardable",
                 found.info.where(name),
                 found="no plain parameter of that name (a parametrization or weight norm)",
                 hint="remove it before, and put it back after",
             )
         elif isinstance(parameter, DTensor):
             yield Problem(
-                "already-sharded",
+                "already-applied",
                 found.info.where(name),
                 found=f"a DTensor with {parameter.placements}",
                 hint="tensor parallelism comes first, before FSDP and before another plan",
@@ -258,7 +258,7 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
 
 def _never_called(found: PlannedModule) -> Problem:
     return Problem(
-        "never-called",
+        "module-not-shardable",
         found.name,
         found="nn.MultiheadAttention reads the weights of its projection and never calls it",
         hint="MultiheadAttentionParallel() for the attention around it",
@@ -275,7 +275,7 @@ def _claims(ordered: list[PlannedModule], problems: list[Problem]) -> dict[str, 
             if rival is not found:
                 problems.append(
                     Problem(
-                        "claimed-twice",
+                        "ambiguous-pattern",
                         fqn,
                         found=f"{rival.style!r} on {rival.name!r} and {found.style!r} on {found.name!r}",
                         hint="a parameter belongs to one style",

@@ -72,7 +72,7 @@ class AttentionForward(RowLinear):
         if query.is_nested:
             raise StyleInputError(
                 Problem(
-                    "nested-tensor",
+                    "unsupported-tensor",
                     f"{self.name}(query)",
                     found="a nested tensor",
                     hint="apply the plan to the whole model, or make nn.TransformerEncoder(enable_nested_tensor=False)",
@@ -104,10 +104,10 @@ class AttentionForward(RowLinear):
             where = f"{self.name}({name})"
             if name.endswith("mask") and not (x.dtype == torch.bool or x.is_floating_point()):
                 hint = "True for what is left out, or numbers to add to the scores: .bool() or .float()"
-                problems.append(Problem("mask-dtype", where, found=str(x.dtype), hint=hint))
+                problems.append(Problem("unsupported-dtype", where, found=str(x.dtype), hint=hint))
             if tuple(x.shape) not in wanted:
                 hint = " or ".join(str(shape) for shape in sorted(wanted, key=len))
-                problems.append(Problem("attention-shape", where, found=str(tuple(x.shape)), hint=hint))
+                problems.append(Problem("shape-mismatch", where, found=str(tuple(x.shape)), hint=hint))
         if problems:
             raise StyleInputError(problems)
 

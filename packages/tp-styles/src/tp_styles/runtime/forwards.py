@@ -50,7 +50,7 @@ def _moved(move: Callable[[torch.Tensor], torch.Tensor], value: Any, name: str) 
         return None
     if not isinstance(value, torch.Tensor):
         raise StyleInputError(
-            Problem("not-a-tensor", name, found=str(type(value)), hint="the style lays out a tensor here"),
+            Problem("wrong-type", name, found=str(type(value)), hint="the style lays out a tensor here"),
             f"Tensor parallel module expects torch.Tensor or DTensor input but received {type(value)}!",
         )
     return move(value)
@@ -73,7 +73,7 @@ def move_outputs(leaves: list[Any], output: Any, name: str, known: dict[int, int
             return type(output)(*values)
         return type(output)(values)
     raise StyleInputError(
-        Problem("not-a-tensor", f"{name} ->", found=str(type(output)), hint="an output has to be a tensor")
+        Problem("wrong-type", f"{name} ->", found=str(type(output)), hint="an output has to be a tensor")
     )
 
 
@@ -85,7 +85,7 @@ def _check_count(leaves: list[Any], count: int, name: str) -> None:
     if len(leaves) != count:
         raise StyleInputError(
             Problem(
-                "output-count",
+                "argument-count",
                 f"{name} ->",
                 found=f"{count} outputs",
                 hint=f"the style lays out {len(leaves)}; give None for an output to leave alone",

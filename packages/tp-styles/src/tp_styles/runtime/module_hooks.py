@@ -41,7 +41,7 @@ class MoveInputs:
         """
         if self.num_positional is not None and len(args) > self.num_positional:
             hint = f"the style lays out {self.num_positional}; give None for an input to leave alone"
-            problem = Problem("input-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
+            problem = Problem("argument-count", f"{self.name}(...)", found=f"{len(args)} positional inputs", hint=hint)
             raise StyleInputError(problem, "module inputs and input_layouts should have same length!")
         return move_inputs(self.moves, self.names, args, kwargs)
 

@@ -98,7 +98,9 @@ class ShardParameter(nn.Parameter):
         if self._sharding_info.mesh.size() > 1 and self._sharding_info.placements[0].is_shard():
             hint = "initialise before the plan is applied; reset_parameters() of the module, normal_, uniform_, xavier_"
             hint += " and kaiming_ draw for the full weight; load_state_dict() takes full tensors; else use .detach()"
-            raise PlanError(Problem("part-for-whole", found=f"{found} of one rank's shard of a parameter", hint=hint))
+            raise PlanError(
+                Problem("local-shard-as-full", found=f"{found} of one rank's shard of a parameter", hint=hint)
+            )
 
 
 def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
@@ -154,7 +156,7 @@ class ShardSizeCheck:
             return
         raise StyleInputError(
             Problem(
-                "not-the-part",
+                "shape-mismatch",
                 f"{self.name}.{name}".lstrip("."),
                 dim=known[0],
                 found=f"{local.shape[known[0]]} on this rank",
@@ -269,7 +271,7 @@ def refuse_computed(module: nn.Module, name: str) -> None:
     if any(isinstance(parameter, ShardParameter) for _, parameter in found):
         hint = 'apply the plan with params="dtensor", or put it on and take it off again before the plan is applied'
         raise PlanError(
-            Problem("part-for-whole", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)
+            Problem("local-shard-as-full", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)
         )
 
 

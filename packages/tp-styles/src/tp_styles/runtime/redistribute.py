@@ -63,7 +63,7 @@ class Redistribute:
         if x.device_mesh != self.axis.mesh:
             raise StyleInputError(
                 Problem(
-                    "foreign-mesh",
+                    "mesh-mismatch",
                     self.name,
                     found=f"a DTensor on {x.device_mesh}",
                     hint=f"the module is on {self.axis.mesh}; redistribute over that mesh before the call",
@@ -125,7 +125,7 @@ class Redistribute:
         if x.shape[dim] != sizes[self.axis.rank]:
             raise StyleInputError(
                 Problem(
-                    "wrong-shard-size",
+                    "shape-mismatch",
                     self.name,
                     dim=dim,
                     found=f"{x.shape[dim]} on rank {self.axis.rank}",
@@ -156,7 +156,7 @@ class Redistribute:
         known[dim] = sizes
         if sum(sizes) != full:
             raise StyleInputError(
-                Problem("wrong-size", self.name, dim=dim, found=f"{full}", hint=f"the module takes {sum(sizes)}")
+                Problem("shape-mismatch", self.name, dim=dim, found=f"{full}", hint=f"the module takes {sum(sizes)}")
             )
         return sizes
 

@@ -228,7 +228,7 @@ def check_parts(module: nn.Module, names: tuple[str, ...], prefix: str) -> None:
     if lost:
         raise PlanError(
             Problem(
-                "part-unknown",
+                "local-shard-as-full",
                 f"{prefix}.{name}".lstrip("."),
                 found=f"{type(module._parameters[name]).__name__} in place of a local part",
                 hint="what replaced it (FSDP2 does) takes the part for the whole, in state dicts and norms: give it a"
@@ -331,7 +331,7 @@ def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
     if value.shape != shape:
         raise PlanError(
             Problem(
-                "state-shape",
+                "shape-mismatch",
                 key,
                 found=f"shape {tuple(value.shape)}",
                 hint=f"the whole tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() gave",

@@ -44,7 +44,7 @@ def apply_torch_style(
         restore(changes)
         raise PlanError(
             Problem(
-                "module-replaced",
+                "model-changed",
                 found.name,
                 found=f"{found.style!r} returned another module",
                 hint="a style works on the module it is given",

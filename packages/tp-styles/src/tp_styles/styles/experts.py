@@ -34,7 +34,7 @@ class ParametersParallel(ParallelStyle):
         for name, kind in self.parameters.items():
             parameter = info.parameter(name)
             if parameter is None:
-                problems.append(Problem("no-such-parameter", info.where(name), hint="the plan is for another model"))
+                problems.append(Problem("unknown-name", info.where(name), hint="the plan is for another model"))
                 continue
             split, problem = _split(info, parameter, kind, tp_size)
             problems += [problem] if problem is not None else []
@@ -91,7 +91,7 @@ class LatentKVParallel(ParallelStyle):
         if not isinstance(features, int) or not 0 < self.rope_features < features:
             hint = "the latent projection has more output features than those that bypass"
             problems.append(
-                Problem("latent-features", info.where(), found=f"{self.rope_features} of {features}", hint=hint)
+                Problem("shape-mismatch", info.where(), found=f"{self.rope_features} of {features}", hint=hint)
             )
         flow = Redistribution(Replicate(), Replicate(), gradient=Partial(), width=self.rope_features)
         return StyleSpec(compute="latent-kv", outputs=(flow,), problems=tuple(problems))
@@ -112,5 +112,7 @@ def _split(info: ModuleInfo, parameter: ParameterInfo, kind: str, tp_size: int) 
         return Split.along(dim, shape[dim]), None
     if shape[dim] % 2:
         hint = "a packed weight holds two sections of the same size"
-        return Split.replicated(), Problem("sections", info.where(parameter.name), dim=dim, found=str(shape), hint=hint)
+        return Split.replicated(), Problem(
+            "invalid-sections", info.where(parameter.name), dim=dim, found=str(shape), hint=hint
+        )
     return Split(dim, (Section(shape[dim] // 2),) * 2), None

@@ -52,7 +52,7 @@ class FusedColwiseParallel(ColwiseParallel):
         if not numbers or min(numbers) < 1:
             raise StyleTypeError(
                 Problem(
-                    "sections",
+                    "invalid-sections",
                     type(self).__name__,
                     found=f"{sections!r}, unit={unit!r}, copies={copies!r}",
                     hint="positive numbers",
@@ -68,7 +68,7 @@ class FusedColwiseParallel(ColwiseParallel):
         if sum(sizes) != features or len(units) != len(sizes) or len(copies) != len(sizes):
             problems.append(
                 Problem(
-                    "sections",
+                    "invalid-sections",
                     info.where("sections"),
                     found=f"{self.sections} (units {self.unit}) for {features} output features",
                     hint="sections add up to the output features, and there is one unit, or one for each",
@@ -77,7 +77,7 @@ class FusedColwiseParallel(ColwiseParallel):
         elif bad := [pair for pair in zip(sizes, units, strict=True) if pair[0] % pair[1]]:
             problems.append(
                 Problem(
-                    "section-unit",
+                    "invalid-sections",
                     info.where("unit"),
                     found=", ".join(f"{size} rows by {unit}" for size, unit in bad),
                     hint="a section holds a whole number of units",
@@ -86,7 +86,7 @@ class FusedColwiseParallel(ColwiseParallel):
         elif unfit := [count for count in copies if tp_size % count]:
             problems.append(
                 Problem(
-                    "section-copies",
+                    "invalid-sections",
                     info.where("copies"),
                     found=f"{unfit} copies over {tp_size} ranks",
                     hint="the number of copies divides the tp size",
@@ -97,7 +97,7 @@ class FusedColwiseParallel(ColwiseParallel):
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
             problems.append(
                 Problem(
-                    "fused-dtensor",
+                    "invalid-argument",
                     info.where("use_local_output"),
                     found="False",
                     hint="a DTensor cannot say that its last dim is in sections; leave it True",

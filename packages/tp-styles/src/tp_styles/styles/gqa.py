@@ -64,7 +64,7 @@ class GQAParallel(ParallelStyle):
         if queries is None or keys is None or missing:
             found = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
             hint = "pass the names and numbers: GQAParallel(q=..., num_heads=...)"
-            return StyleSpec(problems=(Problem("attention", info.where(), found=found, hint=hint),))
+            return StyleSpec(problems=(Problem("does-not-divide", info.where(), found=found, hint=hint),))
         heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
         if heads is None or problem is not None:
             return StyleSpec(problems=(problem,) if problem is not None else ())
@@ -85,7 +85,7 @@ class GQAParallel(ParallelStyle):
         if out.shape[1] % heads.queries:
             problems.append(
                 Problem(
-                    "heads",
+                    "does-not-divide",
                     info.where(self.o),
                     found=f"{out.shape[1]} input features for {heads.queries} heads",
                     hint="every head has the same size",

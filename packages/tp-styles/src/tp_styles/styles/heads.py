@@ -48,7 +48,7 @@ def divide_heads(
     """
     if queries < 1 or keys < 1 or queries % keys:
         hint = "query heads are a multiple of key-value heads"
-        return None, Problem("heads", name, found=f"{queries} heads, {keys} key-value heads", hint=hint)
+        return None, Problem("does-not-divide", name, found=f"{queries} heads, {keys} key-value heads", hint=hint)
     if queries % tp_size == 0 and keys % tp_size == 0:
         return Heads(queries, keys, tp_size), None
     if queries % tp_size == 0 and tp_size % keys == 0 and kv_replicate:
@@ -64,4 +64,4 @@ def divide_heads(
         hint += ", or kv_replicate=True"
     elif copied and keys != queries:
         hint += "; with kv_replicate=True also " + ", ".join(str(size) for size in copied if size not in whole)
-    return None, Problem("heads", name, found=f"{label} with tp={tp_size}", hint=hint)
+    return None, Problem("does-not-divide", name, found=f"{label} with tp={tp_size}", hint=hint)

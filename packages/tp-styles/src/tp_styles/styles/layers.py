@@ -52,13 +52,13 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
     if weight is None or list(weight.shape) != expected:
         found = "no weight" if weight is None else f"a weight of shape {weight.shape}"
         problems.append(
-            Problem("weight-shape", info.where("weight"), found=found, hint=f"its features say {tuple(expected)}")
+            Problem("shape-mismatch", info.where("weight"), found=found, hint=f"its features say {tuple(expected)}")
         )
     others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]
     if others:
         problems.append(
             Problem(
-                "unknown-parameters",
+                "unknown-name",
                 info.where(),
                 found=", ".join(others),
                 hint="a linear layer's style knows weight and bias; write a style with spec() for this class",
@@ -73,7 +73,7 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
     if info.size("max_norm") is not None:
         problems.append(
             Problem(
-                "embedding-max-norm",
+                "unsupported-option",
                 info.where(),
                 found=f"max_norm={info.size('max_norm')}",
                 hint="renormalising in place needs whole rows that every rank agrees on; set max_norm=None",
@@ -81,12 +81,12 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
         )
     if info.size("sparse"):
         problems.append(
-            Problem("embedding-sparse", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
+            Problem("sparse-gradient", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
         )
     if by_rows and info.size("scale_grad_by_freq"):
         problems.append(
             Problem(
-                "embedding-frequency",
+                "unsupported-option",
                 info.where(),
                 found="scale_grad_by_freq=True",
                 hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
@@ -117,7 +117,7 @@ def single(placement: Placement | tuple[Placement, ...] | None, default: Placeme
         placement = placement[0]
     if not isinstance(placement, Placement):
         raise StyleTypeError(
-            Problem("not-a-placement", argument, found=repr(placement), hint="pass one placement, for example Shard(1)")
+            Problem("wrong-type", argument, found=repr(placement), hint="pass one placement, for example Shard(1)")
         )
     return placement
 
@@ -138,14 +138,16 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
             found = flow.transfer(PROBE_DIMS)
         except NoTransfer as error:
             problems.append(
-                Problem("no-transfer", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)")
+                Problem(
+                    "invalid-argument", info.where(name), found=str(error), hint="ask for Replicate() or Shard(dim)"
+                )
             )
             continue
         steps = (found.forward, found.backward)
         if flow.split is not None and not flow.split.is_single and any(_cuts_across(step) for step in steps):
             problems.append(
                 Problem(
-                    "sections-move",
+                    "invalid-sections",
                     info.where(name),
                     found=f"{flow.src} to {flow.dst} of a last dim {flow.split}",
                     hint="a last dim in sections stays a shard of them, or is gathered: Shard(-1) or Replicate()",

@@ -40,7 +40,7 @@ class LoRAParallel(ParallelStyle):
     ) -> None:
         super().__init__(None, None)
         if style not in ("column", "row"):
-            raise StyleTypeError(Problem("lora-style", "style", found=repr(style), hint='"column" or "row"'))
+            raise StyleTypeError(Problem("invalid-argument", "style", found=repr(style), hint='"column" or "row"'))
         self.style, self.base, self.a, self.b, self.dropout = style, base, a, b, dropout
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -49,7 +49,7 @@ class LoRAParallel(ParallelStyle):
         missing = [name for name, layers in found.items() if not layers]
         if missing:
             hint = "pass the names of the base layer, A and B"
-            problem = Problem("lora-parts", info.where(), found=f"no linear layer {', '.join(missing)}", hint=hint)
+            problem = Problem("lora-mismatch", info.where(), found=f"no linear layer {', '.join(missing)}", hint=hint)
             return StyleSpec(problems=(problem,))
         column = self.style == "column"
         base: ParallelStyle = ColwiseParallel() if column else RowwiseParallel()
@@ -60,7 +60,9 @@ class LoRAParallel(ParallelStyle):
         if not column:
             children += [(name, NoParallel(sum_gradient=True)) for name in _below(info, self.dropout, nn.Dropout)]
         problems = [
-            Problem("lora-dora", info.where(p.name), found=str(p.shape), hint="only A and B are known beside the base")
+            Problem(
+                "lora-mismatch", info.where(p.name), found=str(p.shape), hint="only A and B are known beside the base"
+            )
             for p in info.parameters
             if not any(p.name.startswith(name + ".") for names in found.values() for name in names)
         ]

@@ -42,7 +42,7 @@ class MultiheadAttentionParallel(ParallelStyle):
         problems = []
         if info.kind.forward is not nn.MultiheadAttention.forward:
             hint = "the style replaces the forward of nn.MultiheadAttention, which this class overrides"
-            problems.append(Problem("own-forward", info.where(), found=info.kind.__name__, hint=hint))
+            problems.append(Problem("module-not-shardable", info.where(), found=info.kind.__name__, hint=hint))
         _, problem = divide_heads(info.where(), count, count, tp_size, kv_replicate=False)
         if problem is not None:
             problems.append(problem)

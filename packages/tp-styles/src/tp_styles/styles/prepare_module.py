@@ -51,7 +51,7 @@ class PrepareModuleInput(ParallelStyle):
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise StyleTypeError(
                 Problem(
-                    "layouts-do-not-match",
+                    "argument-count",
                     "input_kwarg_layouts",
                     found=f"{sorted(self.input_kwarg_layouts)} and {sorted(self.desired_input_kwarg_layouts)}",
                     hint="both name the same arguments",
@@ -70,7 +70,7 @@ class PrepareModuleInput(ParallelStyle):
             if index >= len(names) and not info.open_positional:
                 problems.append(
                     Problem(
-                        "no-such-argument",
+                        "unknown-name",
                         info.where("input_layouts"),
                         found=f"a layout for argument {index}",
                         hint=f"forward takes {', '.join(names) or 'no arguments'}",
@@ -84,18 +84,18 @@ class PrepareModuleInput(ParallelStyle):
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
                 problems.append(
                     Problem(
-                        "no-such-argument",
+                        "unknown-name",
                         info.where("input_kwarg_layouts"),
                         found=repr(name),
                         hint=f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}",
                     )
                 )
             elif name in dict(inputs):
-                problems.append(Problem("argument-twice", info.where(name), hint="give it one layout"))
+                problems.append(Problem("duplicate-name", info.where(name), hint="give it one layout"))
             inputs.append((name, Redistribution(source, self.desired_input_kwarg_layouts[name])))
         if not inputs and not problems:
             problems.append(
-                Problem("nothing-to-do", info.where(), found=repr(self), hint="name a layout for at least one input")
+                Problem("invalid-argument", info.where(), found=repr(self), hint="name a layout for at least one input")
             )
         problems += flow_problems(info, inputs)
         return StyleSpec(
@@ -225,7 +225,7 @@ def _several(layouts: Layouts | None, argument: str) -> tuple[Placement | None, 
     for placement in found:
         if placement is not None and not isinstance(placement, Placement):
             raise StyleTypeError(
-                Problem("not-a-placement", argument, found=repr(placement), hint="a placement or None for each")
+                Problem("wrong-type", argument, found=repr(placement), hint="a placement or None for each")
             )
     return found
 
@@ -238,7 +238,7 @@ def _check_lengths(
     if layouts is None or desired is None or len(layouts) != len(desired):
         raise StyleTypeError(
             Problem(
-                "layouts-do-not-match",
+                "argument-count",
                 f"{what}_layouts",
                 found=f"{layouts} and {desired}",
                 hint="give one desired layout for each",

@@ -93,7 +93,7 @@ class RowwiseParallel(ParallelStyle):
         if source in (Shard(-1), Partial()) or isinstance(source, Partial):
             problems.append(
                 Problem(
-                    "sharded-ids",
+                    "sharded-input",
                     info.where("input_layouts"),
                     found=repr(source),
                     hint="every rank looks up all ids: leave input_layouts out, or name the dim that they are split on",

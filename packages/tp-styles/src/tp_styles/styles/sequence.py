@@ -30,7 +30,9 @@ class SequenceParallel(ParallelStyle):
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Nothing is split, every parameter's gradient is summed; see `ParallelStyle.spec`."""
         if not info.arguments:
-            problem = Problem("no-input", info.where(), found="a forward without arguments", hint="name another module")
+            problem = Problem(
+                "argument-count", info.where(), found="a forward without arguments", hint="name another module"
+            )
             return StyleSpec(problems=(problem,))
         flow = Redistribution(self.sequence_sharding[0], self.sequence_sharding[0])
         return StyleSpec(

@@ -40,13 +40,13 @@ class TPBlockParallel(ParallelStyle):
         if tp_size != self.tp_size:
             hint = "plan again for this number of ranks"
             problems.append(
-                Problem("tp-size", info.where(), found=f"tp={tp_size}, planned for {self.tp_size}", hint=hint)
+                Problem("mesh-mismatch", info.where(), found=f"tp={tp_size}, planned for {self.tp_size}", hint=hint)
             )
         parameters = []
         for name in (*self.cut, *self.summed):
             parameter = info.parameter(name)
             if parameter is None:
-                problems.append(Problem("no-such-parameter", info.where(name), hint="the plan is for another model"))
+                problems.append(Problem("unknown-name", info.where(name), hint="the plan is for another model"))
                 continue
             dim = self.cut.get(name)
             split = Split.replicated() if dim is None else Split.along(dim, parameter.shape[dim])

@@ -53,7 +53,9 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise PlanError(
-            Problem("norm-type", "norm_type", found=str(norm_type), hint="orders above 0, and inf, can be combined")
+            Problem(
+                "invalid-argument", "norm_type", found=str(norm_type), hint="orders above 0, and inf, can be combined"
+            )
         )
     if not unique:
         return torch.zeros(())

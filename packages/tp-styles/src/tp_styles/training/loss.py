@@ -62,11 +62,11 @@ def vocab_parallel_cross_entropy(
     if isinstance(logits, DTensor):
         mesh, num_classes, logits = _from_dtensor(logits, mesh, num_classes)
     if mesh is None:
-        raise PlanError(Problem("no-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
+        raise PlanError(Problem("missing-mesh", "mesh", found="None", hint='plain logits need mesh=mesh["tp"]'))
     if mesh.ndim != 1:
-        raise PlanError(Problem("mesh-not-1d", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
+        raise PlanError(Problem("invalid-mesh", "mesh", found=f"{mesh.ndim} dims", hint='pass mesh["tp"]'))
     if reduction not in ("mean", "sum", "none"):
-        raise PlanError(Problem("reduction", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
+        raise PlanError(Problem("invalid-argument", "reduction", found=repr(reduction), hint='"mean", "sum" or "none"'))
     axis = TPGroup(mesh)
     target = target.long()
     classes = num_classes if num_classes is not None else logits.shape[-1] * axis.size
@@ -108,7 +108,7 @@ def _from_dtensor(
     if tuple(logits.placements) != (Shard(last),):
         raise PlanError(
             Problem(
-                "logits-layout",
+                "layout-mismatch",
                 "logits",
                 found=str(logits.placements),
                 hint="they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])",
@@ -120,7 +120,7 @@ def _from_dtensor(
     ):
         if given is not None and given != known:
             raise PlanError(
-                Problem("logits-say", name, found=str(given), hint=f"the DTensor's is {known}: leave it out")
+                Problem("conflicting-arguments", name, found=str(given), hint=f"the DTensor's is {known}: leave it out")
             )
     return logits.device_mesh, logits.shape[-1], logits.to_local()
 
@@ -137,12 +137,12 @@ def _check(
     problems = []
     if not 0 <= label_smoothing <= 1:
         problems.append(
-            Problem("label-smoothing", "label_smoothing", found=str(label_smoothing), hint="it is between 0 and 1")
+            Problem("invalid-argument", "label_smoothing", found=str(label_smoothing), hint="it is between 0 and 1")
         )
     if logits.shape[-1] != local:
         problems.append(
             Problem(
-                "logits-shard",
+                "shape-mismatch",
                 "logits",
                 dim=logits.dim() - 1,
                 found=f"{logits.shape[-1]} classes on this rank",
@@ -152,7 +152,7 @@ def _check(
     if logits.shape[:-1] != target.shape:
         problems.append(
             Problem(
-                "target-shape",
+                "shape-mismatch",
                 "target",
                 found=str(tuple(target.shape)),
                 hint=f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits",
@@ -160,7 +160,7 @@ def _check(
         )
     if weight is not None and weight.shape != (classes,):
         problems.append(
-            Problem("weight-shape", "weight", found=str(tuple(weight.shape)), hint=f"all {classes} on every rank")
+            Problem("shape-mismatch", "weight", found=str(tuple(weight.shape)), hint=f"all {classes} on every rank")
         )
     if problems:
         raise PlanError(problems)
@@ -232,7 +232,7 @@ class _Last(torch.autograd.Function):
         """There is none."""
         raise PlanError(
             Problem(
-                "second-derivative",
+                "not-differentiable",
                 "vocab_parallel_cross_entropy",
                 found="a gradient of its gradient",
                 hint="gather the logits and use torch's cross_entropy where create_graph=True is needed",
@@ -255,7 +255,7 @@ def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
         if most != least:
             raise PlanError(
                 Problem(
-                    "uneven-classes",
+                    "uneven-shards",
                     "num_classes",
                     found=f"shards of {int(least)} to {int(most)} classes",
                     hint="pass num_classes=, the global number",

@@ -76,13 +76,13 @@ class ShardedForward:
         """A DTensor input as a whole plain tensor on every rank; the ranks' gradients are parts of one sum.
 
         Raises:
-            PlanError: ``other-ranks`` when it lies on other ranks than the weight.
+            PlanError: ``mesh-mismatch`` when it lies on other ranks than the weight.
         """
         ranks = sorted(value.device_mesh.mesh.flatten().tolist())
         if ranks != sorted(self.context.group.ranks):
             hint = "redistribute the input onto the ranks of the module's weight, or pass this rank's rows"
             found = f"a DTensor on ranks {ranks}; the module is sharded over {sorted(self.context.group.ranks)}"
-            raise PlanError(Problem("other-ranks", self.name, found=found, hint=hint))
+            raise PlanError(Problem("mesh-mismatch", self.name, found=found, hint=hint))
         counts = self.sharding is None or self.sharding.primary[self.context.group.rank]
         return masked_identity(whole(value, parts=True), forward=True, backward=counts)
 

@@ -129,7 +129,7 @@ def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Para
 
 def _unrecognised(name: str) -> Problem:
     return Problem(
-        "not-recognised",
+        "heads-not-recognised",
         name,
         found="belongs to no attention, feed-forward block, expert or head that this planner knows",
         hint="it stays whole on every rank; add a rule for it if it matters",

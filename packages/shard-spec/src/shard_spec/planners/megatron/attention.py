@@ -87,7 +87,7 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
             kept.append(one)
             continue
         problem = Problem(
-            "key-values-shared",
+            "heads-not-recognised",
             one.unit.name,
             found=f"layers such as {borrower} have no keys and values of their own and read those of others",
             hint="cut the heads of all of these layers by hand, or of none",
@@ -175,7 +175,7 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     where = projections.scope
     if declared.num_heads is None:
         return Problem(
-            "head-count-unknown",
+            "missing-argument",
             where,
             found="no attribute or config says how many heads there are",
             hint=f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}",
@@ -204,7 +204,7 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
 
 def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> Problem:
     return Problem(
-        "heads-do-not-fit",
+        "heads-not-recognised",
         projections.scope,
         found=f"{declared.num_heads} heads are declared, but {found}",
         hint="not multi-head attention as this planner knows it; write its rules by hand",
@@ -216,7 +216,7 @@ def _sharing_problem(context: Context, projections: Projections, heads: Heads) -
     tp_size = context.options.tp_size
     if heads.num_heads % tp_size:
         return Problem(
-            "heads-do-not-divide",
+            "does-not-divide",
             projections.scope,
             found=f"num_heads={heads.num_heads} with tp={tp_size}",
             hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}",
@@ -224,7 +224,7 @@ def _sharing_problem(context: Context, projections: Projections, heads: Heads) -
     if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
         more = "; the fused projection cannot keep k and v whole" if projections.fused else ", or kv_replicate=True"
         return Problem(
-            "kv-heads-do-not-divide",
+            "does-not-divide",
             projections.scope,
             found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}",
             hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}",
@@ -280,7 +280,7 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     return _whole(
         projections,
         Problem(
-            "fused-order-unknown",
+            "heads-not-recognised",
             projections.scope,
             found=f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}",
             hint='say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)',
@@ -363,7 +363,7 @@ def _evidence(
     if known is Evidence.USER_SPECIFIED:
         return Evidence.USER_SPECIFIED
     if projections.fused:
-        return Problem("fused-order-unknown", projections.scope, found=reason)
+        return Problem("heads-not-recognised", projections.scope, found=reason)
     return Evidence.NAMED
 
 

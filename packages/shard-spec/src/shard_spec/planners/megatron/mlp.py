@@ -129,7 +129,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     context.claim(*block.columns, block.row)
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:
-        return _whole(block, Problem("too-narrow", block.scope, found=f"{width} channels with tp={tp_size}"))
+        return _whole(block, Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}"))
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
     for pattern, slices in _arrangements(context, block, known):
@@ -206,7 +206,7 @@ def _evidence(
     if block.fused and context.options.fused is not None:
         return Evidence.USER_SPECIFIED
     return Problem(
-        "not-recognised",
+        "heads-not-recognised",
         block.scope,
         found=f"linears whose shapes look like a feed-forward block; {reason}",
         hint="write its rules by hand",
@@ -225,7 +225,7 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
             return Problem(
-                "parameter-inside-region",
+                "partial-gradient",
                 join(block.scope, name),
                 found=f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block",
                 hint="a norm over the hidden channels needs all of them; leave the block whole",
@@ -236,7 +236,7 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
 def uneven(scope: str, width: int, tp_size: int) -> Problem:
     """The remark that ranks hold different amounts."""
     return Problem(
-        "uneven",
+        "uneven-shards",
         scope,
         found=f"{width} over tp={tp_size} does not divide: the first ranks hold more",
         hint="pad it, or choose a tp size that divides it",

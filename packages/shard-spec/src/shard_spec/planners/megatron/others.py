@@ -28,7 +28,7 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
     if module.num_heads % tp_size:
         valid = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
         problem = Problem(
-            "heads-do-not-divide",
+            "does-not-divide",
             name,
             found=f"num_heads={module.num_heads} with tp={tp_size}",
             hint=f"valid tp sizes: {valid}",
@@ -64,7 +64,7 @@ def find_experts(context: Context, name: str) -> Found | None:
     known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not known:
         problem = Problem(
-            "experts-not-recognised",
+            "heads-not-recognised",
             name,
             found="three-dimensional expert weights whose arrangement nobody says",
             hint="shard whole experts with expert_axis=, or write the rules by hand",
@@ -74,7 +74,7 @@ def find_experts(context: Context, name: str) -> Found | None:
     width = down.shape[in_dim]
     if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
         problem = Problem(
-            "experts-do-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
+            "does-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
         )
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
@@ -136,7 +136,7 @@ def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
         found, hint = f"{module.num_embeddings} rows", "fewer rows than ranks"
         if module.max_norm is not None:
             found, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
-        return Found(left_whole=((weight, Problem("embedding-kept-whole", name, found=found, hint=hint)),))
+        return Found(left_whole=((weight, Problem("left-replicated", name, found=found, hint=hint)),))
     notes = (uneven(name, module.num_embeddings, tp_size),) if module.num_embeddings % tp_size else ()
     unit = TPBlock(
         TPBlockKind.EMBEDDING,
@@ -152,7 +152,7 @@ def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
 def _head(context: Context, view: LinearView) -> Found:
     tp_size = context.options.tp_size
     if view.out_features < tp_size:
-        problem = Problem("head-kept-whole", view.name, found=f"{view.out_features} outputs with tp={tp_size}")
+        problem = Problem("left-replicated", view.name, found=f"{view.out_features} outputs with tp={tp_size}")
         return Found(left_whole=((view.weight_name, problem),))
     notes = (uneven(view.name, view.out_features, tp_size),) if view.out_features % tp_size else ()
     unit = TPBlock(

@@ -110,7 +110,7 @@ class MegatronPlanner(LayoutPlanner):
                 fqn = f"{name}.{key}" if name else key
                 if parameter.shape[0] % size:
                     found = f"{parameter.shape[0]} experts with {self.expert_axis}={size}"
-                    problems.append(Problem("experts-do-not-divide", fqn, 0, self.expert_axis, found))
+                    problems.append(Problem("does-not-divide", fqn, 0, self.expert_axis, found))
                 layouts[fqn] = Layout(self.mesh, {self.expert_axis: "S(0)"})
         if problems:
             raise PlanError(problems)
@@ -133,7 +133,7 @@ def _one_name_each(module: nn.Module, layouts: dict[str, Layout]) -> dict[str, L
             continue
         if owner in kept and kept[owner] != layout:
             found = f"{owner} -> {kept[owner]}, {name} -> {layout}"
-            problems.append(Problem("tied-conflict", name, found=found, hint="untie them or write the rule by hand"))
+            problems.append(Problem("tied-weights", name, found=found, hint="untie them or write the rule by hand"))
         kept.setdefault(owner, layout)
     if problems:
         raise PlanError(problems)

@@ -82,7 +82,7 @@ class _Rank:
         alone = self._run()
         return [
             Problem(
-                "not-exercised",
+                "unverified",
                 unit.name,
                 found=f"the output does not depend on rank {self._rank}'s slice",
                 hint="pass a call that runs this block on inputs that matter",

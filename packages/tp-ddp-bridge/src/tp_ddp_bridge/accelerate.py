@@ -1,0 +1,249 @@
+"""DistributedDataParallel over tensor parallelism in Hugging Face accelerate.
+
+accelerate's own ``prepare_model`` refuses DTensor parameters, and its ``ParallelismConfig`` refuses tensor parallelism
+beside replicas (``_validate_accelerator`` of accelerate 1.15). This ``Accelerator`` overrides what
+depends on which ranks hold the same data: the wrapper, metrics, the norm, the loss scale, the scheduler, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from tp_ddp_bridge._shared.problems import PlanError, Problem
+from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
+from tp_ddp_bridge.optim.norms import clip_grad_norm_
+from tp_ddp_bridge.optim.scaler import GradScaler
+from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has no types here
+    """``accelerate.Accelerator`` that puts DDP around tensor-parallel models.
+
+    Make the model tensor parallel on ``accelerator.mesh["tp"]``, and call ``prepare`` as usual. Ranks of one
+    tensor-parallel group get the same batches; ``gather``, ``gather_for_metrics`` and ``reduce`` count samples once.
+
+    Args:
+        tp_size: Ranks of a tensor-parallel group; consecutive ranks form one.
+        **kwargs: As in accelerate, without ``parallelism_config``, which refuses tensor parallelism under DDP.
+
+    Attributes:
+        mesh: The ranks as ``(dp, tp)``.
+
+    Raises:
+        PlanError: ``tp_size`` does not divide the number of ranks, or another parallelism is configured.
+    """
+
+    scaler: Any
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, tp_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        ranks = self.num_processes
+        if tp_size < 1 or ranks % tp_size or self.parallelism_config or self.is_fsdp2:
+            found = f"tp_size={tp_size} on {ranks} ranks"
+            hint = "a size that divides the ranks, without parallelism_config and FSDP"
+            raise PlanError(Problem("invalid-mesh", "tp_size", found=found, hint=hint))
+        self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+        self._data_group = self.mesh["dp"].get_group()
+        self._unbridged: list[Optimizer] = []
+        if self.scaler is not None:
+            handler = self.scaler_handler
+            self.scaler = GradScaler(self.device.type, **({} if handler is None else handler.to_kwargs()))
+        self.register_save_state_pre_hook(self._save_shards)
+        self.register_load_state_pre_hook(self._load_shards)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that see different batches."""
+        return dist.get_world_size(self._data_group)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare as accelerate does; an optimizer that was built before follows the model's new parameters."""
+        self._unbridged = [each for each in args if isinstance(each, Optimizer)]
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Bridge ``model``, apply mixed precision as accelerate does, and wrap it in DDP over the data-parallel ranks.
+
+        Args:
+            model: A tensor-parallel model on ``mesh["tp"]``.
+            device_placement: As in accelerate.
+            evaluation_mode: Without DDP.
+        """
+        if getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement)  # type: ignore[no-any-return]
+        pre_dp_module_transform(model, optimizers=self._unbridged)
+        model = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if evaluation_mode or not any(p.requires_grad for p in model.parameters()):
+            return model
+        handler = self.ddp_handler
+        ddp = wrap_ddp(model, mesh=self.mesh, **({} if handler is None else handler.to_kwargs()))
+        if handler is not None:
+            handler.register_comm_hook(ddp)
+        self._models[-1] = ddp
+        return ddp
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Prepare as accelerate does, for the data-parallel ranks; those of one tensor-parallel group read the same."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.data_parallel_size,
+            process_index=dist.get_rank(self._data_group),
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,  # dispatching sends other rows to each rank of the world
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare as accelerate does; it steps once for each data-parallel rank, not for each rank."""
+        prepared = super().prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler and not self.split_batches:
+            prepared.__class__ = _Scheduler
+            prepared.split_batches, prepared.times = True, self.data_parallel_size
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip by the norm of the full model, equal on all ranks."""
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather over the data-parallel ranks alone."""
+        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+
+    def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach().contiguous()
+        rows = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
+        dist.all_gather(rows, own, group=self._data_group)
+        return torch.cat(rows)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather over the data-parallel ranks, without the samples that pad the last batch."""
+        try:
+            data = None if use_gather_object else self.gather(input_data)
+        except TypeError:  # no tensors, as accelerate decides it
+            data = None
+        if data is None:
+            rows: list[Any] = [None] * self.data_parallel_size
+            dist.all_gather_object(rows, input_data, group=self._data_group)
+            data = [each for row in rows for each in row]
+            return data[: self._samples] if self._samples else data
+        return recursively_apply(lambda each: each[: self._samples], data) if self._samples else data
+
+    @property
+    def _samples(self) -> int | None:
+        """Samples of the last batch that are no padding; ``None`` elsewhere."""
+        state = self.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce over the data-parallel ranks alone; ``scale`` is for XLA only, as in accelerate."""
+
+        def one(value: torch.Tensor) -> torch.Tensor:
+            total = value.detach().clone()
+            if reduction != "none":
+                dist.all_reduce(total, group=self._data_group)
+            return total / self.data_parallel_size if reduction == "mean" else total
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    # ---- checkpoints: a full state dict for people, shards for resuming ----------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict on every rank; a collective of the tensor-parallel ranks."""
+        inner = self.unwrap_model(model) if unwrap else getattr(model, "module", model)
+        state = inner.state_dict()
+        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as accelerate does, and shards of models and optimizers beside; on any mesh they load again."""
+        with self._apart():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what ``save_state`` wrote, on this number of ranks or another."""
+        with self._apart():
+            return super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Keep accelerate from saving or loading one rank's shards as if they were full."""
+        self._held = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = self._held
+
+    def _shards(self, template: bool) -> dict[str, Any]:
+        models, optimizers = self._held
+        state: dict[str, Any] = {f"model_{i}": getattr(m, "module", m).state_dict() for i, m in enumerate(models)}
+        for index, each in enumerate(optimizers):
+            owner = _owner(models, each.optimizer)
+            state[f"optimizer_{index}"] = optimizer_state_to_dtensor(owner, each.optimizer, template=template)
+        return state
+
+    def _save_shards(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        save(self._shards(template=False), checkpoint_id=Path(output_dir) / "shards")
+
+    def _load_shards(self, models: list[nn.Module], input_dir: str) -> None:
+        state = self._shards(template=True)
+        read_checkpoint(state, checkpoint_id=Path(input_dir) / "shards")
+        models, optimizers = self._held
+        for index, model in enumerate(models):
+            getattr(model, "module", model).load_state_dict(state[f"model_{index}"])
+        for index, each in enumerate(optimizers):
+            optimizer_state_to_local(_owner(models, each.optimizer), each.optimizer, state[f"optimizer_{index}"])
+
+
+class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # the host has no types here
+    """A scheduler that steps once for each data-parallel rank."""
+
+    times: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as often as there are batches in one step of the optimizer."""
+        total = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self.times if self.gradient_state.sync_gradients else 1):
+            if total is None or self.scheduler._step_count <= total:  # OneCycleLR raises beyond its last step
+                super().step(*args, **kwargs)
+
+
+def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
+    """Return the model whose parameters ``optimizer`` holds."""
+    first = optimizer.param_groups[0]["params"][0]
+    return next(model for model in models if any(first is each for each in model.parameters()))

@@ -1,0 +1,171 @@
+"""The bridge's Accelerator against Hugging Face accelerate itself, on 2 x 2 ranks; `nox -s accelerate` runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bridge_models as models
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from ranktest import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from tp_ddp_bridge import PlanError
+from tp_ddp_bridge.accelerate import Accelerator
+
+ROWS = 44  # 5 full batches of 2 x 4 rows, and one of 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Any:
+    yield
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+def accelerator_of(**kwargs: Any) -> Accelerator:
+    return Accelerator(2, cpu=True, **kwargs)
+
+
+def model_of(accelerator: Accelerator | None) -> nn.Module:
+    model: nn.Module = models.seeded(models.MLP).double()
+    if accelerator is not None:
+        models.parallelize_mlp(model, accelerator.mesh["tp"])
+    return model
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(ROWS, 16, generator=generator, dtype=torch.float64)
+    return TensorDataset(rows, torch.arange(ROWS))
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(rows), rows.roll(1, -1)[:, : model(rows).shape[-1]])
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in model.state_dict().items()}
+
+
+def reference(batches: list[torch.Tensor], accumulate: int = 1) -> tuple[nn.Module, list[float], list[float]]:
+    """The same batches in one process: the model, its norms and learning rates."""
+    model = model_of(None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    norms, rates = [], []
+    for index, rows in enumerate(batches):
+        (loss_of(model, rows) / accumulate).backward()
+        if (index + 1) % accumulate and index + 1 < len(batches):
+            continue
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        scheduler.step()
+        scheduler.step()  # accelerate steps once for each data-parallel rank
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return model, norms, rates
+
+
+def train(accelerator: Accelerator, **loader: Any) -> tuple[Any, Any, list[torch.Tensor], list[float], list[float]]:
+    model = model_of(accelerator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    model, optimizer, loader_, scheduler = accelerator.prepare(
+        model, optimizer, DataLoader(data(), batch_size=4, **loader), scheduler
+    )
+    batches, norms, rates = [], [], []
+    for rows, _ in loader_:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, rows)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+        batches.append(accelerator.gather(rows))
+    return model, optimizer, batches, norms, rates
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_equals_one_process(ranks: Ranks, accumulate: int) -> None:
+    set_seed(0)
+    accelerator = accelerator_of(gradient_accumulation_steps=accumulate)
+    model, _, batches, norms, rates = train(accelerator, shuffle=True)
+    assert isinstance(model, DistributedDataParallel) and len(batches) == 6
+    assert all(each.shape == (8, 16) for each in batches)
+    expected, expected_norms, expected_rates = reference(batches, accumulate)
+    assert len(norms) == 6 // accumulate
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-9, atol=0)
+    assert rates == pytest.approx(expected_rates, rel=1e-12)
+    state = accelerator.get_state_dict(model)
+    assert set(state) == set(expected.state_dict())
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+    assert len(set(ranks.gather(str(norms)))) == 1
+
+
+@pytest.mark.ranks(4)
+def test_metrics_count_each_sample_once(ranks: Ranks) -> None:
+    accelerator = accelerator_of()
+    loader = accelerator.prepare(DataLoader(data(), batch_size=4))
+    seen: list[int] = []
+    objects: list[int] = []
+    total = torch.zeros(())
+    for rows, ids in loader:
+        seen += accelerator.gather_for_metrics(ids).tolist()
+        objects += accelerator.gather_for_metrics(ids.tolist(), use_gather_object=True)
+        total += accelerator.reduce(torch.tensor(float(len(rows))))
+        assert float(accelerator.reduce(torch.tensor(float(ranks.rank // 2)), "mean")) == 0.5
+    assert seen == list(range(ROWS)) and objects == seen
+    assert float(total) == 48  # with the rows that pad the last batch
+
+
+@pytest.mark.ranks(4)
+def test_a_checkpoint_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path) -> None:
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    accelerator = accelerator_of()
+    model, optimizer, *_ = train(accelerator)
+    accelerator.save_state(str(folder / "state"))
+    saved = {name: value.clone() for name, value in full_state(model.module).items()}
+    rows = data().tensors[0][:8]
+
+    def one_step() -> dict[str, torch.Tensor]:
+        loss_of(model, rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {name: value.clone() for name, value in full_state(model.module).items()}
+
+    after = one_step()
+    one_step()
+    accelerator.load_state(str(folder / "state"))
+    back = full_state(model.module)
+    assert len(back) == 6 and all(torch.equal(back[name], value) for name, value in saved.items())
+    again = one_step()  # AdamW's state came back as well
+    assert all(torch.equal(again[name], value) for name, value in after.items())
+
+
+@pytest.mark.ranks(4)
+def test_an_optimizer_that_was_built_before_and_ddp_arguments(ranks: Ranks) -> None:
+    handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = accelerator_of(kwargs_handlers=[handler], mixed_precision="bf16")
+    model, optimizer, *_ = train(accelerator)
+    assert model.gradient_as_bucket_view
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    assert held == {id(each) for each in model.parameters()}
+    assert len(set(ranks.gather(str(sorted((n, float(v.sum())) for n, v in full_state(model.module).items()))))) == 1
+
+
+@pytest.mark.ranks(4)
+def test_other_configurations_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(PlanError, match="invalid-mesh"):
+        Accelerator(3, cpu=True)
