@@ -121,7 +121,7 @@ def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
     """The node whose line of a graph module's generated forward raised; None where it is not found."""
     lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
     places: Any = module._lineno_map or {}
-    index = places.get(lines[-1] - module._prologue_start) if lines else None  # type: ignore[operator]
+    index = places.get(lines[-1] - module._prologue_start) if lines else None
     return None if index is None else list(module.graph.nodes)[index]
 
 
