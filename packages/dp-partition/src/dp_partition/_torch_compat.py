@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,7 @@ __all__ = [
     "inductor_compile",
     "inductor_problem",
     "is_gloo",
+    "latest_trace_nodes",
     "make_fx",
     "new_fake_mode",
     "pytree",
@@ -125,10 +127,16 @@ def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
     return None if index is None else list(module.graph.nodes)[index]
 
 
-def trace_options(*, lines: bool) -> dict[str, Any]:
-    """Options of make_fx: no names of torch functions on nodes; lines of the traced code only on demand, for time."""
-    known = inspect.signature(make_fx).parameters
-    return {k: True for k in ("_disable_torch_fn_metadata_mode", "record_stack_traces")[: 1 + lines] if k in known}
+def latest_trace_nodes(count: int = 8) -> list[str]:
+    """Names of the nodes that make_fx has recorded last."""
+    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
+    return [] if tracer is None else [node.name for node in itertools.islice(reversed(tracer.graph.nodes), count)]
+
+
+def trace_options() -> dict[str, Any]:
+    """Options of make_fx: no names of torch functions on nodes, which take a mode of their own."""
+    name = "_disable_torch_fn_metadata_mode"
+    return {name: True} if name in inspect.signature(make_fx).parameters else {}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -166,7 +166,7 @@ def test_a_gradient_whose_reader_is_erased_is_reported(ranks: Ranks) -> None:
     def passes(module: fx.GraphModule) -> fx.GraphModule:
         reader = next(node for node in module.graph.nodes if READS in node.meta)
         with module.graph.inserting_before(reader):
-            copied = module.graph.call_function(reader.target, reader.args, reader.kwargs)  # type: ignore[arg-type]
+            copied = module.graph.call_function(reader.target, reader.args, reader.kwargs)
         reader.replace_all_uses_with(copied)
         module.graph.erase_node(reader)
         module.recompile()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import random
-import re
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
+    latest_trace_nodes,
     make_fx,
     new_fake_mode,
     pytree,
@@ -111,11 +112,11 @@ class _Tracing:
         """Name of the step."""
         return getattr(self.function, "__name__", "train_step")
 
-    def record(self, *, lines: bool = False) -> fx.GraphModule:
+    def record(self) -> fx.GraphModule:
         """Run the step on the fakes, and record it."""
         restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
         with restored, no_draws, self.mode, _without_recurrent_kernels(self.step_state), _without_cast_cache():
-            module: fx.GraphModule = make_fx(self.body, **trace_options(lines=lines))(*self.flat)
+            module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
         return module
 
     def body(self, *tensors: Any) -> list[Any]:
@@ -284,18 +285,29 @@ def _asks_for_values(error: Exception) -> bool:
 
 def user_line(error: BaseException) -> str:
     """Return the innermost line of an error's traceback that is neither torch's nor this package's, as text."""
-    lines = traceback.extract_tb(error.__traceback__)
-    return _innermost([(one.filename, one.lineno, one.line) for one in lines])
+    between = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(contextlib.__file__).parent))
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if one.filename[0] != "<"]
+    lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
+    lines = [one for one in lines if not one.filename.startswith(between[:2])]
+    return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
 
 
-def _innermost(lines: Sequence[tuple[str, Any, str | None]]) -> str:
-    torch_and_own = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-    python = str(Path(contextlib.__file__).parent)
-    for file, number, line in reversed(lines):
-        library = file.startswith(python) and "site-packages" not in file
-        if file[0] != "<" and not library and not file.startswith(torch_and_own):
-            return f" (at {file}:{number}, {line!r})"
-    return ""
+class _ReachedError(BaseException):
+    """A trace has recorded the node that it was to come to. No `Exception`: the step must not catch it."""
+
+
+class _StopAt(TorchDispatchMode):
+    """Ends a trace where it has recorded a node: the traceback then leads to the line that made it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.name in latest_trace_nodes():
+            raise _ReachedError
+        return result
 
 
 def line_of_node(
@@ -306,10 +318,17 @@ def line_of_node(
     step_state: StepState,
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
 ) -> str:
-    """Return the line of the step that made a node, as text: the step is traced once more, with its lines."""
-    module = _Tracing(function, (args, kwargs), step_state, batch_of, None).record(lines=True)
-    text = next((node.stack_trace or "" for node in module.graph.nodes if node.name == name), "")
-    return _innermost(re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', text))
+    """Return the line of the step that made a node, as text; the step is traced once more, up to there."""
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        with _StopAt(name):
+            return function(*args, **kwargs)
+
+    try:
+        _Tracing(stopping, (args, kwargs), step_state, batch_of, None).record()
+    except _ReachedError as reached:
+        return user_line(reached)
+    return ""
 
 
 def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:

@@ -380,7 +380,7 @@ def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> Strat
         )
     if isinstance(plans[0].output, tuple):
         childs = [
-            DataParallelStrategy(kind, [PlacementStrategy(s.output_spec[index]) for s in strategies])
+            DataParallelStrategy(kind, [PlacementStrategy(s.output_spec[index]) for s in strategies])  # type: ignore[index]
             for index in range(len(plans[0].output))
         ]
         return TupleStrategy(childs, strategies)
