@@ -78,7 +78,8 @@ class StepInterrupted(RuntimeError):
     """
 
     def __init__(self, written: list[str], subject: str = "the step") -> None:
-        self.written, self.subject = written, subject
+        self.written = written
+        self._subject = subject
         shown = ", ".join(written[:4]) + (", ..." if len(written) > 4 else "")
         super().__init__(
             f"{subject} failed after it had begun the update: {len(written)} tensors are written ({shown}); "
@@ -86,7 +87,7 @@ class StepInterrupted(RuntimeError):
         )
 
     def __reduce__(self) -> tuple[type[StepInterrupted], tuple[list[str], str]]:
-        return type(self), (self.written, self.subject)
+        return type(self), (self.written, self._subject)
 
 
 @contextmanager
