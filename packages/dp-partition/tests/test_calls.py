@@ -60,7 +60,9 @@ def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
     if ranks.device.type == "cpu":  # on a GPU an assertion in a kernel ends the process
         with pytest.raises(IndexError) as caught:
             step(model, optim, x, torch.tensor([0, 99]))
-        assert "as they were before the step" in "".join(caught.value.__notes__)
+        notes = "".join(caught.value.__notes__)
+        assert "call 2 of failing_step on rank" in notes and "as they were before the step" in notes
+        assert "test_calls.py" in notes and "aten.index" in notes, notes
     after = [*model.state_dict().values(), *(s for d in optim.state.values() for s in d.values())]
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 19
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,10 +32,11 @@ __all__ = [
     "collectives",
     "current_trace_nodes",
     "decomposition_of",
+    "failed_node",
     "inductor_compile",
     "inductor_problem",
     "is_gloo",
-    "latest_trace_node",
+    "latest_trace_nodes",
     "make_fx",
     "new_fake_mode",
     "pytree",
@@ -40,6 +44,7 @@ __all__ = [
     "storage_keys",
     "symbolic_scalar",
     "tensor_metadata",
+    "trace_options",
     "without_autocast",
     "without_onednn",
 ]
@@ -114,10 +119,24 @@ def current_trace_nodes() -> list[str]:
     return [node.name for node in tracer.graph.nodes] if tracer is not None else []
 
 
-def latest_trace_node() -> str:
-    """Name of the node that make_fx has recorded last; empty where nothing is traced."""
+def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
+    """The node whose line of a graph module's generated forward raised; None where it is not found."""
+    lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if "eval_with_key" in one.filename]
+    places: Any = module._lineno_map or {}
+    index = places.get(lines[-1] - module._prologue_start) if lines else None
+    return None if index is None else list(module.graph.nodes)[index]
+
+
+def latest_trace_nodes(count: int = 8) -> list[str]:
+    """Names of the nodes that make_fx has recorded last."""
     tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    return next((node.name for node in reversed(tracer.graph.nodes)), "") if tracer is not None else ""
+    return [] if tracer is None else [node.name for node in itertools.islice(reversed(tracer.graph.nodes), count)]
+
+
+def trace_options() -> dict[str, Any]:
+    """Options of make_fx: no names of torch functions on nodes, which take a mode of their own."""
+    name = "_disable_torch_fn_metadata_mode"
+    return {name: True} if name in inspect.signature(make_fx).parameters else {}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

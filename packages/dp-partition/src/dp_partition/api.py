@@ -221,6 +221,3 @@ class Step:
 def runner_of(step: Step) -> Runner:
     """Return the runner of a step, for the package's own tools."""
     return step._runner
-
-
-__all__ = ["Step", "compile", "runner_of"]

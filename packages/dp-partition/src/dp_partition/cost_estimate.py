@@ -275,6 +275,3 @@ def _times(found: Estimate) -> list[str]:
         f"assumed: {link}; {machine.tflops:g} TFLOP/s, "
         f"{machine.memory_gbs:g} GB/s of memory, {machine.launch_us:g} us an operator",
     ]
-
-
-__all__ = ["Estimate", "estimate"]

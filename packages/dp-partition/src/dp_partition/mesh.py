@@ -86,16 +86,3 @@ class _Ranks:
 def fake_mesh(world: int | tuple[int, ...], rank: int, device: str) -> DeviceMesh:
     """A mesh of ``world`` ranks, or of as many along each axis, as rank ``rank`` sees it. It cannot communicate."""
     return cast(DeviceMesh, _Ranks((world,) if isinstance(world, int) else world, rank, device))
-
-
-__all__ = [
-    "all_groups",
-    "fake_mesh",
-    "flat_rank",
-    "num_replicas",
-    "on_mesh",
-    "replica_group_name",
-    "shard_group",
-    "shard_rank",
-    "shard_world",
-]

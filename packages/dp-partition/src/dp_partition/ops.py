@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -104,6 +104,11 @@ def has_effect(node: fx.Node) -> bool:
         return node.is_impure()
     namespace = node.target.namespace  # type: ignore[union-attr]
     return bool(mutated_inputs(node)) or is_random(node) or namespace in _NAMESPACES
+
+
+def substitution(by: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
+    """Return what `fx.Graph.node_copy` takes to copy a node with other inputs; the table may grow meanwhile."""
+    return lambda node: by.get(node, node)
 
 
 def base_name(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
-from dp_partition.mesh import fake_mesh, num_replicas, replica_group_name, shard_group, shard_rank
+from dp_partition.mesh import num_replicas, replica_group_name, shard_group, shard_rank
 from dp_partition.passes.bucketing import bucket_and_schedule
 from dp_partition.passes.decompose import decompose, remove_tags
 from dp_partition.passes.insert_collectives import Inserter, erase_tags
@@ -34,7 +34,14 @@ from dp_partition.plan.placements import NodeType, RankLocal
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.program import Program
-from dp_partition.sharding.propagate import NodePlan, StoragePlacements, mark_graph, propagate
+from dp_partition.sharding.propagate import (
+    NodePlan,
+    StoragePlacements,
+    gradient_name,
+    is_gradient,
+    mark_types,
+    propagate,
+)
 
 _TYPES = {"param": NodeType.PARAM, "buffer": NodeType.PARAM, "state": NodeType.STATE, "arg": NodeType.ACT}
 
@@ -58,11 +65,11 @@ def build_program(
     output = next(node for node in plans if node.op == "output")
     returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
     rank = shard_rank(mesh)
-    mark_graph(plans, mesh if mesh.ndim == 1 else fake_mesh(plan.world, rank, mesh.device_type))
+    mark_types(plans)
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     groups = shard_group(mesh).group_name, replica_group_name(mesh)
-    partition_for_rank(capture.module, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
+    partition_for_rank(capture.module, plans, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
     return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
@@ -84,11 +91,12 @@ def capture_single_device(
     Under local semantics its batch is one rank's, under global semantics that of all ranks together.
     """
     local = plan.semantics == "local"
-    scale = None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
+    scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
     capture = trace_step(function, args, kwargs, step_state, scale, device)
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
+    capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))
     if accumulate > 1:
         # Needs tags. Repeats forward and backward, and averages gradients before the optimizer.
         repeat_for_microbatches(capture, accumulate, batch_dim)
@@ -129,6 +137,7 @@ def plan_nodes(
 
 def partition_for_rank(
     module: GraphModule,
+    plans: dict[fx.Node, NodePlan],
     world: int,
     rank: int,
     group: str,
@@ -136,12 +145,13 @@ def partition_for_rank(
     replica_group: str = "",
     replicas: int = 1,
 ) -> GraphModule:
-    """Turn a marked graph into the graph of ``rank``, in place.
+    """Turn a planned graph into the graph of ``rank``, in place.
 
     The module's code is left as it was: recompile it before it runs or is handed out.
 
     Args:
-        module: The marked graph.
+        module: The graph; its nodes carry their types.
+        plans: Where every value lies, and where each node wants its inputs.
         world: Number of ranks of the axis that its placements are on.
         rank: Rank there.
         group: Name of the group of that axis.
@@ -152,8 +162,8 @@ def partition_for_rank(
     graph = module.graph
     mover = Mover(graph, world, rank, group, replica_group, replicas)
     traced = set(graph.nodes)
-    # Brings each input where its node wants it, one collective a tensor; removes the marks.
-    inserter = Inserter(module, mover)
+    # Brings each input where its node wants it, one collective a tensor.
+    inserter = Inserter(module, plans, mover)
     inserter.run()
     # Fused optimizer kernels get contiguous tensors.
     make_contiguous_for_fused(graph)
@@ -170,6 +180,14 @@ def partition_for_rank(
 
 
 # ---- where inputs and outputs lie -----------------------------------------------------------------------------------
+
+
+def batch_scale(
+    plan: PartitionPlan, batch_dim: int, accumulate: int
+) -> Callable[[torch.Tensor], tuple[int, ...]] | None:
+    """Shape at which a batch tensor is traced; None: its own."""
+    local = plan.semantics == "local"
+    return None if local and accumulate == 1 else traced_batch(1 if local else plan.world, accumulate, batch_dim)
 
 
 def traced_batch(times: int, parts: int, dim: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
@@ -232,6 +250,3 @@ def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node,
 def returned_placements(order: list[Any], plan: NodePlan) -> list[Placement | None]:
     """Return the placement of each returned value."""
     return [plan.inputs.get(value) if isinstance(value, fx.Node) else None for value in order]
-
-
-__all__ = ["build_program", "capture_single_device", "partition_for_rank", "plan_nodes"]

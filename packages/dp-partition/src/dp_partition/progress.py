@@ -84,6 +84,3 @@ def counted(function: Callable[..., Any], progress: Progress) -> Callable[..., A
     counting.__name__ = getattr(function, "__name__", "train_step")
     counting.__wrapped__ = function  # type: ignore[attr-defined]  # what inspect.signature follows
     return counting
-
-
-__all__ = ["Progress", "counted"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -20,9 +21,11 @@ from dp_partition.capture.arguments import CallArguments, closing, read_argument
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
+from dp_partition.capture.tracer import line_of_node
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
 from dp_partition.mesh import num_replicas, shard_world
-from dp_partition.pipeline import build_program
+from dp_partition.ops import is_collective, is_wait
+from dp_partition.pipeline import batch_scale, build_program
 from dp_partition.plan.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.progress import Progress, counted
@@ -142,14 +145,28 @@ class Runner:
         """Run the graph and put new state in place; gradients are noted for a caller that passes a dict for them."""
         check_no_gradients(binding.step_state, program.capture.cleared)
         inputs = bind_inputs(binding, program, call.leaves, optimizers)
-        with self.guarded(program, inputs):
-            if gradients is None:
-                values = program.run(inputs)
-            else:
-                values, noted = program.run_noting_gradients(inputs)
-                gradients.update(noted)
+        try:
+            with self.guarded(program, inputs):
+                if gradients is None:
+                    values = program.run(inputs)
+                else:
+                    values, noted = program.run_noting_gradients(inputs)
+                    gradients.update(noted)
+        except Exception as error:
+            self.note_line(error, binding, program, call)
+            raise
         store_outputs(binding, program, values)
         return program.capture.returned.result(values)
+
+    def note_line(self, error: Exception, binding: Binding, program: Program, call: CallArguments) -> None:
+        """Add the line of the step to the error of a node that was traced from it."""
+        node, program.failed = program.failed, None
+        if node is None or is_collective(node) or is_wait(node):
+            return
+        scale = batch_scale(binding.plan, self.batch_dim, self.accumulate)
+        with suppress(Exception):  # the error stays the graph's own
+            line = line_of_node(node.name, self.function, call.args, call.kwargs, binding.step_state, scale)
+            error.add_note(f"raised by node {node.name} ({node.target}) of the graph{line}")
 
     @contextmanager
     def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
@@ -157,8 +174,13 @@ class Runner:
         kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
         drawing = self.stream.drawing() if self.stream is not None else nullcontext()
-        with torch.no_grad(), without_autocast(), guarded(kept, buffers), drawing:
+        with torch.no_grad(), without_autocast(), guarded(self.subject, kept, buffers), drawing:
             yield
+
+    @property
+    def subject(self) -> str:
+        """Call and rank, for errors of one rank."""
+        return f"call {self.schedule.calls} of {self.name} on rank {dist.get_rank()}"
 
     @property
     def owner(self) -> Runner:
@@ -363,6 +385,3 @@ class Runner:
                 Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
             )
         binding.check_in_place()
-
-
-__all__ = ["Runner"]

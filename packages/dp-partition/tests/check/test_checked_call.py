@@ -18,6 +18,7 @@ from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
 from dp_partition.check.copying import CannotCopyError, Copier
 from dp_partition.check.verdict import differences
+from dp_partition.passes.insert_collectives import READS
 from ranktest import Ranks
 from torch import fx, nn
 
@@ -145,6 +146,37 @@ def test_all_gradients_are_compared_before_they_are_clipped(ranks: Ranks) -> Non
             wanted = {f"{fqn} gradient" for fqn, _ in model.named_parameters()}
             for outcome in compared.call_args.args:
                 assert {key for key in outcome.tensors if key.endswith(" gradient")} == wanted
+            assert "unchecked" not in step.plan.checks, step.plan.checks
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_are_not_compared_are_reported(ranks: Ranks) -> None:
+    def twice(model: nn.Module, optim: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nn.functional.mse_loss(model(x), y).backward()
+        return planted.unclipped(model, optim, x, y)
+
+    model, optim = started(ranks)
+    step = dp.compile(twice, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step(model, optim, *batch(ranks, 0))
+    assert "10 of 10 gradients by themselves" in step.plan.checks and "several backward" in step.plan.checks
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_whose_reader_is_erased_is_reported(ranks: Ranks) -> None:
+    def passes(module: fx.GraphModule) -> fx.GraphModule:
+        reader = next(node for node in module.graph.nodes if READS in node.meta)
+        with module.graph.inserting_before(reader):
+            copied = module.graph.call_function(reader.target, reader.args, reader.kwargs)
+        reader.replace_all_uses_with(copied)
+        module.graph.erase_node(reader)
+        module.recompile()
+        return module
+
+    model, optim = started(ranks, "SGD")
+    step = dp.compile(planted.unclipped, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    runner_of(step).passes = passes
+    step(model, optim, *batch(ranks, 0))
+    assert "of 10 gradients by themselves" in step.plan.checks and "no node of the graph reads" in step.plan.checks
 
 
 @pytest.mark.ranks(2, timeout=300)

@@ -91,3 +91,16 @@ def test_what_was_made_within_a_block(ranks: Ranks) -> None:
     models.mean_step(kept, SGD(kept.parameters()), x)
     for _ in range(5):
         step(model, optim, x)
+
+
+@pytest.mark.ranks(2)
+def test_eager_use_of_a_placed_model_says_what_to_do(ranks: Ranks) -> None:
+    step, _, model, _, x = started(ranks)
+    with pytest.raises(RuntimeError, match="mixed torch") as caught:
+        model(x)
+    assert "with step.unsharded()" in "".join(caught.value.__notes__)
+    with step.unsharded():
+        plain = model(x)
+    step.release()
+    assert torch.equal(model(x), plain)
+    assert not any(module._forward_hooks for module in model.modules())

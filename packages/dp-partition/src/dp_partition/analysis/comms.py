@@ -66,14 +66,11 @@ def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Messag
     waits = wait_positions(node, positions)
     carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
     dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
-    phase = str(node.meta.get("phase") or _phase_of(node, positions))
+    place = node
+    while not place.meta.get("phase") and place.op not in ("placeholder", "root"):  # buckets have none
+        place = place.prev
+    phase = str(place.meta.get("phase") or "forward")
     return Message(kind, dtype, full, sent, carried, phase, positions[node], max(waits), node.name, world)
-
-
-def _phase_of(node: fx.Node, positions: dict[fx.Node, int]) -> str:
-    """The phase of the nearest node before it that has one."""
-    before = [n for n, position in positions.items() if position < positions[node]]
-    return next((str(n.meta["phase"]) for n in reversed(before) if n.meta.get("phase")), "forward")
 
 
 def wait_positions(node: fx.Node, positions: dict[fx.Node, int]) -> list[int]:

@@ -182,6 +182,3 @@ def bytes_by_kind(graph: fx.Graph) -> dict[str, int]:
         seen.add(storage_key(value))
         sizes[_kind_of(node)] += value.untyped_storage().nbytes()
     return sizes
-
-
-__all__ = ["KINDS", "Memory", "bytes_by_kind", "live_memory"]

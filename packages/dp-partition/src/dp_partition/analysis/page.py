@@ -116,6 +116,3 @@ def _messages(found: StepAnalysis) -> str:
     head = ["", "kind", "in", "dtype", "full tensor", "sent bytes", "time", "nodes", "carries"]
     more = len(found.messages) - len(rows)
     return table(head, rows, (0, 4, 5, 6, 7)) + (note(f"{more} more are not shown.") if more else "")
-
-
-__all__ = ["html_page", "write_page"]

@@ -298,6 +298,3 @@ def ticks(most: float, count: int = 5) -> list[float]:
             if most / step >= count:
                 break
     return [step * at for at in range(int(most / step) + 1)]
-
-
-__all__ = ["memory_picture", "placement_picture", "placement_table", "rows_of", "timeline_picture"]

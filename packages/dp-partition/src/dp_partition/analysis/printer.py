@@ -85,6 +85,3 @@ def show_listing(module: fx.GraphModule) -> fx.GraphModule:
     kind: Any = type(module)
     kind.__str__ = lambda self: listing(self.graph)
     return module
-
-
-__all__ = ["listing", "show_listing"]

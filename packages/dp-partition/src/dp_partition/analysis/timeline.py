@@ -222,6 +222,3 @@ class Machine:
     def seconds(self, flops: int, touched_bytes: int) -> float:
         """Time of one operator."""
         return self.launch_us * 1e-6 + max(flops / (self.tflops * 1e12), touched_bytes / (self.memory_gbs * 1e9))
-
-
-__all__ = ["Span", "Timeline", "flops_of", "node_seconds", "timeline_of", "touched_bytes"]

@@ -55,6 +55,3 @@ def combined(received: torch.Tensor, sent: torch.Tensor, op: str, world: int) ->
     """The sum, average, ... of the ranks' rows, each as large as the rank's own."""
     values = torch.view_as_complex(received) if sent.is_complex() else received
     return REDUCTIONS[op](values.view(world, sent.shape[0] // world, *sent.shape[1:]))
-
-
-__all__ = ["reduce_scatter_as_all_to_all"]

@@ -200,6 +200,3 @@ def _attribute(module: fx.GraphModule, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-__all__ = ["Lowered", "check_inductor", "lower"]

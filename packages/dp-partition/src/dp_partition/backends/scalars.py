@@ -182,6 +182,3 @@ def _replace(graph: fx.Graph, node: fx.Node, single: Any, inplace: bool) -> None
 
 def _element(argument: Any, index: int) -> Any:
     return argument[index] if isinstance(argument, list | tuple) else argument
-
-
-__all__ = ["Ref", "hoist_scalars", "is_number", "numbers_of", "unroll_foreach", "takes_tensors", "write"]

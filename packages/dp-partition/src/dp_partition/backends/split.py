@@ -204,6 +204,3 @@ def _connect(pieces: list[Piece]) -> None:
         if piece.nodes[-1].op != "output":
             by_name = {node.name: node for node in piece.graph.nodes}
             piece.graph.output([by_name[node.name] for node in piece.outputs])
-
-
-__all__ = ["Piece", "is_compiled", "is_view", "split"]

@@ -170,6 +170,3 @@ def closing(function: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(function)(call)
     except (AttributeError, TypeError):
         return call
-
-
-__all__ = ["CallArguments", "Opened", "close_arguments", "closing", "read_arguments"]

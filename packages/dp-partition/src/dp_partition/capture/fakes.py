@@ -213,7 +213,8 @@ def _install_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         stack.callback(group.update, dict(group))
         group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
-        if _is_on_gpu(group) and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
+        on_gpu = all(param.device.type == "cuda" for param in group["params"])
+        if on_gpu and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
             group["foreach"] = True  # what eager mode chooses there; it does not recognise fake tensors
         for hyper, scalar in fakes.hyperparameters.items():
             if (hyper.optimizer, hyper.group) != (number, index):
@@ -224,10 +225,6 @@ def _install_optimizer(
                 value = scalar.item()
                 symbols[hyper] = getattr(value, "node", None) and value.node.expr
             group[hyper.key] = value if hyper.element is None else _replaced(group[hyper.key], hyper.element, value)
-
-
-def _is_on_gpu(group: dict[str, Any]) -> bool:
-    return all(param.device.type == "cuda" for param in group["params"])
 
 
 def _replaced(values: Any, index: int, value: Any) -> tuple[Any, ...]:
@@ -241,6 +238,3 @@ def check_memory(inputs: list[Input], tensors: list[torch.Tensor], memory: list[
     if moved:
         found = "the step puts other memory in place with .data ="
         raise PlanError([Problem("parameter-replaced", entry.label, found=found, hint=hint) for entry in moved])
-
-
-__all__ = ["Fakes", "Input", "check_memory", "flatten_inputs", "installed", "make_fakes"]

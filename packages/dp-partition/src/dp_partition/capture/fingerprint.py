@@ -369,15 +369,3 @@ def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
     constants = (autocast, step_state.reads.read(), reads.read(), buffers)
     return tuple(map(leaf_key, call.leaves)), call.spec, training, trained, optimizers.key, constants
-
-
-__all__ = [
-    "ById",
-    "FunctionReads",
-    "ModuleReads",
-    "attributes_restored",
-    "fingerprint",
-    "leaf_key",
-    "names_in_forward",
-    "program_key",
-]

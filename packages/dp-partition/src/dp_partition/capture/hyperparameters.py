@@ -148,14 +148,3 @@ def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
     ]
     if problems:
         raise PlanError(problems, "the step changes hyperparameters")
-
-
-__all__ = [
-    "FUSED_ARGUMENTS",
-    "Hyperparameter",
-    "OptimizerReads",
-    "optimizer_attributes",
-    "param_groups_unchanged",
-    "read_optimizers",
-    "states_by_id",
-]

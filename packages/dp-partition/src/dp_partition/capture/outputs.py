@@ -109,6 +109,3 @@ def _new_states(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Ten
                     hint = "keep counters in tensors, as torch.optim does"
                     found = f"optimizer state {key!r} is a Python {type(value).__name__} that every step changes"
                     raise PlanError(Problem("python-state", fqn, found=found, hint=hint))
-
-
-__all__ = ["Output", "Returned", "collect_outputs"]

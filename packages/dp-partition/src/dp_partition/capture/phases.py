@@ -13,6 +13,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from dp_partition._torch_compat import current_trace_nodes
+from dp_partition.capture.updates import shared_updates
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Phases:
                 original = getattr(torch.autograd, name)
                 stack.enter_context(patch.object(torch.autograd, name, self._timed(original, self.backward)))
             for optimizer in optimizers:
-                step = self._timed(optimizer.step, self.optimizer, type(optimizer).__name__)
+                step = self._timed(shared_updates(optimizer), self.optimizer, type(optimizer).__name__)
                 stack.enter_context(patch.object(optimizer, "step", step))
             owners: list[Any] = [*optimizers, *modules]
             for owner in owners:

@@ -121,6 +121,3 @@ def _signature(args: Any, kwargs: Any) -> str:
         return f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
     return ", ".join([shown(leaf) for leaf in pytree.tree_leaves((args, kwargs))])
-
-
-__all__ = ["RandomReplay"]

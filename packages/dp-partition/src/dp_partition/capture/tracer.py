@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +20,13 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import (
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
+    latest_trace_nodes,
     make_fx,
     new_fake_mode,
     pytree,
     storage_key,
+    trace_options,
     without_onednn,
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
@@ -32,6 +36,7 @@ from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
 from dp_partition.capture.state import StepState
+from dp_partition.capture.updates import repeat_updates
 
 
 @dataclass
@@ -46,6 +51,7 @@ class Capture:
         symbols: The sympy symbol of each hyperparameter.
         mode: The fake mode that holds the nodes' ``meta["val"]``.
         cleared: Whether the step clears gradients before its first backward.
+        gradients: Names of parameters whose gradients the step reads, and in how many backward passes each gets one.
     """
 
     module: fx.GraphModule
@@ -55,6 +61,7 @@ class Capture:
     guards: list[Any] = field(default_factory=list)
     symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
     cleared: bool = False
+    gradients: Counter[str] = field(default_factory=Counter)
 
     @property
     def outputs(self) -> list[Output]:
@@ -109,7 +116,7 @@ class _Tracing:
         """Run the step on the fakes, and record it."""
         restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
         with restored, no_draws, self.mode, _without_recurrent_kernels(self.step_state), _without_cast_cache():
-            module: fx.GraphModule = make_fx(self.body)(*self.flat)
+            module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
         return module
 
     def body(self, *tensors: Any) -> list[Any]:
@@ -173,6 +180,7 @@ def trace_step(
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *made, tracing.phases.cleared)
+    tracing.phases.optimizer.append(repeat_updates(module.graph))
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
     _name_placeholders(module, capture.inputs, _groups(step_state))
@@ -282,6 +290,45 @@ def user_line(error: BaseException) -> str:
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
     lines = [one for one in lines if not one.filename.startswith(between[:2])]
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
+
+
+class _ReachedError(BaseException):
+    """A trace has recorded the node that it was to come to. No `Exception`: the step must not catch it."""
+
+
+class _StopAt(TorchDispatchMode):
+    """Ends a trace where it has recorded a node: the traceback then leads to the line that made it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.name in latest_trace_nodes():
+            raise _ReachedError
+        return result
+
+
+def line_of_node(
+    name: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    step_state: StepState,
+    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+) -> str:
+    """Return the line of the step that made a node, as text; the step is traced once more, up to there."""
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        with _StopAt(name):
+            return function(*args, **kwargs)
+
+    try:
+        _Tracing(stopping, (args, kwargs), step_state, batch_of, None).record()
+    except _ReachedError as reached:
+        return user_line(reached)
+    return ""
 
 
 def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:

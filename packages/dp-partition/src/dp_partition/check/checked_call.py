@@ -104,13 +104,20 @@ class CheckedCall:
             return self.unchecked(reason)
         result = self.graph_run(self.gradients)
         after = RandomState(self.arguments, self.runner.stream)
-        versions = self.versions()
-        self.random.restore()
-        ended = self.reference(copied)
-        del copied
-        after.restore()
-        self.conclude(ended, result, versions)
-        self.runner.schedule.advance(again=self.any_unseen())
+        try:
+            versions = self.versions()
+            self.random.restore()
+            ended = self.reference(copied)
+            del copied
+            after.restore()
+            self.conclude(ended, result, versions)
+            self.runner.schedule.advance(again=self.any_unseen())
+        except CheckMismatch:
+            raise
+        except BaseException as error:  # a peer died, or the caller interrupts: the graph has run, the check has not
+            self.roll_back()
+            error.add_note(f"raised by the check of {self.runner.subject}; everything is as before the call")
+            raise
         return result
 
     def conclude(self, ended: Ended, result: Any, versions: list[int]) -> None:
@@ -125,11 +132,12 @@ class CheckedCall:
             graph = live_outcome(self.binding, result, self.before.local)
             graph.add_gradients(self.gradients)
             found = differences(graph, ended.outcome)
+            self.count_gradients(ended.outcome)
         rows = self.gather((failure, ended.unchecked, len(found)))
         failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
         if failed:
             self.roll_back()
-            name, hint = self.name(), "compile with check='never' only if the step is meant to do that"
+            name, hint = self.runner.name, "compile with check='never' only if the step is meant to do that"
             problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
             raise CheckMismatch(problems, "the step's eager run failed where its graph did not") from ended.error
         reason = next((text for _, text, _ in rows if text), "")
@@ -204,7 +212,7 @@ class CheckedCall:
             self.roll_back()
             calls = self.runner.schedule.calls
             summary = (
-                f"call {calls} of {self.name()}: the graph does not do what the step does; "
+                f"call {calls} of {self.runner.name}: the graph does not do what the step does; "
                 "parameters, state, buffers and generators are as before the call"
             )
             raise CheckMismatch(problems[:8], summary)
@@ -232,17 +240,29 @@ class CheckedCall:
             self.runner.schedule.advance(again=True)
             raise
 
-    def name(self) -> str:
-        """Name of the step."""
-        return self.runner.name
+    def count_gradients(self, reference: Outcome) -> None:
+        """Keep in the plan which trained parameters' gradients this check has not compared, and why."""
+        missing: dict[str, list[str]] = {}
+        for name, passes in self.program.capture.gradients.items():
+            if name in self.gradients and f"{name} gradient" in reference.tensors:
+                continue
+            reason = "no node of the graph reads them"
+            if self.program.lowered is not None:
+                reason = "inductor compiles what makes them"
+            elif passes > 1:
+                reason = "several backward passes add to them"
+            elif name in self.gradients:
+                reason = "the eager run adds to gradients that are there"
+            missing.setdefault(reason, []).append(name)
+        total = len(self.program.capture.gradients)
+        for reason, names in missing.items():
+            self.note_unchecked(f"{len(names)} of {total} gradients by themselves ({names[0]}, ...): {reason}")
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, where ranks communicate in a step; otherwise this rank's."""
-        return (
-            all_gather_objects(self.binding.mesh, value, f"the check of {self.name()}")
-            if self.communicates
-            else [value]
-        )
+        if not self.communicates:
+            return [value]
+        return all_gather_objects(self.binding.mesh, value, f"the check of {self.runner.subject}")
 
     def versions(self) -> list[int]:
         """Version counters of all live tensors: each write of a shadow to one of them shows."""
@@ -258,13 +278,13 @@ class CheckedCall:
         tensors = [tensor for _, _, _, tensor in live_tensors(self.binding, self.arguments)]
         if any(isinstance(local_tensor(t.detach()), FakeTensor) or t.device.type == "meta" for t in tensors):
             return "tensors have no values"
-        if self.binding.mesh.size() > 1 and any(_is_fake(group) for group in all_groups(self.binding.mesh)):
+        if self.binding.mesh.size() > 1 and any(map(_is_fake, all_groups(self.binding.mesh))):
             return "the process group moves no data"
         # Full parameters, gradients and state of the copy; the snapshot beside the live shards.
         full = sum(t.numel() * t.element_size() for t in tensors)
         local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
         rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local))
-        text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.name()}"
+        text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
         self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         short = [rank for rank, (_, free, needed) in enumerate(rows) if needed > free]
         return f"a full copy does not fit into free memory on rank {short[0]}" if short else ""
@@ -281,7 +301,7 @@ class CheckedCall:
         if reason not in self.runner.unchecked:
             self.runner.unchecked.append(reason)
             if "memory" in reason or reason.startswith("cannot copy"):
-                warnings.warn(f"{self.name()} is not checked against its eager run: {reason}", stacklevel=2)
+                warnings.warn(f"{self.runner.name} is not checked against its eager run: {reason}", stacklevel=2)
 
 
 def free_bytes(device_type: str) -> int:
@@ -342,6 +362,3 @@ class CheckSchedule:
 
     def _drawn(self, power: int) -> int:
         return random.Random(f"{self.seed}:{power}").randrange(1 << power, 1 << (power + 1))
-
-
-__all__ = ["CheckMismatch", "CheckSchedule", "CheckedCall"]

@@ -209,6 +209,3 @@ def _fill_object(made: Any, attributes: dict[str, Any]) -> None:
 
 def _generator(value: torch.Generator) -> torch.Generator:
     return torch.Generator(value.device).set_state(value.get_state())
-
-
-__all__ = ["CannotCopyError", "Copier", "Transform", "is_importable"]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_partition.mesh import all_groups, num_replicas, replica_group_name, shard_group, shard_world
 from dp_partition.passes.reduction import GradientGroup, division
 from dp_partition.plan.settings import CommConfig
+from dp_partition.runtime.consensus import group_device
 
 RUNNING, FINISHED, OUT_OF_MEMORY, FAILED = range(4)
 
@@ -231,8 +232,7 @@ class GradientAverage:
             raise PeerStoppedError
         flags = present or [False] * len(self.params)
         row = torch.tensor([status, -status, *flags], dtype=torch.float32)
-        device = self._device()
-        row = row.to(device)
+        row = row.to(group_device(all_groups(self.mesh)[0]))
         for group in all_groups(self.mesh):
             dist.all_reduce(row, op=dist.ReduceOp.MAX, group=group)
         greatest, least, *anywhere = row.tolist()
@@ -241,18 +241,3 @@ class GradientAverage:
         if greatest != -least:
             raise PeerStoppedError
         return [bool(one) for one in anywhere]
-
-    def _device(self) -> torch.device:
-        kinds = [device.type for device in all_groups(self.mesh)[0]._device_types]
-        return torch.device("cpu") if "cpu" in kinds else torch.device(self.mesh.device_type)
-
-
-__all__ = [
-    "FAILED",
-    "FINISHED",
-    "OUT_OF_MEMORY",
-    "RUNNING",
-    "GradientAverage",
-    "NotComparableError",
-    "PeerStoppedError",
-]

@@ -363,6 +363,3 @@ def numbers_of(step_state: StepState) -> dict[str, Any]:
                 if isinstance(value, bool | int | float | str) and param in names:
                     found[state_name(number, names[param], entry)] = value
     return found
-
-
-__all__ = ["Ended", "Outcome", "StepCopy", "copy_step", "live_outcome", "run_reference"]

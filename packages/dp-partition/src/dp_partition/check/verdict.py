@@ -272,18 +272,3 @@ def perturbation(recording: Recording, seed: int) -> Transform:
         return (tensor.double() * (1 + by * signs)).to(tensor.dtype)
 
     return change
-
-
-__all__ = [
-    "Difference",
-    "INTEGERS",
-    "InDouble",
-    "Recorder",
-    "Recording",
-    "differences",
-    "measure",
-    "perturbation",
-    "relative_error",
-    "to_double",
-    "tolerance",
-]

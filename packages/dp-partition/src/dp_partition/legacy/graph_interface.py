@@ -29,7 +29,8 @@ from dp_partition.plan.placements import (
 )
 from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.state import as_dtensor, local_shard, local_tensor
-from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate, strategy_of
+from dp_partition.sharding.op_rules.table import OutputPlacement
+from dp_partition.sharding.propagate import NodePlan, StoragePlacements, propagate
 
 
 def partition_data_parallel(
@@ -223,21 +224,47 @@ def partitioner(graph: GraphModule) -> GraphModule:
     Returns:
         The same graph module.
     """
-    marked = [node.meta.get("sharding") for node in graph.graph.nodes]
-    specs = [s.output_spec for s in marked if isinstance(s, PlacementStrategy)]
+    marked = {node: node.meta.pop("sharding", None) for node in graph.graph.nodes}
+    strategies = {node: one for node, one in marked.items() if isinstance(one, PlacementStrategy)}
+    specs = [one.output_spec for one in strategies.values()]
     mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)
     if mesh is None:
         hint = "call mark_data_parallel_shardings first"
         raise PlanError(Problem("unsupported-wrapper", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    placements = [_placement(node.meta["sharding"]) if node.meta.get("sharding") else Replicate() for node in nodes]
+    placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]
     mode = _fake_mode(graph.graph)
     inputs = local_inputs(graph.graph, placements, mode, world, rank)
-    partition_for_rank(graph, world, rank, mesh.get_group().group_name, CommConfig())
+    plans = {node: _plan_of(node, strategy) for node, strategy in strategies.items()}
+    partition_for_rank(graph, plans, world, rank, mesh.get_group().group_name, CommConfig())
     graph.recompile()
     record_local_values(graph, inputs, mode)
     return graph
+
+
+def _spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
+    """The spec of a state on a mesh."""
+    if isinstance(state, tuple):
+        return tuple(_spec_of(one, mesh) for one in state)
+    return PlacementSpec(mesh, (state,)) if isinstance(state, Placement) else None
+
+
+def strategy_of(node: fx.Node, plan: NodePlan, mesh: DeviceMesh) -> PlacementStrategy:
+    """A node's plan as a strategy, inputs in the order of ``all_input_nodes``."""
+    if node.op == "placeholder":
+        return PlacementStrategy(_spec_of(plan.output, mesh))
+    inputs = tuple(_spec_of(plan.inputs.get(source), mesh) for source in node.all_input_nodes)
+    return PlacementStrategy(_spec_of(plan.output, mesh), inputs)
+
+
+def _plan_of(node: fx.Node, strategy: PlacementStrategy) -> NodePlan:
+    """Return a strategy as a node's plan; the inverse of `strategy_of`."""
+    specs = zip(node.all_input_nodes, strategy.input_specs or (), strict=node.op != "placeholder")
+    inputs = {source: spec.placement for source, spec in specs if isinstance(spec, PlacementSpec)}
+    is_spec: Any = lambda one: isinstance(one, PlacementSpec)  # noqa: E731
+    output = pytree.tree_map(lambda spec: spec and spec.placement, strategy.output_spec, is_leaf=is_spec)
+    return NodePlan(output, inputs)
 
 
 def _fake_mode(graph: fx.Graph) -> FakeTensorMode:
@@ -353,21 +380,13 @@ def _strategies(node: fx.Node, plans: list[NodePlan], mesh: DeviceMesh) -> Strat
         )
     if isinstance(plans[0].output, tuple):
         childs = [
-            DataParallelStrategy(kind, [PlacementStrategy(_child(s, index)) for s in strategies])
+            DataParallelStrategy(kind, [PlacementStrategy(s.output_spec[index]) for s in strategies])  # type: ignore[index]
             for index in range(len(plans[0].output))
         ]
         return TupleStrategy(childs, strategies)
     return DataParallelStrategy(kind, strategies, _reduces_batch(node, plans[0]))
 
 
-def _child(strategy: PlacementStrategy, index: int) -> Outputs:
-    assert isinstance(strategy.output_spec, tuple)
-    return strategy.output_spec[index]
-
-
 def _reduces_batch(node: fx.Node, plan: NodePlan) -> bool:
     """A partial activation: the batch was summed or averaged away."""
     return plan.node_type is NodeType.ACT and getattr(plan.output, "is_partial", lambda: False)()
-
-
-__all__ = ["mark_data_parallel_shardings", "mesh_of", "partition_data_parallel", "partitioner", "place_tensors"]

@@ -292,6 +292,3 @@ def _view(mover: Mover, node: fx.Node, shape: tuple[int, ...]) -> fx.Node:
 
 def _item(mover: Mover, node: fx.Node, index: int) -> fx.Node:
     return mover.call(operator.getitem, node, index)
-
-
-__all__ = ["StagedEmission", "gathered", "reduced"]

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from dp_partition._torch_compat import FakeTensorMode, decomposition_of, make_fx
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import aten, base_name, is_op, is_random
+from dp_partition.ops import aten, base_name, is_op, is_random, is_tensor
 from dp_partition.passes.normalize import eliminate_dead
 from dp_partition.sharding.op_rules.lookup import find_rule
 
@@ -49,15 +49,11 @@ def _recipe(node: fx.Node) -> Callable[..., Any] | None:
         return _OWN[target]
     if base_name(node).startswith("nll_loss"):
         return decomposition_of(target) if MEAN in node.args else None
-    if find_rule(node) is not None or is_random(node) or not _has_tensor_input(node):
+    if find_rule(node) is not None or is_random(node) or not any(map(is_tensor, node.all_input_nodes)):
         return None
     if base_name(node) in ("copy", "_local_scalar_dense", "bernoulli", "empty_like"):
         return None
     return decomposition_of(target)
-
-
-def _has_tensor_input(node: fx.Node) -> bool:
-    return any(isinstance(source.meta.get("val"), torch.Tensor) for source in node.all_input_nodes)
 
 
 def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode: FakeTensorMode) -> list[fx.Node]:
@@ -135,22 +131,8 @@ def _var_mean(
     return var, mean if keepdim else mean.sum(dims)  # the summed dims have size one here
 
 
-def _var(
-    source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> torch.Tensor:
-    return _var_mean(source, dim, correction=correction, keepdim=keepdim)[0]
-
-
-def _std(
-    source: torch.Tensor, dim: list[int] | None = None, *, correction: float | None = None, keepdim: bool = False
-) -> torch.Tensor:
-    return _var_mean(source, dim, correction=correction, keepdim=keepdim)[0].sqrt()
-
-
 _OWN: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
-    aten.var.correction: _var,
-    aten.std.correction: _std,
+    aten.var.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
+    aten.std.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0].sqrt(),
 }
-
-__all__ = ["decompose", "remove_tags"]

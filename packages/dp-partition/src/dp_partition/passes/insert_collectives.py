@@ -1,9 +1,8 @@
 """Insert collectives: turn the single-device graph into the graph of one rank.
 
-Reads ``meta["sharding"]`` of every node (a `PlacementStrategy` or None), brings each input where the strategy wants it,
-adapts the arguments that name shapes, and removes the markings. Every value is moved at most once to each placement. A
-value that is written keeps only the copy that was written: views of another copy are taken anew, and where an input of
-the graph was written in a gathered copy, the rank's part is copied back.
+Brings each input where its node's plan wants it, and adapts the arguments that name shapes. Every value is moved at
+most once to each placement. A value that is written keeps only the copy that was written: views of another copy are
+taken anew, and where an input of the graph was written in a gathered copy, the rank's part is copied back.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.passes.reshard_after_forward import MARK
 from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
-from dp_partition.plan.placements import NodeType, PlacementSpec, PlacementStrategy, RankLocal, local_shape
-from dp_partition.sharding.propagate import gradient_name, is_gradient
+from dp_partition.plan.placements import NodeType, RankLocal, local_shape
+from dp_partition.sharding.propagate import NodePlan, gradient_name, is_gradient
 
 # Which argument of an operator names the output's shape.
 SHAPE_ARGUMENTS: dict[Any, int] = {
@@ -57,8 +56,8 @@ class Taken:
 class Inserter:
     """One pass over a graph, for one rank."""
 
-    def __init__(self, module: GraphModule, mover: Mover) -> None:
-        self.module, self.world, self.rank = module, mover.world, mover.rank
+    def __init__(self, module: GraphModule, plans: dict[fx.Node, NodePlan], mover: Mover) -> None:
+        self.module, self.plans, self.world, self.rank = module, plans, mover.world, mover.rank
         self.mover = mover
         self.versions: dict[fx.Node, dict[Placement, fx.Node]] = {}
         self.homes: dict[fx.Node, tuple[Placement, fx.Node]] = {}  # of what outlives the step
@@ -73,57 +72,51 @@ class Inserter:
     def run(self) -> None:
         """Rewrite the full graph."""
         for node in list(self.module.graph.nodes):
-            strategy = node.meta.get("sharding")
-            if isinstance(strategy, PlacementStrategy):
-                self.rewrite(node, strategy)
-        for node in self.module.graph.nodes:
-            node.meta.pop("sharding", None)
+            if node in self.plans:
+                self.rewrite(node, self.plans[node])
 
-    def rewrite(self, node: fx.Node, strategy: PlacementStrategy) -> None:
+    def rewrite(self, node: fx.Node, plan: NodePlan) -> None:
         """Bring a node's inputs where it wants them and remember where its output lies."""
-        sources = list(node.all_input_nodes)
-        wanted = dict(zip(sources, strategy.input_specs or (None,) * len(sources), strict=True))
+        wanted = {source: plan.inputs.get(source) for source in node.all_input_nodes}
         written, base = mutated_inputs(node), base_of(node)
         self.note_gradients(node, wanted)
         moved: dict[fx.Node, fx.Node] = {}
-        for source, spec in wanted.items():
-            if isinstance(spec, PlacementSpec) and source in self.versions:
-                version = self.version(source, spec.placement, node)
+        for source, placement in wanted.items():
+            if placement is not None and source in self.versions:
+                version = self.version(source, placement, node)
                 if version is not source:
                     moved[source] = version
         for source in written:
             self.unread.pop(self.roots.get(source, source), None)
-            spec = wanted.get(source)
-            if isinstance(spec, PlacementSpec):
-                self.keep_written(node, source, spec.placement)
+            placement = wanted.get(source)
+            if placement is not None:
+                self.keep_written(node, source, placement)
         node.args = fx.map_arg(node.args, lambda n: moved.get(n, n))
         node.kwargs = fx.map_arg(node.kwargs, lambda n: moved.get(n, n))
         if node.target in LOWERED:
             self.lower_rows(node)
             return
         if is_random(node):
-            self.agree(node, strategy)
+            self.agree(node, plan)
         if base is not None:
-            lies = wanted.get(base)
             self.roots[node] = self.roots.get(base, base)
-            self.taken[node] = Taken(base, getattr(lies, "placement", None), moved.get(base, base))
-        if isinstance(strategy.output_spec, PlacementSpec):
-            placement = strategy.output_spec.placement
+            self.taken[node] = Taken(base, wanted.get(base), moved.get(base, base))
+        if isinstance(plan.output, Placement):
+            placement = plan.output
             self.versions[node] = {placement: node}
             self.native[node] = placement
             self.family.setdefault(self.roots.get(node, node), []).append(node)
             if node.op == "placeholder":
                 self.homes[node] = placement, node
             self.fit_shape(node, placement)
-        elif node.target in ROW_ARGUMENTS and spec_values(strategy.output_spec)[0].placement == Shard(0):
+        elif node.target in ROW_ARGUMENTS and pytree.tree_leaves(plan.output)[0] == Shard(0):
             position = ROW_ARGUMENTS[node.target]
             node.update_arg(position, node.args[position] // self.world)  # type: ignore[operator]
 
-    def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Any]) -> None:
+    def note_gradients(self, node: fx.Node, wanted: dict[fx.Node, Placement | None]) -> None:
         """Mark the first node that reads an averaged gradient: passes change what it reads, and not where."""
         rows = []
-        for source, spec in wanted.items():
-            placement = getattr(spec, "placement", None)
+        for source, placement in wanted.items():
             if source in self.unread and isinstance(placement, Replicate | Shard):
                 place = pytree.tree_leaves((node.args, node.kwargs)).index(source)
                 rows.append((place, self.unread.pop(source), placement))
@@ -151,15 +144,15 @@ class Inserter:
         self.moves.append(Move(rows, full, Shard(0), Replicate(), shape, NodeType.PARAM, copy, param.meta["val"]))
         self.module.graph.erase_node(node)
 
-    def agree(self, node: fx.Node, strategy: PlacementStrategy) -> None:
+    def agree(self, node: fx.Node, plan: NodePlan) -> None:
         """Random numbers that are to be the same on every rank: rank 0's count.
 
         Raises:
             PlanError: For an operator that returns several tensors.
         """
-        if self.world == 1 or not any(spec.placement == Replicate() for spec in spec_values(strategy.output_spec)):
+        if self.world == 1 or Replicate() not in pytree.tree_leaves(plan.output):
             return
-        if not isinstance(strategy.output_spec, PlacementSpec):
+        if not isinstance(plan.output, Placement):
             hint = "draw the numbers with torch.rand_like or dropout of a tensor that carries the batch"
             found = "draws numbers that all ranks share, and returns several tensors"
             raise PlanError(Problem("random-replay", f"node {node.name} ({node.target})", found=found, hint=hint))
@@ -185,7 +178,7 @@ class Inserter:
         origin = _best_origin(known, wanted)
         if isinstance(origin, RankLocal) or isinstance(wanted, RankLocal):
             return known[origin]
-        if isinstance(origin, Partial) and isinstance(wanted, Shard) and source.meta.get("reduce_whole"):
+        if isinstance(origin, Partial) and isinstance(wanted, Shard) and self.plans[source].reduce_whole:
             known[Replicate()] = self.version(source, Replicate(), before)
             origin = Replicate()
         shape = tuple(source.meta["val"].shape)
@@ -224,7 +217,7 @@ class Inserter:
             }
             if relative in self.homes and root_of(self.homes[relative][1]) is not memory:
                 known = self.write_back(node, relative, known)
-            elif not known and relative not in self.taken and _is_used_after(relative, node):
+            elif not known and relative not in self.taken and any(node < user for user in relative.users):
                 raise self.lost(node, relative)
             self.versions[relative] = known
 
@@ -258,7 +251,6 @@ class Inserter:
             fresh = self.version(taken.base, taken.placement, before)
         with self.module.graph.inserting_before(before):
             again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
-        again.meta.pop("sharding", None)
         again.meta["phase"] = before.meta.get("phase")
         return again
 
@@ -281,15 +273,6 @@ def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placemen
     return min(known, key=rank)
 
 
-def _is_used_after(node: fx.Node, position: fx.Node) -> bool:
-    return any(position < user for user in node.users if user is not position)
-
-
-def spec_values(spec: Any) -> list[PlacementSpec]:
-    """The tensor specs in a node's output spec."""
-    return [one for one in pytree.tree_leaves(spec) if isinstance(one, PlacementSpec)]
-
-
 def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
     """Gradients by node, of parameters that have one in the step: several are summed before they are complete."""
     means = {node: str(node.meta["mean_gradient"]) for node in graph.nodes if "mean_gradient" in node.meta}
@@ -306,6 +289,3 @@ def erase_tags(graph: fx.Graph) -> None:
                 node.all_input_nodes[0].meta.setdefault("gradient", node.args[1])
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-__all__ = ["READS", "Inserter", "erase_tags", "spec_values"]

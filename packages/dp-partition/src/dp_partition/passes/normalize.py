@@ -60,15 +60,11 @@ def connect_fused_hyperparameters(graph: fx.Graph) -> None:
             continue
         for argument, value in arguments(node):
             if argument.name in FUSED_ARGUMENTS and isinstance(value, float | int):
-                source = hyperparameters.get(_hyperparameter_for(argument.name, group))
+                beta = argument.name.startswith("beta")
+                key = ("betas", int(argument.name[-1]) - 1) if beta else (argument.name, None)
+                source = hyperparameters.get(Hyperparameter(*group, *key))
                 if source is not None:
                     _set_argument(node, argument.name, source)
-
-
-def _hyperparameter_for(argument: str, group: tuple[int, int]) -> Hyperparameter:
-    if argument.startswith("beta"):
-        return Hyperparameter(*group, "betas", int(argument[-1]) - 1)
-    return Hyperparameter(*group, argument)
 
 
 def _placeholders(graph: fx.Graph) -> list[tuple[fx.Node, Input]]:

@@ -261,15 +261,3 @@ def _is_bound(node: fx.Node) -> bool:
         other = node.args[1] if len(node.args) > 1 else None
         return isinstance(other, fx.Node) and isinstance(other.meta.get("val"), torch.Tensor)
     return bool(node.args)
-
-
-__all__ = [
-    "ALIGNMENT",
-    "FUNCTIONS",
-    "METHODS",
-    "compute_grads_in_buckets",
-    "remove_redundant_views",
-    "make_contiguous_for_fused",
-    "mark_packing",
-    "use_bindings",
-]

@@ -209,6 +209,3 @@ def _check_hook(graph: fx.Graph, name: str, numel: int, dtype: torch.dtype) -> N
         problems.append(Problem("cannot-accumulate", name, found=f"returns {found}", hint=hint))
     if problems:
         raise PlanError(problems, "the comm_hook cannot be part of the graph")
-
-
-__all__ = ["CommHook", "FlatBuffer", "GradientGroup", "bf16_compress", "division", "fp16_compress", "reduce_flat"]

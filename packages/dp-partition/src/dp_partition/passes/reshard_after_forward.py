@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
-from dp_partition.ops import aten, mutated_inputs, root_of, viewed_input
+from dp_partition.ops import aten, mutated_inputs, root_of, substitution, viewed_input
 from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import gradient_name, is_gradient
 
@@ -83,7 +83,9 @@ def reshard_after_forward(
         return 0
     nodes = list(graph.nodes)
     place = {node: position for position, node in enumerate(nodes)}
-    sharded = [node for node in nodes if _is_param(node) and isinstance(homes[node], Shard)]
+    sharded = [
+        n for n in nodes if n.op == "placeholder" and n.meta["input"].kind == "param" and isinstance(homes[n], Shard)
+    ]
     idle = [one for node in sharded if (one := _idle(node, place)) is not None]
     chosen = idle
     if isinstance(mode, frozenset):
@@ -95,10 +97,6 @@ def reshard_after_forward(
         one.param.meta[MARK] = True
         _views_for_backward(graph, one)
     return len(chosen)
-
-
-def _is_param(node: fx.Node) -> bool:
-    return node.op == "placeholder" and getattr(node.meta.get("input"), "kind", "") == "param"
 
 
 def _idle(node: fx.Node, place: dict[fx.Node, int]) -> Idle | None:
@@ -218,11 +216,8 @@ def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
     with graph.inserting_before(min(users)):
         for node in one.derived:
             if node in needed:
-                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node] = graph.node_copy(node, substitution(copies))
                 copies[node].meta["phase"] = "backward"
     for node in late:
         for user in [u for u in node.users if u in users]:
             user.replace_input_with(node, copies[node])
-
-
-__all__ = ["MARK", "reshard_after_forward"]

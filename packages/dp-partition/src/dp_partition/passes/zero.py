@@ -9,30 +9,19 @@ turns the first into a view of the parameter's own memory and the second into an
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from dp_partition.capture.phases import library
-from dp_partition.ops import base_of
+from dp_partition.ops import base_of, substitution
 from dp_partition.sharding.propagate import is_gradient
 
 library.define("own_rows(Tensor(a) self) -> Tensor(a)")
 library.define("share_rows(Tensor(a!) self, Tensor rows) -> ()")
-
-
-def _own_rows(param: torch.Tensor) -> torch.Tensor:
-    return param
-
-
-def _share_rows(param: torch.Tensor, rows: torch.Tensor) -> None:
-    return None
-
-
-library.impl("own_rows", _own_rows, "CompositeExplicitAutograd")
-library.impl("share_rows", _share_rows, "CompositeExplicitAutograd")
+library.impl("own_rows", lambda param: param, "CompositeExplicitAutograd")
+library.impl("share_rows", lambda param, rows: None, "CompositeExplicitAutograd")
 
 OWN_ROWS: Any = torch.ops.dp_partition.own_rows.default
 SHARE_ROWS: Any = torch.ops.dp_partition.share_rows.default
@@ -59,7 +48,7 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
             rows.meta.update(val=node.meta["val"], phase="optimizer")
             again = {node: rows}
             for view in early[1:]:  # of the rows, as the update leaves them
-                again[view] = graph.node_copy(view, partial(_replaced, again))
+                again[view] = graph.node_copy(view, substitution(again))
                 again[view].meta["phase"] = "optimizer"
         for alias in early:
             for user in [user for user in alias.users if user in users]:
@@ -67,10 +56,6 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
         with graph.inserting_before(output):
             share = graph.call_function(SHARE_ROWS, (node, rows))
         share.meta.update(val=None, phase="optimizer")
-
-
-def _replaced(again: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    return again.get(node, node)
 
 
 def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:

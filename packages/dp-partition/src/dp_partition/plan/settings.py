@@ -138,6 +138,3 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> list[Probl
         return []
     hint = f"use one of {', '.join(map(repr, allowed))}"
     return [Problem("invalid-argument", name, found=repr(value), hint=hint)]
-
-
-__all__ = ["Batch", "Settings", "CommConfig"]

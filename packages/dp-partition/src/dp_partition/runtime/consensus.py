@@ -72,7 +72,7 @@ def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> 
     for name, tensor in tensors.items():
         buckets.setdefault((tensor.dtype, tensor.device), []).append(name)
     groups = all_groups(mesh)
-    backend_device = _group_device(groups[0])
+    backend_device = group_device(groups[0])
     for names in buckets.values():
         for part in _by_bytes(names, tensors):
             flat = torch.cat([tensors[name].reshape(-1) for name in part])
@@ -99,7 +99,8 @@ def _by_bytes(names: list[str], tensors: dict[str, torch.Tensor], limit: int = 6
         yield part
 
 
-def _group_device(group: dist.ProcessGroup) -> torch.device:
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Device of the messages of a group: the CPU where it has a backend for it."""
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])
 
@@ -121,6 +122,3 @@ def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
     ]
     if problems:
         raise PlanError(problems, "the ranks start with different values")
-
-
-__all__ = ["batch_text", "broadcast_from_first", "check_equal", "collectives_digest", "agree_on"]

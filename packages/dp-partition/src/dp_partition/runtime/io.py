@@ -189,6 +189,3 @@ def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:
         if not is_param and binding.step_state.aliases.get(fqn, fqn) == name:
             module._buffers[attribute] = value
     binding.step_state.buffers[name] = value
-
-
-__all__ = ["bind_inputs", "check_no_gradients", "reconcile", "replace_buffer", "store_outputs"]

@@ -11,7 +11,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from dp_partition._torch_compat import is_gloo, pytree
+from dp_partition._torch_compat import failed_node, is_gloo, pytree
 from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
 from dp_partition.backends.inductor import Lowered
 from dp_partition.capture.fakes import Input
@@ -36,6 +36,7 @@ class Program:
         bound: The partitioned graph as it runs otherwise; made when it first does.
         guard_values: Hyperparameters for which its guards were found to hold last.
         is_checked: A check by execution has run it.
+        failed: The node that raised when it last ran.
         labelled: Inputs by their kinds, as `labels` found them.
     """
 
@@ -46,6 +47,7 @@ class Program:
     local_fakes: list[Any] | None = None
     guard_values: tuple[float, ...] = ()
     is_checked: bool = False
+    failed: fx.Node | None = None
     lowered: Lowered | None = None
     bound: fx.GraphModule | None = None
     labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
@@ -63,7 +65,15 @@ class Program:
             graph = self.for_backend()
             use_bindings(graph)
             self.bound = fx.GraphModule(self.module, graph)
-        return self.bound(*inputs)
+        return self.execute(self.bound, inputs)
+
+    def execute(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
+        """Run a graph; where it raises, keep which node did."""
+        try:
+            return module.forward(*inputs)  # not the module's call, which prints and drops the traceback
+        except Exception as error:
+            self.failed = failed_node(module, error)
+            raise
 
     def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
         """The graph's values, and copies of gradients by name, as the first node that uses one reads it."""
@@ -79,7 +89,7 @@ class Program:
                     noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
         output.args = ((output.args[0], list(noted.values())),)
-        values, gradients = fx.GraphModule(self.module, graph)(*inputs)
+        values, gradients = self.execute(fx.GraphModule(self.module, graph), inputs)
         return values, dict(zip(noted, gradients, strict=True))
 
     def gradient_placements(self) -> dict[str, Placement]:
@@ -128,6 +138,3 @@ class Program:
                 return False
         self.guard_values = now
         return True
-
-
-__all__ = ["Program"]

@@ -77,23 +77,25 @@ class StepInterrupted(RuntimeError):
         written: Names of the tensors that were written.
     """
 
-    def __init__(self, written: list[str]) -> None:
+    def __init__(self, written: list[str], subject: str = "the step") -> None:
         self.written = written
+        self._subject = subject
         shown = ", ".join(written[:4]) + (", ..." if len(written) > 4 else "")
         super().__init__(
-            f"the step failed after it had begun the update: {len(written)} tensors are written ({shown}); "
-            "parameters and optimizer state are of no step any more, load a checkpoint"
+            f"{subject} failed after it had begun the update: {len(written)} tensors are written ({shown}); "
+            "parameters and optimizer state are partially updated, load a checkpoint"
         )
 
-    def __reduce__(self) -> tuple[type[StepInterrupted], tuple[list[str]]]:
-        return type(self), (self.written,)
+    def __reduce__(self) -> tuple[type[StepInterrupted], tuple[list[str], str]]:
+        return type(self), (self.written, self._subject)
 
 
 @contextmanager
-def guarded(kept: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> Iterator[None]:
+def guarded(subject: str, kept: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) -> Iterator[None]:
     """Run a step; if it fails, put buffers back and say whether anything else was written.
 
     Args:
+        subject: Call and rank, for errors: that of a dead peer's collective names neither.
         kept: Parameters and optimizer state by name; they are written at the end of a step, and not copied.
         restored: Buffers by name; they are small, and copied before the step.
     """
@@ -106,9 +108,6 @@ def guarded(kept: dict[str, torch.Tensor], restored: dict[str, torch.Tensor]) ->
             tensor.copy_(copies[name])
         written = [name for name, tensor in kept.items() if tensor._version != versions[name]]
         if written:
-            raise StepInterrupted(written) from error
-        error.add_note("parameters, buffers and optimizer state are as they were before the step")
+            raise StepInterrupted(written, subject) from error
+        error.add_note(f"{subject}: parameters, buffers and optimizer state are as they were before the step")
         raise
-
-
-__all__ = ["Snapshot", "live_tensors", "state_name"]

@@ -6,6 +6,7 @@ becomes a DTensor as well. The graph works on the local tensors behind them, in 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,13 +38,8 @@ def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: in
 
 def as_dtensor(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     """A DTensor around a local part; ``like`` has the global shape and strides."""
-    return DTensor.from_local(
-        local, mesh, on_mesh(placement, mesh), run_check=False, shape=torch.Size(like.shape), stride=_stride(like)
-    )
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(tensor.stride())
+    shape, stride = torch.Size(like.shape), tuple(like.stride())
+    return DTensor.from_local(local, mesh, on_mesh(placement, mesh), run_check=False, shape=shape, stride=stride)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,6 +75,7 @@ class Binding:
         self.seen: dict[tuple[int, str], tuple[Any, ...]] = {}
         self.state_shapes: dict[tuple[int, str], dict[Any, torch.Size]] = {}
         self.is_unsharded = False
+        self.hints: list[Any] = []  # handles of forward hooks
 
     def hold_storages(self) -> None:
         """Keep the storages of the placed parameters, by which an assignment to ``.data`` is seen."""
@@ -109,6 +106,8 @@ class Binding:
             if fqn in self.step_state.buffers:
                 self.step_state.buffers[fqn].copy_(value)
         self.install(placed, states)
+        for _, root in self.step_state.modules:
+            self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
 
     def equal_values(self, equal: str) -> dict[str, torch.Tensor]:
         """Values of parameters, buffers and existing state, the same on every rank."""
@@ -288,6 +287,19 @@ def release(binding: Binding) -> None:
     for number, fqn, state in binding.states():
         states[number][fqn] = {k: full_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     binding.install(plain, states)
+    for handle in binding.hints:
+        handle.remove()
+
+
+def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of a placed model, run also where forward raises: add what to do to torch's error."""
+    error = sys.exc_info()[1]
+    if error is not None and "mixed torch.Tensor and DTensor" in str(error):
+        error.add_note(
+            "dp_partition has placed this model's parameters: call the compiled step; for eager code on full "
+            "parameters enter `with step.unsharded():`; to evaluate compile another step with share=step; "
+            "step.release() gives the plain model back"
+        )
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,6 +334,3 @@ def _write(binding: Binding, full: dict[str, nn.Parameter]) -> None:
         for fqn, param in binding.params.items():
             part = local_shard(full[fqn].data, binding.plan[fqn].param, binding.world, binding.rank)
             local_tensor(param.data).copy_(part)
-
-
-__all__ = ["Binding", "as_dtensor", "local_tensor", "local_shard", "release", "unsharded", "full_tensor"]

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
-from dp_partition.plan.placements import NodeType, Outputs, PlacementSpec, PlacementStrategy, RankLocal, describe
+from dp_partition.plan.placements import NodeType, RankLocal, describe
 from dp_partition.sharding.op_rules.lookup import find_rule
 from dp_partition.sharding.op_rules.table import Call, Candidate, OutputPlacement, R, cheapest
 
@@ -42,12 +41,14 @@ class NodePlan:
         inputs: Where each tensor input must lie when it runs.
         node_type: What it is to the step.
         fallback: It has no rule that shards, and runs on replicated inputs that had to be gathered.
+        reduce_whole: An unreduced gradient that is wanted full: it is all-reduced, whoever takes a shard of it.
     """
 
     output: OutputPlacement
     inputs: dict[fx.Node, Placement] = field(default_factory=dict)
     node_type: NodeType = NodeType.NON_TENSOR
     fallback: bool = False
+    reduce_whole: bool = False
 
 
 @dataclass
@@ -162,8 +163,7 @@ class _Walk:
     def tag(self, node: fx.Node) -> None:
         """A gradient: under local semantics the average of the ranks' is meant."""
         self.desired[node] = self.homes.grad_home(gradient_name(node), _shape(node))
-        if self.desired[node] == R:
-            node.meta["reduce_whole"] = True
+        self.plans[node].reduce_whole = self.desired[node] == R
         self.types[node] = self.plans[node].node_type = NodeType.GRAD
         if isinstance(self.states[node], RankLocal):
             self.states[node] = self.plans[node].output = AVG
@@ -300,8 +300,7 @@ class _Walk:
             for source in sources:
                 if source in self.desired and _shape(source) == _shape(node):
                     self.desired[node] = self.desired[source]
-                    if "reduce_whole" in source.meta:
-                        node.meta["reduce_whole"] = True
+                    self.plans[node].reduce_whole |= self.plans[source].reduce_whole
 
     def visit_output(self, node: fx.Node) -> None:
         """Values for the user are replicated; new optimizer state lies where its parameter does."""
@@ -338,28 +337,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def spec_of(state: OutputPlacement, mesh: DeviceMesh) -> Outputs:
-    """The spec of a state on a mesh."""
-    if isinstance(state, tuple):
-        return tuple(spec_of(one, mesh) for one in state)
-    return PlacementSpec(mesh, (state,)) if isinstance(state, Placement) else None
-
-
-def strategy_of(node: fx.Node, plan: NodePlan, mesh: DeviceMesh) -> PlacementStrategy:
-    """A node's plan as a strategy, inputs in the order of ``all_input_nodes``."""
-    if node.op == "placeholder":
-        return PlacementStrategy(spec_of(plan.output, mesh))
-    inputs = tuple(spec_of(plan.inputs.get(source), mesh) for source in node.all_input_nodes)
-    return PlacementStrategy(spec_of(plan.output, mesh), inputs)
-
-
-def mark_graph(plans: dict[fx.Node, NodePlan], mesh: DeviceMesh) -> None:
-    """Mark every planned node."""
+def mark_types(plans: dict[fx.Node, NodePlan]) -> None:
+    """Write the type of every planned node, and whether it runs on gathered inputs, to its meta."""
     for node, plan in plans.items():
-        node.meta["sharding"] = strategy_of(node, plan, mesh)
         node.meta["node_type"] = plan.node_type
         if plan.fallback:
             node.meta["fallback"] = True
-
-
-__all__ = ["AVG", "StoragePlacements", "NodePlan", "gradient_name", "is_gradient", "propagate"]

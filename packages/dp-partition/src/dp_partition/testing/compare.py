@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,8 @@ class NodeComparison:
         self.envs = envs = self.reference_inputs(placeholders, values)
         inputs = [self.rank_inputs(placeholders, values, rank) for rank in range(self.world)]
         ranks = [self.start_rank(rank, inputs[rank]) for rank in range(self.world)]
-        with torch.no_grad(), torch.random.fork_rng(devices=_devices(values)):
+        gpus = {v.device.index or 0 for one in values for v in one if isinstance(v, torch.Tensor) and v.is_cuda}
+        with torch.no_grad(), torch.random.fork_rng(devices=sorted(gpus)):
             for node in self.nodes[len(placeholders) :]:
                 if node.op == "output":
                     break
@@ -119,14 +121,18 @@ class NodeComparison:
         return self.own(getattr(self.capture.module, name))
 
     def start_rank(self, rank: int, inputs: list[Any]) -> Generator[Event, None, list[Any]]:
-        """Partition a copy of the marked graph for a rank."""
+        """Partition a copy of the graph for a rank."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         result = graph.graph_copy(self.capture.module.graph, copies)
         output = graph.output(result)
-        output.meta.update(self.nodes[-1].meta)
+        copies[self.nodes[-1]] = output
+        plans = {
+            copies[node]: replace(plan, inputs={copies[source]: lies for source, lies in plan.inputs.items()})
+            for node, plan in self.plans.items()
+        }
         module = fx.GraphModule(self.capture.module, graph)
-        partition_for_rank(module, self.world, rank, "simulated", self.step.comm)
+        partition_for_rank(module, plans, self.world, rank, "simulated", self.step.comm)
         present = set(module.graph.nodes)
         originals = {copy: node for node, copy in copies.items() if copy in present and node.op == "call_function"}
         self.on_ranks |= set(originals.values())
@@ -318,11 +324,6 @@ def _reported(originals: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def _devices(values: list[list[Any]]) -> list[int]:
-    found = {v.device.index or 0 for one in values for v in one if isinstance(v, torch.Tensor) and v.is_cuda}
-    return sorted(found)
-
-
 # Relative to the greatest value of a tensor. Sums of a rank's parts round differently from one sum.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
 
@@ -369,15 +370,3 @@ def max_abs(value: torch.Tensor) -> float:
 def is_plain(value: torch.Tensor) -> bool:
     """Return whether the tensor's elements lie apart, so that it can be written."""
     return all(stride != 0 or size == 1 for stride, size in zip(value.stride(), value.shape, strict=True))
-
-
-__all__ = [
-    "NoKernel",
-    "TOLERANCE",
-    "NodeComparison",
-    "combine",
-    "max_error",
-    "eps",
-    "max_abs",
-    "is_plain",
-]

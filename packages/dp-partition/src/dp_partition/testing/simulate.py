@@ -17,7 +17,6 @@ from torch import fx
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import collectives
-from dp_partition.ops import is_op
 from dp_partition.passes.moves import REDUCTIONS
 
 _KINDS: dict[Any, str] = {
@@ -227,6 +226,3 @@ def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Run one call."""
     target: Any = node.target
     return target(*args, **kwargs)
-
-
-__all__ = ["Done", "Event", "advance", "deliver", "is_op", "poison", "run_node", "run_rank"]

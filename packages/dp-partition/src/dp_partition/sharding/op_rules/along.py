@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import fx
 from torch.distributed.tensor import Shard
 
 from dp_partition.sharding.op_rules.table import Call, Candidate, rule
@@ -42,19 +41,9 @@ def along(call: Call) -> Iterator[Candidate]:
     if any(len(call.shape(node)) != ndim for node in nodes):
         return
     for dim in dict.fromkeys(d for _, d in call.shards(nodes)):
-        if dim not in touched and _equal_along(call, nodes, dim):
-            yield from _all_on(call, nodes, dim)
-
-
-def _equal_along(call: Call, nodes: list[fx.Node], dim: int) -> bool:
-    """Gather and scatter may use fewer rows of one operand than of another; then rows do not correspond."""
-    return len({call.shape(node)[dim] for node in nodes}) == 1
-
-
-def _all_on(call: Call, nodes: list[fx.Node], dim: int) -> Iterator[Candidate]:
-    value = call.node.meta.get("val")
-    out = tuple(Shard(dim) for _ in value) if isinstance(value, tuple | list) else Shard(dim)
-    yield Candidate(dict.fromkeys(nodes, Shard(dim)), out)
+        # Gather and scatter may use fewer rows of one operand than of another; then rows do not correspond.
+        if dim not in touched and len({call.shape(node)[dim] for node in nodes}) == 1:
+            yield Candidate(dict.fromkeys(nodes, Shard(dim)), call.outputs(Shard(dim)))
 
 
 @rule("argmax", "argmin", "logsumexp", "prod", "any", "all", "max", "min", "median", "mode")
@@ -72,4 +61,4 @@ def reduce_along(call: Call) -> Iterator[Candidate]:
     for _, dim in call.shards([source]):
         if dim not in reduced:
             out = Shard(dim if keep else dim - sum(1 for d in reduced if d < dim))
-            yield Candidate({source: Shard(dim)}, tuple(out for _ in value) if isinstance(value, tuple | list) else out)
+            yield Candidate({source: Shard(dim)}, call.outputs(out))

@@ -74,11 +74,10 @@ def is_pointwise(node: fx.Node, name: str) -> bool:
 def pointwise(call: Call) -> Iterator[Candidate]:
     """Shard the output's dims that some operand is sharded on; let partial operands through linear operators."""
     value = call.node.meta.get("val")
-    outputs = len(value) if isinstance(value, tuple | list) else 0
     first = value[0] if isinstance(value, tuple | list) and value else value
     shape = tuple(first.shape) if isinstance(first, torch.Tensor) else ()
     for inputs, placement in operand_ways(call, call.name, call.tensors(), len(shape)):
-        yield Candidate(inputs, tuple(placement for _ in range(outputs)) if outputs else placement)
+        yield Candidate(inputs, call.outputs(placement))
 
 
 def operand_ways(
@@ -94,15 +93,10 @@ def operand_ways(
         sizes = {node: call.shape(node)[own] for node, own in own_dims.items() if own >= 0}
         stretched = any(size != 1 for size in sizes.values())  # a single row among single rows is a shard like others
         for node, own in own_dims.items():
-            full = own < 0 or (sizes[node] == 1 and stretched and not _is_shard(call, node, own))
+            full = own < 0 or (sizes[node] == 1 and stretched and call.placement_of(node) != Shard(own))
             inputs[node] = R if full else Shard(own)
         yield inputs, Shard(dim)
     yield dict.fromkeys(operands, R), R
-
-
-def _is_shard(call: Call, node: fx.Node, dim: int) -> bool:
-    placement = call.placement_of(node)
-    return isinstance(placement, Shard) and placement.dim == dim
 
 
 def _partial_ways(
@@ -174,6 +168,3 @@ def _list_operands(call: Call) -> tuple[list[list[fx.Node]], list[fx.Node]]:
 
 def _is_tensor_node(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
-
-
-__all__ = ["foreach", "is_pointwise", "operand_ways", "pointwise"]

@@ -80,6 +80,11 @@ class Call:
         value = node.meta.get("val")
         return tuple(int(size) for size in value.shape) if isinstance(value, torch.Tensor) else ()
 
+    def outputs(self, placement: Placement) -> OutputPlacement:
+        """The placement for the call's one output, or for each of several."""
+        value = self.node.meta.get("val")
+        return tuple(placement for _ in value) if isinstance(value, tuple | list) else placement
+
     def tensors(self, *values: Any) -> list[fx.Node]:
         """The tensor nodes in the given arguments, or in the full call; each once."""
         found = nodes_in(values if values else (self.node.args, dict(self.node.kwargs)))

@@ -4,10 +4,9 @@ sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import fx
 from torch.distributed.tensor import Partial, Shard
 
 from dp_partition.sharding.op_rules.table import Call, Candidate, R, rule
@@ -35,111 +34,114 @@ def _product(sizes: Sequence[int]) -> int:
     return result
 
 
-def _partial(call: Call, source: fx.Node) -> Iterator[Candidate]:
-    """Rearranging commutes with every reduction over ranks."""
-    kind = call.placement_of(source)
-    if isinstance(kind, Partial) and (call.may_stay_partial or source not in call.desired):
-        value = call.node.meta.get("val")
-        yield Candidate({source: kind}, tuple(kind for _ in value) if isinstance(value, tuple | list) else kind)
+Follow = Callable[[Call, int], int | None]
+"""Dim at which a shard of a dim of the first argument lies afterwards; None: it cannot stay a shard."""
 
 
-@rule("view", "_unsafe_view")
-def view(call: Call) -> Iterator[Candidate]:
-    source = call.arg(0)
-    yield from _partial(call, source)
-    for _, dim in call.shards([source]):
-        target = follow_dim(call.shape(source), call.shape(call.node), dim, call.world)
-        if target is not None:
-            yield Candidate({source: Shard(dim)}, Shard(target))
+def follows(*names: str, partial: bool = True) -> Callable[[Follow], Follow]:
+    """Enter a rule that follows shards of the first argument.
+
+    Args:
+        names: The operators.
+        partial: Whether rearranging commutes with every reduction over ranks.
+    """
+
+    def enter(follow: Follow) -> Follow:
+        def candidates(call: Call) -> Iterator[Candidate]:
+            source = call.arg(0)
+            kind = call.placement_of(source)
+            if partial and isinstance(kind, Partial) and (call.may_stay_partial or source not in call.desired):
+                yield Candidate({source: kind}, call.outputs(kind))
+            for _, dim in call.shards([source]):
+                after = follow(call, dim)
+                if after is not None:
+                    yield Candidate({source: Shard(dim)}, call.outputs(Shard(after)))
+
+        rule(*names)(candidates)
+        return follow
+
+    return enter
 
 
-@rule("expand")
-def expand(call: Call) -> Iterator[Candidate]:
-    source = call.arg(0)
-    yield from _partial(call, source)
-    added = len(call.shape(call.node)) - len(call.shape(source))
-    for _, dim in call.shards([source]):
-        if call.shape(source)[dim] == call.shape(call.node)[dim + added]:
-            yield Candidate({source: Shard(dim)}, Shard(dim + added))
+def _ndim(call: Call) -> int:
+    return len(call.shape(call.arg(0)))
 
 
-@rule("permute")
-def permute(call: Call) -> Iterator[Candidate]:
-    source, order = call.arg(0), call.arg(1)
-    yield from _partial(call, source)
-    ndim = len(call.shape(source))
-    for _, dim in call.shards([source]):
-        yield Candidate({source: Shard(dim)}, Shard([d % ndim for d in order].index(dim)))
+@follows("view", "_unsafe_view")
+def view(call: Call, dim: int) -> int | None:
+    return follow_dim(call.shape(call.arg(0)), call.shape(call.node), dim, call.world)
 
 
-@rule("transpose", "t")
-def transpose(call: Call) -> Iterator[Candidate]:
-    source = call.arg(0)
-    yield from _partial(call, source)
-    ndim = len(call.shape(source))
+@follows("expand")
+def expand(call: Call, dim: int) -> int | None:
+    after = dim + len(call.shape(call.node)) - _ndim(call)
+    return after if call.shape(call.arg(0))[dim] == call.shape(call.node)[after] else None
+
+
+@follows("permute")
+def permute(call: Call, dim: int) -> int:
+    return [d % _ndim(call) for d in call.arg(1)].index(dim)
+
+
+@follows("transpose", "t")
+def transpose(call: Call, dim: int) -> int:
+    ndim = _ndim(call)
     one, other = (int(call.arg(1)) % ndim, int(call.arg(2)) % ndim) if call.name == "transpose" else (0, 1)
-    swapped = {one: other, other: one} if ndim > 1 else {}
-    for _, dim in call.shards([source]):
-        yield Candidate({source: Shard(dim)}, Shard(swapped.get(dim, dim)))
+    return {one: other, other: one}.get(dim, dim) if ndim > 1 else dim
 
 
-@rule("unsqueeze")
-def unsqueeze(call: Call) -> Iterator[Candidate]:
-    source = call.arg(0)
-    yield from _partial(call, source)
-    position = int(call.arg(1)) % len(call.shape(call.node))
-    for _, dim in call.shards([source]):
-        yield Candidate({source: Shard(dim)}, Shard(dim + 1 if position <= dim else dim))
+@follows("unsqueeze")
+def unsqueeze(call: Call, dim: int) -> int:
+    return dim + 1 if int(call.arg(1)) % len(call.shape(call.node)) <= dim else dim
 
 
-@rule("squeeze")
-def squeeze(call: Call) -> Iterator[Candidate]:
-    source = call.arg(0)
-    yield from _partial(call, source)
-    shape = call.shape(source)
+@follows("squeeze")
+def squeeze(call: Call, dim: int) -> int | None:
+    shape = call.shape(call.arg(0))
     given = call.arg(1)  # no argument at all in the overload that drops every dim of size one
     dims = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
     gone = {d % len(shape) for d in dims if shape and shape[d % len(shape)] == 1}
-    for _, dim in call.shards([source]):
-        if dim not in gone:
-            yield Candidate({source: Shard(dim)}, Shard(dim - sum(1 for d in gone if d < dim)))
+    return None if dim in gone else dim - sum(1 for d in gone if d < dim)
 
 
-def _other_dim(
-    call: Call, source: fx.Node, touched: int, *, drops: bool = False, many: bool = False
-) -> Iterator[Candidate]:
-    """The call works along one dim; shards of other dims pass."""
-    yield from _partial(call, source)
-    touched %= max(len(call.shape(source)), 1)
-    value = call.node.meta.get("val")
-    for _, dim in call.shards([source]):
-        if dim != touched:
-            out = Shard(dim - 1 if drops and touched < dim else dim)
-            yield Candidate({source: Shard(dim)}, tuple(out for _ in value) if many and value is not None else out)
-
-
-@rule("slice")
-def slice_(call: Call) -> Iterator[Candidate]:
-    source, dim = call.arg(0), int(call.arg(1, 0))
-    yield from _other_dim(call, source, dim)
+@follows("slice")
+def slice_(call: Call, dim: int) -> int | None:
+    if dim != int(call.arg(1, 0)) % max(_ndim(call), 1):
+        return dim
     start, end, step = call.arg(2), call.arg(3), call.arg(4, 1)
-    size = call.shape(source)[dim]
-    full = start in (None, 0) and isinstance(end, int | None) and (end is None or end >= size) and step == 1
-    if full and (end is None or end > 1 << 60):
-        for _, sharded in call.shards([source]):
-            if sharded == dim:
-                yield Candidate({source: Shard(dim)}, Shard(dim))
+    full = start in (None, 0) and isinstance(end, int | None) and step == 1
+    return dim if full and (end is None or end > 1 << 60) else None
 
 
-@rule("select")
-def select(call: Call) -> Iterator[Candidate]:
-    yield from _other_dim(call, call.arg(0), int(call.arg(1)), drops=True)
+@follows("select", "unbind")
+def without_dim(call: Call, dim: int) -> int | None:
+    touched = int(call.arg(1, 0)) % max(_ndim(call), 1)
+    return None if dim == touched else dim - 1 if touched < dim else dim
 
 
-@rule("split", "split_with_sizes", "unbind")
-def split(call: Call) -> Iterator[Candidate]:
-    position = 1 if call.name == "unbind" else 2
-    yield from _other_dim(call, call.arg(0), int(call.arg(position, 0)), drops=call.name == "unbind", many=True)
+@follows("split", "split_with_sizes")
+def split(call: Call, dim: int) -> int | None:
+    return None if dim == int(call.arg(2, 0)) % max(_ndim(call), 1) else dim
+
+
+@follows("slice_backward", "select_backward")
+def scatter_into_zeros(call: Call, dim: int) -> int | None:
+    """The gradient of ``slice``/``select``: zeros of the input's shape around the values."""
+    touched = int(call.arg(2))
+    after = dim + 1 if call.name == "select_backward" and dim >= touched else dim
+    return None if after == touched else after
+
+
+@follows("constant_pad_nd", partial=False)
+def pad(call: Call, dim: int) -> int | None:
+    padded = {_ndim(call) - 1 - i // 2 for i, amount in enumerate(call.arg(1)) if amount}
+    return None if dim in padded else dim
+
+
+@follows("repeat", partial=False)
+def repeat(call: Call, dim: int) -> int | None:
+    after = dim + len(call.arg(1)) - _ndim(call)
+    return after if call.arg(1)[after] == 1 else None
 
 
 @rule("cat")
@@ -152,37 +154,6 @@ def cat(call: Call) -> Iterator[Candidate]:
     for _, dim in call.shards(nodes):
         if dim != touched and all(len(call.shape(node)) == len(call.shape(call.node)) for node in nodes):
             yield Candidate(dict.fromkeys(nodes, Shard(dim)), Shard(dim))
-
-
-@rule("slice_backward", "select_backward")
-def scatter_into_zeros(call: Call) -> Iterator[Candidate]:
-    """The gradient of ``slice``/``select``: zeros of the input's shape around the values."""
-    source, dim = call.arg(0), int(call.arg(2))
-    drops = call.name == "select_backward"
-    yield from _partial(call, source)
-    for _, sharded in call.shards([source]):
-        out = sharded + 1 if drops and sharded >= dim else sharded
-        if out != dim:
-            yield Candidate({source: Shard(sharded)}, Shard(out))
-
-
-@rule("constant_pad_nd")
-def pad(call: Call) -> Iterator[Candidate]:
-    source, amounts = call.arg(0), list(call.arg(1))
-    ndim = len(call.shape(source))
-    padded = {ndim - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
-    for _, dim in call.shards([source]):
-        if dim not in padded:
-            yield Candidate({source: Shard(dim)}, Shard(dim))
-
-
-@rule("repeat")
-def repeat(call: Call) -> Iterator[Candidate]:
-    source, times = call.arg(0), list(call.arg(1))
-    added = len(times) - len(call.shape(source))
-    for _, dim in call.shards([source]):
-        if times[dim + added] == 1:
-            yield Candidate({source: Shard(dim)}, Shard(dim + added))
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
