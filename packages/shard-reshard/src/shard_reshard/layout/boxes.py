@@ -60,6 +60,18 @@ class BoxShardMap(ShardMap):
         return f"BoxShardMap({self.shape!r}, {self.boxes!r})"
 
     @property
+    def settings(self) -> tuple[object, ...]:
+        """Everything but the boxes."""
+        return type(self), self.shape, self.holes
+
+    def with_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> BoxShardMap:
+        """Return a layout of the same settings."""
+        return BoxShardMap(self.shape, boxes, self.holes)
+
+    def __reduce__(self) -> tuple[object, ...]:  # layouts travel between ranks, without what was worked out of them
+        return type(self), (self.shape, self.boxes, self.holes)
+
+    @property
     def ranks(self) -> Sequence[int]:
         return tuple(self.boxes)
 
@@ -162,10 +174,15 @@ class FusedShardMap(BoxShardMap):
     def _key(self) -> tuple[object, ...]:
         return self.shape, tuple(self.boxes.items()), self.dim
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FusedShardMap) and self._key == other._key
+    @property
+    def settings(self) -> tuple[object, ...]:
+        return *super().settings, self.dim
 
-    __hash__ = BoxShardMap.__hash__
+    def with_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> FusedShardMap:
+        return FusedShardMap(self.shape, boxes, self.dim, self.holes)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.shape, self.boxes, self.dim, self.holes)
 
     def __repr__(self) -> str:
         return f"FusedShardMap({self.shape!r}, {self.boxes!r}, {self.dim})"
