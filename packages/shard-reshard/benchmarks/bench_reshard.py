@@ -145,7 +145,7 @@ def _odd_shapes(rank: int, repeats: int) -> list[dict[str, str]]:
         layouts = shape, torch.float32, "4: S(0)", "4: S(1)"
         plan = plan_reshard(*layouts)
         local, out = (torch.randn(side.local_shapes(rank)[0]) for side in (plan.src, plan.dst))
-        half = local.numel() * 2
+        half = shape[0] * shape[1] * 4 // RANKS // 2  # bytes, of a shard
         kept, rounds = Resharder(plan), Resharder(plan_reshard(*layouts, max_workspace_bytes=half))
         # The exchange of ours, and what has to be copied for it: the columns of each rank, one after the other.
         regions = list(local.split(plan.dst.local_shapes(0)[0][1], 1))

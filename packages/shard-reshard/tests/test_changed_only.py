@@ -199,7 +199,8 @@ def test_a_problem_of_one_rank_at_a_later_call_is_raised_by_all(ranks: Ranks, ki
         culprit, atomic = number // 10 % 2, number % 3 > 0
         world.full["a"] += 1
         given, before = world.given(), {name: world.out[name].clone() for name in SHAPES}
-        out, version = dict(world.out), number
+        out: dict[str, Any] = dict(world.out)
+        version: Any = number
         if ranks.rank == culprit:
             if how in ODD:
                 given = ODD[how](given)

@@ -71,9 +71,16 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if "cpu" in _backends(group) else data_device(group)
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
-    return {str(device): str(backend) for device, backend in config.get_device_backend_map().items()}
+_device_types: WeakKeyDictionary[dist.ProcessGroup, frozenset[str]] = WeakKeyDictionary()
+
+
+def _backends(group: dist.ProcessGroup) -> frozenset[str]:
+    """Return the types of devices that a group has backends for."""
+    found = _device_types.get(group)
+    if found is None:
+        config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+        found = _device_types[group] = frozenset(map(str, config.get_device_backend_map()))
+    return found
 
 
 ROW_BYTES = 42

@@ -59,16 +59,9 @@ class BoxShardMap(ShardMap):
     def __repr__(self) -> str:
         return f"BoxShardMap({self.shape!r}, {self.boxes!r})"
 
-    @property
-    def settings(self) -> tuple[object, ...]:
-        """Everything but the boxes."""
-        return type(self), self.shape, self.holes
-
-    def with_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> BoxShardMap:
-        """Return a layout of the same settings."""
-        return BoxShardMap(self.shape, boxes, self.holes)
-
-    def __reduce__(self) -> tuple[object, ...]:  # layouts travel between ranks, without what was worked out of them
+    def __reduce__(
+        self,
+    ) -> tuple[Any, tuple[Any, ...]]:  # layouts travel between ranks, without what was worked out of them
         return type(self), (self.shape, self.boxes, self.holes)
 
     @property
@@ -174,14 +167,7 @@ class FusedShardMap(BoxShardMap):
     def _key(self) -> tuple[object, ...]:
         return self.shape, tuple(self.boxes.items()), self.dim
 
-    @property
-    def settings(self) -> tuple[object, ...]:
-        return *super().settings, self.dim
-
-    def with_boxes(self, boxes: Mapping[int, Sequence[Box]]) -> FusedShardMap:
-        return FusedShardMap(self.shape, boxes, self.dim, self.holes)
-
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return type(self), (self.shape, self.boxes, self.dim, self.holes)
 
     def __repr__(self) -> str:

@@ -52,12 +52,12 @@ def plan_state_dict(
     # Large models have many tensors and few layouts: what is equal is resolved, planned and scheduled once.
     resolved: dict[object, ShardMap] = {}
     for name, (shape, dtype) in shapes.items():
+        out, wanted = outs.get(name), given[name]
+        key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
         try:
-            key = id(given[name]), id(outs[name].layout) if name in outs and given[name] is None else 0, shape
             if key not in resolved:
-                resolved[key] = _dst_layout(name, shape, given[name], outs.get(name), to_group)
-            layout = resolved[key]
-            targets[name] = layout, outs[name].dtype if name in outs else dtype
+                resolved[key] = _dst_layout(name, shape, wanted, out, to_group)
+            targets[name] = resolved[key], dtype if out is None else out.dtype
         except PlanError as error:
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     if strict:
@@ -131,9 +131,11 @@ def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
         return layouts[0] if len(layouts) == 1 else None
     if boxed:
         boxes = {rank: held for entry in boxed for rank, held in entry.boxes.items()}
-        if len({entry.settings for entry in boxed}) > 1 or len(boxes) < sum(len(entry.boxes) for entry in boxed):
+        (kind, *options), *others = {(kind, *rest) for kind, (_, _, *rest) in (entry.__reduce__() for entry in boxed)}
+        if others or len(boxes) < sum(len(entry.boxes) for entry in boxed):
             return None
-        return boxed[0].with_boxes(boxes)  # ranks with equal boxes are replicas
+        joined: BoxShardMap = kind(first.shape, boxes, *options)  # ranks with equal boxes are replicas
+        return joined
     axes, text = meshed[0].mesh.axes, str(meshed[0])
     ranks = [rank for layout in meshed for rank in layout.mesh.ranks]
     if any((layout.mesh.axes, str(layout)) != (axes, text) for layout in meshed) or len(set(ranks)) < len(ranks):

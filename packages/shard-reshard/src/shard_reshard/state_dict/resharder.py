@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import declared_layouts
+from shard_reshard._torch_compat import declared_layouts, is_fake
 from shard_reshard.consensus import (
     GroupInfo,
     assert_consistent,
@@ -240,9 +240,9 @@ class StateDictResharder(NotPicklable):
         call = self._prepare(tensors, targets, atomic, problems=problems)
         if self._chain is None and not self._question.versions:
             self._compare(call)
-            return self._move(call, out, progress, _no_version)
+            return self._move(call, out, progress, lambda: None)
         facts = CallFacts.of(self.plan, self._facts, tensors, version, call.problems)
-        if self._chain is not None:
+        if self._chain is not None and not is_fake(()):
             full, version = self._chain.agree(self._members, facts)
             for mover in self._movers:
                 assert mover.changes is not None
@@ -364,10 +364,6 @@ class PreparedState(NamedTuple):
     problems: list[Problem]
 
 
-def _no_version() -> None:
-    return None
-
-
 class StateGuards:
     """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
 
@@ -382,7 +378,7 @@ class StateGuards:
         self.atomic = atomic
         self._names = list(tensors), list(targets)
         self._layouts = declared_layouts([*tensors.values(), *targets.values()])
-        self._guards, self._ties = guards, ties
+        self._guards, self.ties = guards, ties
 
     def match(
         self,
@@ -397,10 +393,6 @@ class StateGuards:
         if declared_layouts([*tensors.values(), *targets.values()]) != self._layouts:
             return Match.NONE
         return self._guards.match([*sources.values(), *outs.values()])
-
-    def same_ties(self, sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> bool:
-        """Return True where the same tensors are tied."""
-        return _ties(sources, outs) == self._ties
 
 
 def record_state_guards(
@@ -441,7 +433,7 @@ def _recent_resharder(
         if known == asked and guards is not None:
             with torch.no_grad():  # as when they were recorded
                 sources, outs, match = compared = resharder._matched(tensors, targets)
-            if match is Match.MEMORY or (match is Match.METADATA and guards.same_ties(sources, outs)):
+            if match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties):
                 return resharder, compared
     return None
 
