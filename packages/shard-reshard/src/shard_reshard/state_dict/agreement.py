@@ -216,7 +216,7 @@ class CallFacts(NamedTuple):
         try:
             row = version_row(version, bool(problems)) + (bytes(8) if problems else values_row(facts, tensors))
         except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
-            problems = problems_of(error)
+            problems = (*problems, *problems_of(error))
             row = version_row(None, True) + bytes(8)
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
