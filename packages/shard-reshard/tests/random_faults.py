@@ -246,6 +246,8 @@ def check_faults(count: int, seed: int) -> Counter[str]:
         assert not wrong, f"seed {number}, {fault}: {wrong}"
         if fault.what == "nothing" or fault.what == "turned":
             assert set(outcomes.values()) == {"right"}, f"seed {number}, {fault}: false alarm {outcomes}"
+        if fault.how in ("kept", "changed") and fault.what not in ("dies", "dies at once", "stays away"):
+            assert len(set(outcomes.values())) == 1, f"seed {number}, {fault}: not all ranks raised: {outcomes}"
         counts["worlds"] += 1
         counts[", ".join(sorted(set(outcomes.values())))] += 1
     return counts

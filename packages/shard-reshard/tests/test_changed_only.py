@@ -11,7 +11,7 @@ import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, StateDictResharder
 from shard_reshard.execution.changes import decode, encode
-from shard_reshard.state_dict.chain import VersionChain
+from shard_reshard.state_dict.agreement import VersionChain
 
 SHAPES = {"a": (40, 24), "b": (17, 30), "c": (64,), "d": (9, 4), "e": (12, 12), "f": (3, 5)}
 DTYPES = {
@@ -173,6 +173,82 @@ def test_a_call_that_failed_is_followed_by_everything(ranks: Ranks) -> None:
         assert world.call() >= full
         world.full["a"][0, 0] += 1
         assert max(ranks.gather(world.call())) < full // 2
+
+
+ODD: dict[str, Any] = {
+    "another shape": lambda given: given | {"b": torch.ones(2, 2)},
+    "freed": lambda given: given["b"].untyped_storage().resize_(0) and given,
+    "a name less": lambda given: {name: value for name, value in given.items() if name != "b"},
+    "a name more": lambda given: given | {"strange": torch.ones(3)},
+    "no tensor": lambda given: given | {"b": 3},
+    "meta": lambda given: given | {"b": given["b"].to("meta")},
+    "no mapping": lambda given: 7,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["changed_only", "versions"])
+def test_a_problem_of_one_rank_at_a_later_call_is_raised_by_all(ranks: Ranks, kind: str) -> None:
+    """Also where ranks no longer compare plans, and where the others move already."""
+    options: dict[str, Any] = {"changed_only": True, "anchor_every": 9} if kind == "changed_only" else {}
+    world = World(ranks)
+    sources = dict.fromkeys(SHAPES, "2: S(0)")
+    world.sync = StateDictResharder(world.given(), "2: S(-1)", src_layouts=sources, shapes=SHAPES, **options)
+    for number in range(30):
+        how = [*ODD, "nothing", "overlap", "version"][number % 10]
+        culprit, atomic = number // 10 % 2, number % 3 > 0
+        world.full["a"] += 1
+        given, before = world.given(), {name: world.out[name].clone() for name in SHAPES}
+        out: dict[str, Any] = dict(world.out)
+        version: Any = number
+        if ranks.rank == culprit:
+            if how in ODD:
+                given = ODD[how](given)
+            elif how == "overlap":
+                out["a"] = torch.zeros(1).expand(out["a"].shape)
+            version = "one" if how == "version" else number
+        if how != "nothing":
+            with pytest.raises(PlanError) as found:
+                world.sync(given, out=out, version=version, atomic=atomic)
+            assert len(set(ranks.gather(str(found.value)))) == 1
+            assert not (atomic or ranks.rank == culprit) or all(torch.equal(before[n], world.out[n]) for n in before)
+        world.call("atomic" if atomic else "out", version=number)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_call_two_resharders_raise(ranks: Ranks) -> None:
+    """Of splits of equal size: without a comparison the bytes of one plan would be read as those of another."""
+    full = torch.arange(64.0).view(8, 8)
+    layouts: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": (8, 8)}}
+    for changed_only in (True, False):
+        given = {"w": full.chunk(2)[ranks.rank].clone()}
+        one, other = (
+            StateDictResharder(given, to, changed_only=changed_only, **layouts)
+            for to in ("2: S(1)", "2: B(1,2,cyclic)")
+        )
+        one(given), other(given)
+        with pytest.raises(PlanError, match="ranks-disagree"):
+            (other if ranks.rank else one)(given)
+        assert torch.equal(one(given)["w"], full.chunk(2, 1)[ranks.rank])
+
+
+@pytest.mark.ranks(2)
+def test_strides_may_change_from_call_to_call(ranks: Ranks) -> None:
+    """They decide whether a rank's own bytes pass through the collective, on each rank by itself."""
+    layouts: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": (64, 48)}}
+    full, rng, compared = torch.randn(64, 48), random.Random(ranks.rank), 0
+    full = ranks.gather(full)[0]
+    sync = StateDictResharder({"w": full.chunk(2)[ranks.rank].clone()}, "2: S(1)", changed_only=True, **layouts)
+    for number in range(40):
+        full[number, ::5] += 1
+        given = full.chunk(2)[ranks.rank].clone()
+        given = given.t().contiguous().t() if rng.random() < 0.5 else given
+        out = torch.zeros(64, 24) if rng.random() < 0.5 else torch.zeros(64, 30)[:, :24]
+        out = torch.zeros(24, 64).t() if rng.random() < 0.3 else out
+        moved = sync({"w": given}, out={"w": out}, atomic=rng.random() < 0.3)["w"]
+        assert torch.equal(moved, full.chunk(2, 1)[ranks.rank])
+        compared += moved.numel()
+    assert compared == 40 * 64 * 24
 
 
 @pytest.mark.ranks(2)

@@ -71,9 +71,16 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if "cpu" in _backends(group) else data_device(group)
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
-    return {str(device): str(backend) for device, backend in config.get_device_backend_map().items()}
+_device_types: WeakKeyDictionary[dist.ProcessGroup, frozenset[str]] = WeakKeyDictionary()
+
+
+def _backends(group: dist.ProcessGroup) -> frozenset[str]:
+    """Return the types of devices that a group has backends for."""
+    found = _device_types.get(group)
+    if found is None:
+        config = dist.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+        found = _device_types[group] = frozenset(map(str, config.get_device_backend_map()))
+    return found
 
 
 ROW_BYTES = 42
@@ -143,7 +150,9 @@ def check_mode(check: str) -> str:
     return check
 
 
-def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem], check: str = "first") -> None:
+def assert_consistent(
+    members: GroupInfo, facts: str, problems: Sequence[Problem], check: str = "first", later: bool = False
+) -> None:
     """Return on all ranks, or raise the same error on all.
 
     Args:
@@ -152,6 +161,7 @@ def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem
         problems: What is wrong on this rank; then no rank goes on.
         check: "first": facts that this group has agreed on before need no communication; problems are then raised
             on this rank only. "always": compare.
+        later: Problems that ranks do not compare here are not raised: they compare them later in the call.
 
     Raises:
         PlanError: The problems of all ranks; ``ranks-disagree`` with what each said where facts differ.
@@ -163,7 +173,7 @@ def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem
     digest = hashlib.sha256(facts.encode())
     agreed = _agreed.setdefault(members.group, set())
     if check == "first" and digest.hexdigest() in agreed:
-        if problems:
+        if problems and not later:
             raise PlanError(problems)  # the others are past comparing
         return
     rows = all_gather_header(members, Topic.CALL, bytes([len(problems) > 0]) + digest.digest())()
@@ -188,7 +198,7 @@ def problems_of(error: Exception) -> tuple[Problem, ...]:
     return (Problem("invalid-argument", found=found, hint="see the error that this one was raised after"),)
 
 
-def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem]) -> NoReturn:
+def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem], when: str = "") -> NoReturn:
     """Raise one error on all ranks, with the problems of each and what each said; every member calls this."""
     said: list[Any] = [None] * members.size
     dist.all_gather_object(said, (facts, tuple(problems)), group=members.group)
@@ -205,6 +215,6 @@ def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem]) ->
             who = f"ranks {', '.join(map(str, ranks))} say {text}"
             hint = "call with the same shape, dtype, layouts and options on every rank of the group"
             found.append(Problem("ranks-disagree", found=who, hint=hint))
-    error = PlanError(found, "nothing was moved: found before the exchange, the same on every rank")
+    error = PlanError(found, when or "nothing was moved: found before the exchange, the same on every rank")
     setattr(error, _TOLD, True)
     raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ from shard_reshard.state_dict.outputs import (
     OutputKinds,
     Progress,
     ReceiveBuffers,
+    move_buckets,
     mover_for_bucket,
-    size_of,
     write_outputs,
 )
-from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, TensorMeta
+from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta
 
 PathLike = str | Path
 Files = PathLike | Sequence[PathLike] | Mapping[int, PathLike | Sequence[PathLike]]
@@ -114,17 +114,22 @@ def load_safetensors(
     )
     device = device_of({}, targets, members)
     with torch.no_grad():
-        made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
-        targets = made.targets or targets
-        # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed.
-        atomic = atomic and len(made.names) < len(targets)
-        outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
         here = LocalTargets(plan.moves, members.rank)
-        assert_consistent(members, f"outs of load {plan.digest}", here.out_problems(outs, {}, atomic, strict), "always")
+        try:
+            made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
+            targets = made.targets or targets
+            # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed.
+            atomic = atomic and len(made.names) < len(targets)
+            outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
+            problems = here.out_problems(outs, {}, atomic, strict)
+        except Exception as error:  # memory may be short on one rank
+            raise_on_all_ranks(members, error)
+        assert_consistent(members, f"outs of load {plan.digest}", problems, "always")
         if out is not None and not (atomic or made.names):
             stamp_version(out, None)
         arriving = ReceiveBuffers(here, None if atomic else outs, device)
-        _read_and_move(plan, members, arriving, device, progress)
+        movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
+        move_buckets(here, movers, _buckets(plan, members, arriving, device), True, False, progress)
         moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts))
     if isinstance(out, torch.nn.Module):
         made.register(out)
@@ -173,7 +178,21 @@ def _agreed_load(
     dist.all_gather_object(everyone, (tables, facts.outs, sums), group=members.group)
     plan, problems = None, differing_buffers([found for _, _, found in everyone])
     try:
-        plan = _planned(members, listed, everyone, dst_layouts, stored_as, shapes, key_map, bucket_bytes, strict)
+        found = {(table.path, rank): table for rank, (tables, _, _) in enumerate(everyone) for table in tables}
+        readable = [
+            ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
+            for at, (path, number, readers) in enumerate(listed)
+        ]
+        plan = plan_load(
+            stored_tensors(readable, stored_as, shapes, None),
+            dst_layouts,
+            members.size,
+            outs=[outs for _, outs, _ in everyone],
+            key_map=key_map,
+            bucket_bytes=bucket_bytes,
+            to_group=members.to_group,
+            strict=strict,
+        )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
     assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
@@ -230,51 +249,16 @@ def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], membe
     ]
 
 
-def _planned(
-    members: GroupInfo,
-    listed: Sequence[tuple[str, int, tuple[int, ...]]],
-    everyone: Sequence[tuple[list[FileTable], dict[str, TensorMeta], Any]],
-    dst_layouts: DstLayouts,
-    stored_as: Mapping[str, LayoutLike],
-    shapes: Mapping[str, Sequence[int]],
-    key_map: KeyMap | None,
-    bucket_bytes: int,
-    strict: bool,
-) -> LoadPlan:
-    found = {(table.path, rank): table for rank, (tables, _, _) in enumerate(everyone) for table in tables}
-    files = [
-        ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
-        for at, (path, number, readers) in enumerate(listed)
-    ]
-    stored = stored_tensors(files, stored_as, shapes, None)
-    return plan_load(
-        stored,
-        dst_layouts,
-        members.size,
-        outs=[outs for _, outs, _ in everyone],
-        key_map=key_map,
-        bucket_bytes=bucket_bytes,
-        to_group=members.to_group,
-        strict=strict,
-    )
-
-
 # ---- reading and moving ---------------------------------------------------------------------------------------
 
 
-def _read_and_move(
-    plan: LoadPlan,
-    members: GroupInfo,
-    arriving: ReceiveBuffers,
-    device: torch.device,
-    progress: Callable[[Progress], None] | None,
-) -> None:
-    """Bucket by bucket: read, tell each other that it went well, exchange."""
+def _buckets(
+    plan: LoadPlan, members: GroupInfo, arriving: ReceiveBuffers, device: torch.device
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Read the sources of one bucket after the other, and compare that all ranks could; sources and destinations."""
     moves = plan.moves.moves
     last = {moves[at].source: number for number, bucket in enumerate(plan.moves.buckets) for at in bucket}
     held: dict[str, list[torch.Tensor]] = {}
-    done = done_bytes = 0
-    total_bytes = sum(size_of(move.plan) for move in moves)
     for number, bucket in enumerate(plan.moves.buckets):
         problems: list[Problem] = []
         for name in dict.fromkeys(moves[at].source for at in bucket):
@@ -284,13 +268,10 @@ def _read_and_move(
                 except Exception as error:
                     problems += problems_of(error)
         assert_consistent(members, f"bucket {number} of load {plan.digest}", problems, "always")
-        sources = [tensor for at in bucket for tensor in held[moves[at].source]]
-        outs = [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]]
-        mover_for_bucket(members, plan.moves, bucket, "first", keep=False).start(sources, outs, False, fresh_outs=True)
-        for at in bucket:
-            done, done_bytes = done + 1, done_bytes + size_of(moves[at].plan)
-            if progress is not None:
-                progress(Progress(moves[at].source, done, len(moves), done_bytes, total_bytes))
+        yield (
+            [tensor for at in bucket for tensor in held[moves[at].source]],
+            [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]],
+        )
         held = {name: tensors for name, tensors in held.items() if last[name] > number}
 
 

@@ -143,10 +143,7 @@ def plan_load(
     targets = [dict(table) for table in outs] or [{}]
 
     def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
-        sources = {
-            name: TensorMeta(shape, dtype, json.dumps(layouts[name].to_json()), name)
-            for name, (shape, dtype, _) in stored.items()
-        }
+        sources = {name: TensorMeta(shape, dtype, layouts[name], name) for name, (shape, dtype, _) in stored.items()}
         facts = [RankMeta(sources if rank == 0 else {}, table) for rank, table in enumerate(targets)]
         return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
 

@@ -70,7 +70,8 @@ def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) 
         reader: Which rank of the group reads what rank ``i`` wrote; None: rank ``i``.
 
     Raises:
-        PlanError: ``invalid-file`` where the name of a file does not tell who wrote it.
+        PlanError: ``invalid-file`` where the name of a file does not tell who wrote it, ``unknown-chunk`` where a
+            file holds a chunk that the metadata does not list, and every hole and overlap of the chunks.
     """
     held: dict[str, dict[int, list[Box]]] = {}
     problems: list[Problem] = []
@@ -78,18 +79,17 @@ def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) 
         if index.offset is None:
             continue  # bytes that are no tensor
         match = _WRITER.search(stored.relative_path)
-        if match is None:
-            found = f"file {stored.relative_path}"
-            problems.append(
-                Problem("invalid-file", index.fqn, found=found, hint="files are called __<rank>_<n>.distcp")
-            )
+        chunks = getattr(metadata.state_dict_metadata.get(index.fqn), "chunks", ())
+        sizes = next((tuple(c.sizes) for c in chunks if tuple(c.offsets) == tuple(index.offset)), None)
+        if match is None or sizes is None:
+            found = f"file {stored.relative_path}, at {tuple(index.offset)}"
+            code = "invalid-file" if match is None else "unknown-chunk"
+            hint = "files are called __<rank>_<n>.distcp, and hold the chunks that the metadata lists"
+            problems.append(Problem(code, index.fqn, found=found, hint=hint))
             continue
         written_by = int(match[1])
         rank = written_by if reader is None else reader(written_by)
-        chunk = next(
-            c for c in metadata.state_dict_metadata[index.fqn].chunks if tuple(c.offsets) == tuple(index.offset)
-        )
-        held.setdefault(index.fqn, {}).setdefault(rank, []).append(Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        held.setdefault(index.fqn, {}).setdefault(rank, []).append(Box(tuple(index.offset), sizes))
     if problems:
         raise PlanError(problems)
     tensors: dict[str, StoredTensor] = {}

@@ -41,7 +41,8 @@ class ChangeExchange:
     def __init__(self, itemsize: int) -> None:
         self.itemsize = min(itemsize, 8)
         self.full, self._number = True, 0
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # sent and received bytes of each collective
+        # Bytes of each collective by peer, sent and received.
+        self._kept: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def begin(self, full: bool) -> None:
         """Start a call; all ranks say the same."""
@@ -58,14 +59,20 @@ class ChangeExchange:
         group: dist.ProcessGroup,
     ) -> None:
         """Do as ``all_to_all_single`` does, on bytes."""
+        news, results, own = list(input.split(input_splits)), list(output.split(output_splits)), group.rank()
         if self.full:
             dist.all_to_all_single(output, input, output_splits, input_splits, group=group)
-            self._kept.append((input.clone(), output.clone()))
+        else:
+            results[own].copy_(news[own])
+        # A rank's own bytes are in the collective or not, as strides decide in each call.
+        news[own] = results[own] = input[:0]
+        if self.full:
+            self._kept.append(([part.clone() for part in news], [part.clone() for part in results]))
             return
         sent, received = self._kept[self._number]
         self._number += 1
         headers, parts = [], []
-        for new, old in zip(input.split(input_splits), sent.split(input_splits), strict=True):
+        for new, old in zip(news, sent, strict=True):
             message, part = encode(new, old, self.itemsize)
             headers.append(message)
             parts += part
@@ -73,14 +80,15 @@ class ChangeExchange:
         theirs = torch.empty_like(sizes)
         dist.all_to_all_single(theirs, sizes, group=group)
         messages = [Message(*row) for row in theirs.tolist()]
-        sends = [m.num_bytes(split, self.itemsize) for m, split in zip(headers, input_splits, strict=True)]
-        receives = [m.num_bytes(split, self.itemsize) for m, split in zip(messages, output_splits, strict=True)]
+        sends = [m.num_bytes(new.numel(), self.itemsize) for m, new in zip(headers, news, strict=True)]
+        receives = [m.num_bytes(result.numel(), self.itemsize) for m, result in zip(messages, results, strict=True)]
         arrived = torch.empty(sum(receives), dtype=torch.uint8, device=input.device)
         dist.all_to_all_single(arrived, torch.cat([arrived[:0], *parts]), receives, sends, group=group)
-        for message, part, target in zip(messages, arrived.split(receives), received.split(output_splits), strict=True):
-            decode(message, part, target, self.itemsize)
-        sent.copy_(input)
-        output.copy_(received)
+        for message, part, kept, result in zip(messages, arrived.split(receives), received, results, strict=True):
+            decode(message, part, kept, self.itemsize)
+            result.copy_(kept)
+        for old, new in zip(sent, news, strict=True):
+            old.copy_(new)
 
 
 def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:

@@ -218,12 +218,12 @@ class Exchange:
         found = None if kept is None else kept[1]
         if found is None:
             typed: dict[torch.dtype, torch.Tensor] = {}
-            found = []
+            found, begin = [], part.storage_offset()  # in bytes, a whole alignment
             for entry in side.packed:
                 dtype = self.wire_dtypes[entry.plan]
                 if dtype not in typed:
                     typed[dtype] = part.view(dtype)
-                place = typed[dtype].storage_offset() + entry.byte_offset // dtype.itemsize
+                place = (begin + entry.byte_offset) // dtype.itemsize
                 found.append(typed[dtype].as_strided(entry.region.sizes, entry.strides, place))
             if self.keeps:
                 self._places[key] = side, found
@@ -278,11 +278,11 @@ class PreparedCall:
         # Ours alone: they have neither graphs nor lazy bits to take off.
         bare = self.fresh_outs and exchange.copies_values
         self.dst = list(outs) if bare else exchange.as_wire_dtype(outs, exchange.dst_plan)
-        recipes = exchange.recipes(self.src, self.dst)
-        if recipes is not self.recipes:
-            self.recipes, self.sends = recipes, []
+        # Sources are the same in all calls of this object, and destinations of our own all have the same strides.
+        if not (self.recipes and self.fresh_outs):
+            self.recipes, self.sends = exchange.recipes(self.src, self.dst), []
         self.recvs = []
-        for number, (step, recipe) in enumerate(zip(exchange.program.steps, recipes, strict=True)):
+        for number, (step, recipe) in enumerate(zip(exchange.program.steps, self.recipes, strict=True)):
             slot = number % 2 if exchange.overlaps else 0
             buffer = exchange.buffer(slot, recipe.room, self.device, self.buffers) if step.exchanges else None
             self.recvs.append(self._recv_side(slot, recipe, buffer))

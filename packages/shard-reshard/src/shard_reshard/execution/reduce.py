@@ -72,7 +72,8 @@ def region_views(tensors: Sequence[torch.Tensor], regions: Sequence[Region]) -> 
     found = []
     for at, sizes, strides, offset in regions:
         tensor = tensors[at]
-        found.append(tensor.as_strided(sizes, strides, tensor.storage_offset() + offset))
+        place = tensor.storage_offset() + offset if offset else None
+        found.append(tensor.as_strided(sizes, strides, place))
     return found
 
 

@@ -59,6 +59,11 @@ class BoxShardMap(ShardMap):
     def __repr__(self) -> str:
         return f"BoxShardMap({self.shape!r}, {self.boxes!r})"
 
+    def __reduce__(
+        self,
+    ) -> tuple[Any, tuple[Any, ...]]:  # layouts travel between ranks, without what was worked out of them
+        return type(self), (self.shape, self.boxes, self.holes)
+
     @property
     def ranks(self) -> Sequence[int]:
         return tuple(self.boxes)
@@ -162,10 +167,8 @@ class FusedShardMap(BoxShardMap):
     def _key(self) -> tuple[object, ...]:
         return self.shape, tuple(self.boxes.items()), self.dim
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FusedShardMap) and self._key == other._key
-
-    __hash__ = BoxShardMap.__hash__
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return type(self), (self.shape, self.boxes, self.dim, self.holes)
 
     def __repr__(self) -> str:
         return f"FusedShardMap({self.shape!r}, {self.boxes!r}, {self.dim})"

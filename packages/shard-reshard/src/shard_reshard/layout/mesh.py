@@ -30,8 +30,15 @@ class MeshShardMap(ShardMap):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MeshShardMap) and (self.shape, self.layout) == (other.shape, other.layout)
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.shape, self.layout))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return MeshShardMap, (self.layout, self.shape)
 
     def __repr__(self) -> str:
         return f"MeshShardMap({self.layout!r}, {self.shape!r})"

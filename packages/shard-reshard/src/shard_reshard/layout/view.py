@@ -44,6 +44,9 @@ class ShardMapView(ShardMap):
     def __hash__(self) -> int:
         return hash((self.base, self.start, self.shape))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return ShardMapView, (self.base, self.start, self.shape)
+
     def __repr__(self) -> str:
         return f"ShardMapView({self.base!r}, {self.start!r}, {self.shape!r})"
 

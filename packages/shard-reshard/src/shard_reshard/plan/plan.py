@@ -19,7 +19,7 @@ FORMAT = 1
 SMALLEST_PART_BYTES = 16 * 1024
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Plan:
     """Plan of one tensor from one layout to another, as a value.
 
@@ -47,12 +47,6 @@ class Plan:
     def digest(self) -> str:
         """Hex digest of everything the plan says; equal plans have equal digests on every rank."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def to_json(self) -> str:
         """The plan as JSON, byte-stable."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,15 @@ import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake, real_tensors
-from shard_reshard.consensus import GroupInfo, Topic, all_gather_header, assert_consistent, problems_of, raise_joined
+from shard_reshard.consensus import (
+    GroupInfo,
+    Topic,
+    all_gather_header,
+    assert_consistent,
+    problems_of,
+    raise_joined,
+    raise_on_all_ranks,
+)
 from shard_reshard.state_dict.meta import local_tensor
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
@@ -43,7 +51,7 @@ class Question(NamedTuple):
 
 def metadata_digest(facts: RankMeta, question: Question) -> bytes:
     """Return a digest of what this rank has and is asked."""
-    return hashlib.sha256(pickle.dumps((facts, question.text()), protocol=4)).digest()[:24]
+    return hashlib.sha256(repr((facts, question.text())).encode()).digest()[:24]
 
 
 def agreed_plan(
@@ -55,7 +63,11 @@ def agreed_plan(
     version: int | None,
 ) -> tuple[StateDictPlan, int | None]:
     """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed."""
-    headers = all_gather_header(members, Topic.STATE_DICT, digest + values_row(facts, tensors) + version_row(version))()
+    try:
+        row = digest + values_row(facts, tensors) + version_row(version)
+    except Exception as error:
+        raise_on_all_ranks(members, error)
+    headers = all_gather_header(members, Topic.STATE_DICT, row)()
     if headers is None:
         raise_joined(members, f"a state dict of {sorted(facts.sources)}", ())
     stamp = agreed_version([header[32:] for header in headers])
@@ -91,13 +103,13 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
     return plan
 
 
-def version_row(version: int | None) -> bytes:
-    return struct.pack("<?q", version is not None, version or 0)
+def version_row(version: int | None, failed: bool = False) -> bytes:
+    return struct.pack("<Bq", (version is not None) | failed << 1, version or 0)
 
 
 def agreed_version(rows: list[bytes]) -> int | None:
     """The version that those who give one give; on all ranks the same."""
-    stamps = sorted({number for given, number in (struct.unpack("<?q", row[:9]) for row in rows) if given})
+    stamps = sorted({number for given, number in (struct.unpack("<Bq", row[:9]) for row in rows) if given & 1})
     if len(stamps) > 1:
         hint = "every rank that sends gives the same version"
         raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
@@ -106,7 +118,7 @@ def agreed_version(rows: list[bytes]) -> int | None:
 
 def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
     """Eight bytes that tell the values of this rank's plain tensors; zeros where it has none."""
-    plain = [name for name, known in facts.sources.items() if known.layout == "" and name in tensors]
+    plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
     if not plain or is_fake(()):
         return bytes(8)
     return hashlib.sha256(repr([(name, checksum(tensors[name])) for name in plain]).encode()).digest()[:8]
@@ -126,7 +138,7 @@ def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
 
 def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]) -> tuple[Problem, ...]:
     """Plain tensors that ranks pass under one name have to be one value: else they are shards, and would get lost."""
-    plain = [name for name, known in facts.sources.items() if known.layout == "" and name in tensors]
+    plain = [name for name, known in facts.sources.items() if known.layout is None and name in tensors]
     sums = {name: checksum(tensors[name]) for name in plain}
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, sums, group=members.group)
@@ -179,25 +191,98 @@ def _layout_text(layout: Any) -> str:
     return repr(layout)
 
 
-def exchange_version(
-    members: GroupInfo, version: int | None, facts: RankMeta, tensors: Mapping[str, Any]
-) -> Callable[[], int | None]:
-    """Begin to compare versions and the values of plain tensors.
+# ---- each call of a resharder ---------------------------------------------------------------------------------
 
-    Returns:
-        A function that waits and gives the version that all agree on.
-    """
-    if is_fake(()):
-        return lambda: version
-    values = values_row(facts, tensors)
-    waiting = all_gather_header(members, Topic.VERSION, version_row(version) + values)
 
-    def agreed() -> int | None:
-        rows = waiting()
-        if rows is None:
-            hint = "make the same calls in the same order on every rank of the group"
-            raise PlanError(Problem("ranks-disagree", "version", found="a rank that made another call", hint=hint))
-        agree_on_values(members, facts, tensors, [row[9:17] for row in rows])
+class CallFacts(NamedTuple):
+    """Facts of one call on this rank, which all ranks compare: version, plain tensors, plan, and local problems."""
+
+    plan: str  # digest
+    facts: RankMeta
+    tensors: Mapping[str, Any]
+    row: bytes
+    problems: Sequence[Problem]
+
+    @classmethod
+    def of(
+        cls,
+        plan: StateDictPlan,
+        facts: RankMeta,
+        tensors: Mapping[str, Any],
+        version: int | None,
+        problems: Sequence[Problem],
+    ) -> CallFacts:
+        """Return the facts of a call; a rank with problems takes part, so that all raise them together."""
+        try:
+            row = version_row(version, bool(problems)) + (bytes(8) if problems else values_row(facts, tensors))
+        except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
+            problems = (*problems, *problems_of(error))
+            row = version_row(None, True) + bytes(8)
+        return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
+
+    def agreed(self, members: GroupInfo, rows: list[bytes] | None, when: str = "") -> int | None:
+        """Compare the rows of all ranks and return the version.
+
+        Raises:
+            PlanError: On all ranks.
+        """
+        if rows is None or any(row[0] & 2 for row in rows) or len({row[17:25] for row in rows}) > 1:
+            raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems, when)
+        agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
         return agreed_version(rows)
 
-    return agreed
+    def exchange(self, members: GroupInfo) -> Callable[[], int | None]:
+        """Begin to compare; return a function that waits and gives the version that all agree on."""
+        if is_fake(()):
+            version = agreed_version([self.row])
+            return lambda: version
+        waiting = all_gather_header(members, Topic.VERSION, self.row)
+
+        def agreed() -> int | None:
+            rows = waiting()
+            if rows is None:
+                hint = "make the same calls in the same order on every rank of the group"
+                raise PlanError(Problem("ranks-disagree", "version", found="a rank that made another call", hint=hint))
+            return self.agreed(members, rows, _WHILE_MOVING)
+
+        return agreed
+
+
+_WHILE_MOVING = "found while tensors moved, the same on every rank; no version was set, and out is as before if atomic"
+_TOKEN_BYTES = 16
+
+
+class VersionChain:
+    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent.
+
+    Args:
+        anchor_every: Every so many calls everything is sent.
+    """
+
+    def __init__(self, anchor_every: int) -> None:
+        given: object = anchor_every
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            hint = "a number of calls: 1 sends everything in every call"
+            raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(given), hint=hint))
+        self._anchor_every = self._calls = anchor_every  # the first call sends everything
+        self._token = self._next = os.urandom(_TOKEN_BYTES)  # equal to no other rank's
+
+    def agree(self, members: GroupInfo, call: CallFacts) -> tuple[bool, int | None]:
+        """Return True where everything has to be sent, and the version; a collective.
+
+        Raises:
+            PlanError: On all ranks, where one has a problem or makes another call, or versions or plain tensors differ.
+        """
+        rows = all_gather_header(members, Topic.CHANGES, self._token + call.row)()
+        # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
+        self._token = os.urandom(_TOKEN_BYTES)
+        version = call.agreed(members, rows and [row[_TOKEN_BYTES:] for row in rows])
+        assert rows is not None
+        full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
+        self._calls = 1 if full else self._calls + 1
+        self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]
+        return full, version
+
+    def done(self) -> None:
+        """End a call that brought everything."""
+        self._token = self._next

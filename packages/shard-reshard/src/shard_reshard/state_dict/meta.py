@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.declared import layout_mismatches, own_layout
 from shard_reshard.layout.dtypes import dtype_name
 from shard_reshard.layout.parse import LayoutLike, resolve_layout
-from shard_reshard.layout.view import shard_map_from_json
 from shard_reshard.state_dict.plan import RankMeta, StateDictPlan, TensorMeta
 
 VERSION_KEY = "_shard_reshard_version"
@@ -55,19 +53,17 @@ def collect_metadata(
             hint = "src_layouts names tensors of state_dict"
             problems.append(Problem("unknown-name", "src_layouts", found=repr(name), hint=hint))
     sources: dict[str, TensorMeta] = {}
-    for name, value in state_dict.items():
-        try:
-            sources[name] = tensor_metadata(name, value, src_layouts.get(name), shapes.get(name), members)
-        except PlanError as error:
-            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     known_outs: dict[str, TensorMeta] = {}
-    for name, value in outs.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        try:
-            known_outs[name] = tensor_metadata(name, value, None, None, members)
-        except PlanError as error:
-            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+    alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts are one object, which travels once
+    others = {name: value for name, value in outs.items() if isinstance(value, torch.Tensor)}
+    for found, given_tensors in ((sources, state_dict), (known_outs, others)):
+        for name, value in given_tensors.items():
+            given_layout = (src_layouts.get(name), shapes.get(name)) if found is sources else (None, None)
+            try:
+                known = tensor_metadata(name, value, *given_layout, members)
+                found[name] = known._replace(layout=alike.setdefault(known.layout, known.layout))
+            except PlanError as error:
+                problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     return RankMeta(_with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems))
 
 
@@ -77,14 +73,12 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
         raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
     if layout is None:
         own = own_layout(name, value, members.to_group)
-        if own is None:
-            return TensorMeta(tuple(value.shape), dtype_name(value.dtype), "", name)
-        return TensorMeta(own.shape, dtype_name(value.dtype), json.dumps(own.to_json()), name)
+        return TensorMeta(tuple(value.shape) if own is None else own.shape, dtype_name(value.dtype), own, name)
     bound = resolve_layout(layout, shape, members.to_group)
     differs = layout_mismatches(name, value, bound, members)
     if differs:
         raise PlanError(differs)
-    return TensorMeta(bound.shape, dtype_name(value.dtype), json.dumps(bound.to_json()), name)
+    return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name)
 
 
 def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
@@ -201,9 +195,7 @@ class LayoutChecker:
         known = self._known.get(name)
         if known is None:
             return None
-        if not known.layout:
-            return BoxShardMap.whole(known.shape, self._members.rank)
-        return shard_map_from_json(known.shape, json.loads(known.layout))
+        return known.layout or BoxShardMap.whole(known.shape, self._members.rank)
 
 
 def _declares_layout(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,7 +21,7 @@ from shard_reshard.state_dict.planner import given_layout
 
 
 class Progress(NamedTuple):
-    """LayoutChecker to ``progress`` after each tensor's arrival."""
+    """Argument of ``progress`` after each tensor's arrival."""
 
     name: str
     done: int
@@ -67,6 +67,14 @@ class LocalTargets:
             for bucket in plan.buckets
         ]
         self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
+
+    def empty_sources(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return zeros in the place of all source tensors of this rank."""
+        return {
+            move.source: torch.zeros(shapes[0], dtype=torch_dtype(move.plan.dtype), device=device)
+            for move in self.plan.moves
+            if (shapes := move.plan.src.local_shapes(self.rank))
+        }
 
     def out_problems(
         self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
@@ -132,10 +140,11 @@ class ReceiveBuffers:
             if outs and name in outs and len(shapes) == 1:
                 self.tensors[name] = [outs[name]]
                 self.in_place.add(name)
-            else:
-                self.tensors[name] = found = []
-                for shape in shapes:
-                    found.append(torch.empty(shape, dtype=here.dtypes[name], device=device))
+                continue
+            dtype, found = here.dtypes[name], []
+            for shape in shapes:
+                found.append(torch.empty(shape, dtype=dtype, device=device))
+            self.tensors[name] = found
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
 
@@ -156,7 +165,7 @@ def bucket_calls(here: LocalTargets, sources: Mapping[str, torch.Tensor], arrivi
 def move_buckets(
     here: LocalTargets,
     movers: list[Mover],
-    calls: list[Bucket],
+    calls: Iterable[Bucket],
     fresh: bool,
     unchanged: bool,
     progress: Callable[[Progress], None] | None,
@@ -166,11 +175,11 @@ def move_buckets(
     total_bytes = 0 if progress is None else sum(size_of(move.plan) for move in plan.moves)
     for mover, bucket, (flat, outs) in zip(movers, plan.buckets, calls, strict=True):
         mover.start(flat, outs, False, fresh, unchanged)
-        for at in bucket if progress is not None else ():
-            done += 1
-            done_bytes += size_of(plan.moves[at].plan)
-            if progress is not None:
-                progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, total_bytes))
+        if progress is None:
+            continue
+        for at in bucket:
+            done, done_bytes = done + 1, done_bytes + size_of(plan.moves[at].plan)
+            progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, total_bytes))
 
 
 def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Problem]:
@@ -203,12 +212,10 @@ def mover_for_bucket(
     members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool, changed_only: bool = False
 ) -> Mover:
     plans = tuple(plan.moves[at].plan for at in bucket)
-    if changed_only:
+    if keep or changed_only:  # what is prepared for one caller's tensors must not meet another's
         mover = Mover(plans, members, keep, check)
-        mover.changes = ChangeExchange(min(plan.itemsize for plan in plans))
+        mover.changes = ChangeExchange(min(plan.itemsize for plan in plans)) if changed_only else None
         return mover
-    if keep:  # what is prepared for one caller's tensors must not meet another's
-        return Mover(plans, members, True, check)
     key = plans, check
     movers = _movers.setdefault(members.group, {})
     if key not in movers:

@@ -15,8 +15,7 @@ from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.planning.analyze import ReshardPlan, human
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
 
     ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
@@ -46,7 +45,7 @@ class TensorMeta(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
-    layout: str  # JSON of the bound layout; "" for a plain tensor that says nothing of ranks
+    layout: ShardMap | None  # None for a plain tensor that says nothing of ranks
     tied_to: str  # first name with the same memory, its own where there is none
 
 
@@ -59,8 +58,7 @@ class RankMeta:
     problems: tuple[Problem, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorMove:
+class TensorMove(NamedTuple):
     """One tensor's (or stretch's) way."""
 
     source: str

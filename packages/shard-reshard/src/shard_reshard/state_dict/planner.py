@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
-from math import prod
-from typing import Any
+
+from shard_spec import Layout, MeshSpec
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard.layout.mesh import MeshShardMap
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
-from shard_reshard.layout.view import ShardMapView, shard_map_from_json
+from shard_reshard.layout.view import ShardMapView
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import make_plan
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
@@ -52,12 +52,12 @@ def plan_state_dict(
     # Large models have many tensors and few layouts: what is equal is resolved, planned and scheduled once.
     resolved: dict[object, ShardMap] = {}
     for name, (shape, dtype) in shapes.items():
+        out, wanted = outs.get(name), given[name]
+        key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
         try:
-            key = id(given[name]), outs[name].layout if name in outs and given[name] is None else "", shape
             if key not in resolved:
-                resolved[key] = _dst_layout(name, shape, given[name], outs.get(name), to_group)
-            layout = resolved[key]
-            targets[name] = layout, outs[name].dtype if name in outs else dtype
+                resolved[key] = _dst_layout(name, shape, wanted, out, to_group)
+            targets[name] = resolved[key], dtype if out is None else out.dtype
         except PlanError as error:
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     if strict:
@@ -71,9 +71,10 @@ def plan_state_dict(
         if part.name in aliases:
             continue
         layout, dtype = targets[part.name]
-        same = *sources[source][:3], part.start, part.dim, part.source_start, part.size, id(layout), dtype
+        known = sources[source]
+        same = id(known.layout), known.dtype, part[1:], id(layout), dtype
         if same not in plans:
-            plans[same] = _plan_of_move(sources[source], part, targets[part.name], bucket_bytes)
+            plans[same] = _plan_of_move(known, part, targets[part.name], bucket_bytes)
         moves.append(TensorMove(source, part.name, plans[same]))
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases)
 
@@ -88,6 +89,7 @@ def _merge(
     merged: dict[str, TensorMeta] = {}
     times = Counter(name for table in tables for name in table)
     several: dict[str, dict[int, TensorMeta]] = {}
+    alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts as one object
     for rank, table in enumerate(tables):
         for name, known in table.items():
             if times[name] == 1 and known.layout:
@@ -97,18 +99,19 @@ def _merge(
     for name, by_rank in sorted(several.items()):
         first = next(iter(by_rank.values()))
         for rank, known in by_rank.items():
-            if name in located and known.layout == first.layout == "" and known.dtype == first.dtype:
+            if name in located and known.layout is first.layout is None and known.dtype == first.dtype:
                 continue
-            if known[:2] != first[:2] or (known.layout == "") != (first.layout == ""):
-                kind = "a plain tensor" if known.layout == "" else "a sharded tensor"
+            if known[:2] != first[:2] or (known.layout is None) != (first.layout is None):
+                kind = "a plain tensor" if known.layout is None else "a sharded tensor"
                 found = f"rank {rank}: {kind} of {known.shape} {known.dtype}, before: {first.shape} {first.dtype}"
                 hint = "shape, dtype and kind of a tensor are the same on every rank"
                 problems.append(Problem("ranks-disagree", f"{side} {name}", found=found, hint=hint))
                 break
         else:
-            layout = _joined_layout(by_rank)
-            if not layout and side == "out":
-                found = f"the layouts {', '.join(sorted({known.layout for known in by_rank.values()}))}"
+            joined = _joined_layout(by_rank)
+            layout = alike.setdefault(joined, joined)
+            if layout is None and side == "out":
+                found = f"the layouts {', '.join(sorted({repr(known.layout) for known in by_rank.values()}))}"
                 hint = "give one layout for all ranks in dst_layouts"
                 problems.append(Problem("ranks-disagree", f"out {name}", found=found, hint=hint))
             tied = {known.tied_to for known in by_rank.values() if known.tied_to}
@@ -116,34 +119,29 @@ def _merge(
     return dict(sorted(merged.items()))
 
 
-def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> str:
-    """The layout of all ranks: one that all name; or several of one make on separate ranks, as replicas; else ""."""
-    texts = list(dict.fromkeys(known.layout for known in by_rank.values()))
-    if texts == [""]:  # plain tensors: whole on each rank that has one
-        return json.dumps({"mesh": [["replica", len(by_rank)]], "ranks": list(by_rank), "layout": "replica:R"})
-    if len(texts) == 1:
-        return texts[0]
-    layouts = [json.loads(text) for text in texts]
-    if all("boxes" in entry for entry in layouts):
-        boxes = [held for entry in layouts for held in entry["boxes"]]
-        settings = {json.dumps({**entry, "boxes": None}, sort_keys=True) for entry in layouts}
-        if len(settings) > 1 or len({rank for rank, _ in boxes}) < len(boxes):
-            return ""
-        return json.dumps({**layouts[0], "boxes": boxes})  # ranks with equal boxes are replicas
-    alike = {json.dumps([entry.get("mesh"), entry.get("layout")]) for entry in layouts}
-    ranks = [rank for entry in layouts for rank in _ranks_of(entry)]
-    if len(alike) > 1 or not layouts[0].get("mesh") or len(set(ranks)) < len(ranks):
-        return ""
-    axes = {name for name, _ in layouts[0]["mesh"]}
+def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
+    """The layout of all ranks: one that all name; or several of one make on separate ranks, as replicas; else None."""
+    first = next(iter(by_rank.values()))
+    layouts = list(dict.fromkeys(known.layout for known in by_rank.values()))
+    if layouts == [None]:  # plain tensors: full on each rank that has one
+        return MeshShardMap(Layout(MeshSpec({"replica": len(by_rank)}, list(by_rank)), "replica:R"), first.shape)
+    boxed = [entry for entry in layouts if isinstance(entry, BoxShardMap)]
+    meshed = [entry.layout for entry in layouts if isinstance(entry, MeshShardMap)]
+    if len(layouts) == 1 or len(layouts) not in (len(boxed), len(meshed)):
+        return layouts[0] if len(layouts) == 1 else None
+    if boxed:
+        boxes = {rank: held for entry in boxed for rank, held in entry.boxes.items()}
+        (kind, *options), *others = {(kind, *rest) for kind, (_, _, *rest) in (entry.__reduce__() for entry in boxed)}
+        if others or len(boxes) < sum(len(entry.boxes) for entry in boxed):
+            return None
+        joined: BoxShardMap = kind(first.shape, boxes, *options)  # ranks with equal boxes are replicas
+        return joined
+    axes, text = meshed[0].mesh.axes, str(meshed[0])
+    ranks = [rank for layout in meshed for rank in layout.mesh.ranks]
+    if any((layout.mesh.axes, str(layout)) != (axes, text) for layout in meshed) or len(set(ranks)) < len(ranks):
+        return None
     axis = next(name for name in ("replica", "replica_", "replica__") if name not in axes)
-    mesh = [[axis, len(layouts)], *layouts[0]["mesh"]]
-    return json.dumps({"mesh": mesh, "ranks": ranks, "layout": f"{axis}:R, {layouts[0]['layout']}"})
-
-
-def _ranks_of(layout: Mapping[str, Any]) -> list[int]:
-    if layout.get("ranks") is not None:
-        return list(layout["ranks"])
-    return list(range(prod(size for _, size in layout.get("mesh", ()))))
+    return MeshShardMap(Layout(MeshSpec({axis: len(meshed), **axes}, ranks), f"{axis}:R, {text}"), first.shape)
 
 
 def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[tuple[str, Part]]:
@@ -221,7 +219,8 @@ def _dst_layout(
     name: str, shape: tuple[int, ...], layout: LayoutLike | None, out: TensorMeta | None, to_group: ToGroup | None
 ) -> ShardMap:
     if layout is None and out is not None:
-        return shard_map_from_json(shape, json.loads(out.layout))
+        assert out.layout is not None  # merged
+        return out.layout
     if layout is None:
         hint = "name it in dst_layouts, or pass an out= that has it"
         raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
@@ -262,7 +261,7 @@ def _aliases(
         if first == source or first not in whole or source not in whole or num_parts[source] + num_parts[first] > 2:
             continue
         part, first_part = whole[source], whole[first]
-        if part != replace(first_part, name=part.name):  # other stretches of the one tensor
+        if part[1:] != first_part[1:]:  # other stretches of the one tensor
             continue
         target, first_target = part.name, first_part.name
         simple = times[target] == 1 and times[first_target] == 1 and target != first_target
@@ -274,7 +273,8 @@ def _aliases(
 
 def _plan_of_move(known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> ReshardPlan:
     layout, dtype = target
-    src = shard_map_from_json(known.shape, json.loads(known.layout))
+    src = known.layout
+    assert src is not None  # merged
     if known.shape:
         window = (*known.shape[: part.dim], part.size or 0, *known.shape[part.dim + 1 :])
         src = _window(src, part.dim, part.source_start, window)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import declared_layouts
+from shard_reshard._torch_compat import declared_layouts, is_fake
 from shard_reshard.consensus import (
     GroupInfo,
     assert_consistent,
     check_mode,
+    data_device,
     group_info,
     problems_of,
     raise_on_all_ranks,
@@ -23,8 +25,7 @@ from shard_reshard.execution.checks import not_compiled
 from shard_reshard.execution.guards import Match, TensorGuards, pointers, record_guards
 from shard_reshard.execution.mover import NotPicklable
 from shard_reshard.layout.parse import LayoutLike, layout_value
-from shard_reshard.state_dict.agreement import Question, agreed_plan, exchange_version, metadata_digest
-from shard_reshard.state_dict.chain import VersionChain
+from shard_reshard.state_dict.agreement import CallFacts, Question, VersionChain, agreed_plan, metadata_digest
 from shard_reshard.state_dict.meta import (
     VERSION_KEY,
     LayoutChecker,
@@ -113,10 +114,17 @@ def reshard_state_dict(
         raise_on_all_ranks(members, error)
     if recent is not None:
         found, compared = recent
-        plan, version = agreed_plan(members, found._facts, found._digest, tensors, found._question, version)
+        call = found._prepare(tensors, targets, atomic, compared)
+        facts, digest = found._facts, found._digest
+        if call.problems:  # as facts that no other call has: all ranks see them
+            facts = replace(facts, problems=(*facts.problems, *call.problems))
+            digest = metadata_digest(facts, found._question)
+        plan, version = agreed_plan(members, facts, digest, tensors, found._question, version)
         if plan is not found.plan:  # other ranks have other tensors now
             found._follow(plan, version)
-        return found._run(tensors, out, targets, progress, atomic, lambda: version, compared)
+            call = found._prepare(tensors, targets, atomic)
+        found._compare(call)
+        return found._move(call, out, progress, lambda: version)
     resharder = StateDictResharder(
         state_dict,
         dst_layouts,
@@ -131,7 +139,9 @@ def reshard_state_dict(
         check=check,
         keep_workspace=False,
     )
-    result = resharder._run(tensors, out, targets, progress, atomic, lambda: resharder._first_version)
+    call = resharder._prepare(tensors, targets, atomic)
+    resharder._compare(call)
+    result = resharder._move(call, out, progress, lambda: resharder._first_version)
     if comparable and resharder._guards is not None:
         kept = _recent.setdefault(members.group, [])
         kept.append((asked, resharder))
@@ -143,10 +153,10 @@ class StateDictResharder(NotPicklable):
     """Moves the tensors of state dicts that are alike again and again: what ranks compare, they compare once.
 
     Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
-    compares versions, and whether plain tensors are equal, while the tensors move; with ``versions=False`` (the same on
-    every rank) calls have no version and are one small collective less, and plain tensors are compared in the
-    constructor only. The constructor communicates, and so does every call; every rank of the group makes them in the
-    same order.
+    compares versions, problems of tensors, and whether plain tensors are equal, while the tensors move: what one rank
+    refuses all ranks raise. With ``versions=False`` (the same on every rank) calls have no version and are one small
+    collective less, plain tensors are compared in the constructor only, and a rank that raises at a later call raises
+    alone. The constructor communicates, and so does every call; every rank of the group makes them in the same order.
 
     With ``changed_only=True`` (the same on every rank) a call sends the elements whose bits changed since the call
     before, where that is shorter, and everything every ``anchor_every`` calls, or when some rank did not take part in
@@ -180,6 +190,7 @@ class StateDictResharder(NotPicklable):
         self._members = group_info(group)
         try:
             tensors, targets = tensors_of(state_dict), tensors_of(out)
+            self._chain = VersionChain(anchor_every) if changed_only else None
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             self._question = Question(
                 dst_layouts, key_map, bucket_bytes, strict, versions, anchor_every if changed_only else 0
@@ -188,7 +199,6 @@ class StateDictResharder(NotPicklable):
         except Exception as error:
             raise_on_all_ranks(self._members, error)
         self._facts, self._check, self._keeps = facts, check_mode(check), keep_workspace
-        self._chain = VersionChain(anchor_every) if changed_only else None
         self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version))
 
     def _follow(self, plan: StateDictPlan, version: int | None) -> None:
@@ -217,41 +227,45 @@ class StateDictResharder(NotPicklable):
         """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
         if torch.compiler.is_compiling():
             not_compiled("StateDictResharder")
-        tensors = tensors_of(state_dict)
-        if version is not None and not self._question.versions:
-            hint = "make the resharder with versions=True"
-            raise PlanError(Problem("invalid-argument", "version", found=f"{version} with versions=False", hint=hint))
-        if self._chain is not None:
-            full, version = self._chain.agree(self._members, version, self._facts, tensors)
+        problems: Sequence[Problem] = ()
+        tensors: Mapping[str, Any] = {}
+        targets: Mapping[str, Any] = {}
+        try:
+            tensors, targets = tensors_of(state_dict), tensors_of(out)
+            if version is not None and not self._question.versions:
+                hint = "make the resharder with versions=True"
+                raise PlanError(
+                    Problem("invalid-argument", "version", found=f"{version} with versions=False", hint=hint)
+                )
+        except Exception as error:
+            problems = problems_of(error)
+        call = self._prepare(tensors, targets, atomic, problems=problems)
+        if self._chain is None and not self._question.versions:
+            self._compare(call)
+            return self._move(call, out, progress, lambda: None)
+        facts = CallFacts.of(self.plan, self._facts, tensors, version, call.problems)
+        if self._chain is not None and not is_fake(()):
+            full, version = self._chain.agree(self._members, facts)
             for mover in self._movers:
                 assert mover.changes is not None
                 mover.changes.begin(full)
-            result = self._run(tensors, out, tensors_of(out), progress, atomic, lambda: version)
+            result = self._move(call, out, progress, lambda: version)
             self._chain.done()
             return result
-        if not self._question.versions:
-            return self._run(tensors, out, tensors_of(out), progress, atomic, _no_version)
-        # In flight while the tensors move.
-        agreed = exchange_version(self._members, version, self._facts, tensors)
-        return self._run(tensors, out, tensors_of(out), progress, atomic, agreed)
+        self._compare(call, later=True)
+        agreed = facts.exchange(self._members)  # in flight while the tensors move
+        if facts.problems:
+            # The others move already: they get zeros, and raise with this rank when they compare.
+            sources = self._here.empty_sources(call.device)
+            arriving = ReceiveBuffers(self._here, None, call.device)
+            move_buckets(self._here, self._movers, bucket_calls(self._here, sources, arriving), True, False, None)
+            agreed()
+        return self._move(call, out, progress, agreed)
 
-    def _compare(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared | None:
-        """Compare tensors with those of the last call; None where their metadata, ties among it, is another."""
-        guards = self._guards
-        if guards is None:
-            return None
-        with torch.no_grad():  # as when they were recorded
-            try:
-                sources, outs = local_tensors(tensors), local_tensors(targets)
-            except PlanError:
-                return None
-            match = guards.match(tensors, targets, sources, outs)
-        if match is Match.NONE or (match is Match.METADATA and not guards.same_ties(sources, outs)):
-            return None
-        return Compared(sources, outs, match)
-
-    def _matched(self, tensors: Mapping[str, Any], targets: Mapping[str, Any]) -> Compared:
-        """Return the local tensors of both sides, and how far guards hold.
+    def _matched(
+        self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
+    ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
+        """Return the local tensors of both sides, and how far guards on the last call hold.
 
         Raises:
             PlanError: ``wrong-type``.
@@ -262,67 +276,94 @@ class StateDictResharder(NotPicklable):
                 raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
         sources, outs = local_tensors(tensors), local_tensors(targets)
         match = Match.NONE if self._guards is None else self._guards.match(tensors, targets, sources, outs)
-        return Compared(sources, outs, match)
+        return sources, outs, match
 
-    def _run(
+    def _prepare(
         self,
         tensors: Mapping[str, Any],
-        out: torch.nn.Module | Mapping[str, Any] | None,
         targets: Mapping[str, Any],
-        progress: Callable[[Progress], None] | None,
         atomic: bool,
-        agreed_stamp: Callable[[], int | None],
         compared: Compared | None = None,
-    ) -> MovedStateDict:
-        here = self._here
+        problems: Sequence[Problem] = (),
+    ) -> PreparedState:
+        """Return what a call moves on this rank, with all that is wrong with it; no communication."""
+        here, found = self._here, list(problems)
+        sources: Mapping[str, torch.Tensor] = {}
+        outs: Mapping[str, torch.Tensor] = {}
+        match, calls = Match.NONE, list[Bucket]()
+        arriving: ReceiveBuffers | None = None
         with torch.no_grad():
-            problems: list[Problem] = []
             try:
                 sources, outs, match = compared or self._matched(tensors, targets)
+                if self._guards is None or self._guards.atomic is not atomic:
+                    match = Match.NONE
+                again = self._again if match is Match.MEMORY and not atomic else None
+                device = device_of(sources, outs, self._members)
+                arriving = again[0] if again else ReceiveBuffers(here, None if atomic else outs, device)
+                calls = again[1] if again else bucket_calls(here, sources, arriving)
+                if not found and match is not Match.MEMORY:
+                    # In other memory tensors may be tied or overlap otherwise, whatever their metadata.
+                    if match is Match.NONE:
+                        found += self._layout_checks.problems(tensors, sources, targets)
+                        found += source_problems(here, sources, arriving)
+                    else:
+                        found += self._layout_checks.untied(sources)
+                    found += here.out_problems(outs, sources, atomic, self._question.strict)
+                    self._again = None
             except Exception as error:
-                problems += problems_of(error)
-                sources, outs, match = {}, {}, Match.NONE
-            if self._guards is None or self._guards.atomic is not atomic:
-                match = Match.NONE
-            again = self._again if match is Match.MEMORY and not atomic else None
-            device = device_of(sources, outs, self._members)
-            arriving = again[0] if again else ReceiveBuffers(here, None if atomic else outs, device)
-            calls = again[1] if again else bucket_calls(here, sources, arriving)
-            if not problems and match is not Match.MEMORY:
-                # In other memory tensors may be tied or overlap otherwise, whatever their metadata.
-                if match is Match.NONE:
-                    problems += self._layout_checks.problems(tensors, sources, targets)
-                    problems += source_problems(here, sources, arriving)
-                else:
-                    problems += self._layout_checks.untied(sources)
-                problems += here.out_problems(outs, sources, atomic, self._question.strict)
-                self._again = None
-            what = f"tensors of state dict plan {self.plan.digest}"
-            assert_consistent(self._members, what, problems, self._check)
-            if match is not Match.MEMORY:
-                self._guards = record_state_guards(tensors, targets, sources, outs, atomic)
-                self._again = (arriving, calls) if self._guards and self._keeps and arriving.all_in_place else None
-            if out is not None and not atomic:
+                found += problems_of(error)
+                device = data_device(self._members.group)
+        return PreparedState(tensors, targets, sources, outs, match, atomic, device, arriving, calls, found)
+
+    def _compare(self, call: PreparedState, later: bool = False) -> None:
+        """Raise the problems of all ranks on all of them, where this group has not agreed on the plan before."""
+        what = f"tensors of state dict plan {self.plan.digest}"
+        assert_consistent(self._members, what, call.problems, self._check, later)
+
+    def _move(
+        self,
+        call: PreparedState,
+        out: torch.nn.Module | Mapping[str, Any] | None,
+        progress: Callable[[Progress], None] | None,
+        agreed_version: Callable[[], int | None],
+    ) -> MovedStateDict:
+        """Move the tensors of a call without problems."""
+        here, arriving = self._here, call.arriving
+        assert arriving is not None
+        with torch.no_grad():
+            if call.match is not Match.MEMORY:
+                self._guards = record_state_guards(call.tensors, call.targets, call.sources, call.outs, call.atomic)
+                keeps = self._guards is not None and self._keeps and arriving.all_in_place
+                self._again = (arriving, call.buckets) if keeps else None
+            if out is not None and not call.atomic:
                 stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
-            move_buckets(here, self._movers, calls, arriving.fresh, match is Match.MEMORY, progress)
-            stamp = agreed_stamp()
-            result = write_outputs(here, arriving, targets, outs, self._kinds)
+            unchanged = call.match is Match.MEMORY
+            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged, progress)
+            stamp = agreed_version()
+            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds)
         result.plan, result.version = self.plan, stamp
         if out is not None and stamp is not None:
             stamp_version(out, stamp)
         return result
 
 
-class Compared(NamedTuple):
-    """Local tensors of both sides of a call, and how far guards on the last one hold."""
+# Local tensors of both sides of a call, and how far guards on the last one hold.
+Compared = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]
 
+
+class PreparedState(NamedTuple):
+    """A call on this rank: its tensors, as given and locally, and where they are received."""
+
+    tensors: Mapping[str, Any]
+    targets: Mapping[str, Any]
     sources: Mapping[str, torch.Tensor]
     outs: Mapping[str, torch.Tensor]
     match: Match
-
-
-def _no_version() -> None:
-    return None
+    atomic: bool
+    device: torch.device
+    arriving: ReceiveBuffers | None
+    buckets: list[Bucket]
+    problems: list[Problem]
 
 
 class StateGuards:
@@ -339,7 +380,7 @@ class StateGuards:
         self.atomic = atomic
         self._names = list(tensors), list(targets)
         self._layouts = declared_layouts([*tensors.values(), *targets.values()])
-        self._guards, self._ties = guards, ties
+        self._guards, self.ties = guards, ties
 
     def match(
         self,
@@ -354,10 +395,6 @@ class StateGuards:
         if declared_layouts([*tensors.values(), *targets.values()]) != self._layouts:
             return Match.NONE
         return self._guards.match([*sources.values(), *outs.values()])
-
-    def same_ties(self, sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> bool:
-        """Return True where the same tensors are tied."""
-        return _ties(sources, outs) == self._ties
 
 
 def record_state_guards(
@@ -392,10 +429,14 @@ _recent: WeakKeyDictionary[dist.ProcessGroup, list[tuple[object, StateDictReshar
 def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
-    """Return a resharder of an earlier one-shot call of the same arguments and metadata; it holds no tensors."""
+    """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
     for known, resharder in reversed(_recent.get(members.group, [])):
-        if known == asked and (compared := resharder._compare(tensors, targets)) is not None:
-            return resharder, compared
+        guards = resharder._guards
+        if known == asked and guards is not None:
+            with torch.no_grad():  # as when they were recorded
+                sources, outs, match = compared = resharder._matched(tensors, targets)
+            if match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties):
+                return resharder, compared
     return None
 
 
