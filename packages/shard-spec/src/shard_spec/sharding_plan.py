@@ -242,7 +242,7 @@ class ShardingPlan(PlanContent):
         init: Initializer | str | None = None,
         seed: int = 0,
     ) -> ShardHandle:
-        """Replace the tensors of ``module`` by their pieces on ``mesh``, all or nothing; every rank calls it.
+        """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing; every rank calls it.
 
         Tensors become DTensors, fused weights local parameters that remember their sections. See
         :func:`shard_spec.apply_plan` for the arguments.

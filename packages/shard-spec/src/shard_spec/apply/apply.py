@@ -61,7 +61,7 @@ def apply_plan(
     init: Initializer | str | None = None,
     seed: int = 0,
 ) -> ShardHandle:
-    """Replace the parameters and buffers of ``module`` by their pieces, all or nothing; see ``ShardingPlan.apply``.
+    """Replace the parameters and buffers of ``module`` by their shards, all or nothing; see ``ShardingPlan.apply``.
 
     Every tensor becomes a DTensor on ``mesh``, also those that the plan does not mention (replicated), and gradients
     are laid out like their parameters. A fused weight (``InterleavedShard`` along one axis, whole along the others)
@@ -79,7 +79,7 @@ def apply_plan(
         group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all
             ranks.
         init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a whole tensor in place, one at a
-            time; or ``"reset_parameters"``, the modules' own; or None: pieces are filled with NaN (0 where the dtype
+            time; or ``"reset_parameters"``, the modules' own; or None: shards are filled with NaN (0 where the dtype
             has none), for loading a checkpoint.
         seed: Of the random numbers ``init`` draws. They depend on it and the FQN only, so that every layout, and every
             replica, gets the same values.
@@ -184,12 +184,12 @@ def _stage(
     init: Initializer | str | None,
     seed: int,
 ) -> list[torch.Tensor]:
-    """This rank's pieces; only ``source="scatter"`` communicates."""
+    """This rank's shards; only ``source="scatter"`` communicates."""
     fill = reset_parameters_of(module, actions.device, seed) if isinstance(init, str) else init
-    return [_piece(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
+    return [_shard(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
 
 
-def _piece(
+def _shard(
     module: nn.Module,
     action: TensorAction,
     actions: ExecutionPlan,
@@ -199,7 +199,7 @@ def _piece(
     init: Initializer | None,
     seed: int,
 ) -> torch.Tensor:
-    """This rank's piece, as a DTensor or a local parameter."""
+    """This rank's shard, as a DTensor or a local parameter."""
     tensor, layout, device = tensor_at(module, action.names[0]), action.layout, actions.device
     assert layout is not None
     if source == "scatter":

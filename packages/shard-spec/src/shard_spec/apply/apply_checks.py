@@ -93,7 +93,7 @@ def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
     from_spec = layout.mesh.ndim == mesh.ndim == 1 and tuple(layout.mesh.ranks) == tuple(mesh.ranks)
     if same_axes or from_spec:
         order = [mesh.axis_names[layout.mesh.axis_names.index(axis)] for axis in layout.order]
-        return Layout(mesh, layout.terms, order)
+        return Layout(mesh, layout.specs, order)
     found = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
     hint = "give the plan the axes of the mesh, in its order"
     return Problem("mesh-mismatch", name, found=found, hint=hint)

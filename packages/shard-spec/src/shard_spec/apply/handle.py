@@ -18,7 +18,7 @@ from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.apply.reporting import write_report
 from shard_spec.apply.transaction import put_tensor
 from shard_spec.distributed.rank_state import RankState, capture_errors, raise_on_all_ranks
-from shard_spec.distributed.scatter import gather_pieces
+from shard_spec.distributed.scatter import gather_shards
 from shard_spec.layout.layout import Layout
 
 
@@ -30,7 +30,7 @@ class Placed:
         places: ``(module, name, FQN)`` of every entry that holds it; several where it is tied.
         value: What stands there now.
         before: What stood there, while somebody else still holds it.
-        layout: Where its pieces lie.
+        layout: Where its shards lie.
         shape: Global shape.
     """
 
@@ -152,7 +152,7 @@ class ShardHandle:
             assert isinstance(placed.value, DTensor)
             with torch.no_grad():
                 tensor = tensor.redistribute(placements=placed.value.placements).to_local()
-        return gather_pieces(tensor, placed.layout, placed.shape, self._group)
+        return gather_shards(tensor, placed.layout, placed.shape, self._group)
 
 
 def _state(value: torch.Tensor) -> str:

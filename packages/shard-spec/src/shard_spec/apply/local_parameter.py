@@ -1,4 +1,4 @@
-"""LocalParameter: a plain parameter that is one rank's piece of a fused weight, and remembers of which."""
+"""LocalParameter: a plain parameter that is one rank's shard of a fused weight, and remembers of which."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class TensorAction:
         shape: Global shape.
         dtype: Its dtype.
         requires_grad: Whether it gets a gradient.
-        layout: Where its pieces go; None: it stays whole and gets the source's values.
+        layout: Where its shards go; None: it stays whole and gets the source's values.
     """
 
     names: tuple[str, ...]
@@ -56,7 +56,7 @@ def tensor_at(module: nn.Module, fqn: str) -> Any:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a piece of a larger one already."""
+    """Return whether the tensor is a shard of a larger one already."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec.convert.refuse import not_expressible, sharder_problems
-from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_terms
+from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.resolve import resolve
 
@@ -44,9 +44,9 @@ def to_dtensor_placements(
 
 
 def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
-    terms, why = dtensor_terms(layout, shape)
+    specs, why = dtensor_specs(layout, shape)
     if why is not None:
         hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
         problems.append(not_expressible(name, f"{layout}: {why}", hint))
         return ()
-    return tuple(dtensor_placement(term) for term in terms)
+    return tuple(dtensor_placement(spec) for spec in specs)

@@ -33,7 +33,7 @@ def to_parallelize_plan(
         cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
         if all(dim is None for dim in cut.values()):
             continue
-        kinds = [found.layouts[t.name].terms[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
+        kinds = [found.layouts[t.name].specs[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
         wrong = _refusal(path, found.metadata.modules.get(path, ""), cut, kinds, axis)
         if wrong is not None:
             problems.append(wrong)
@@ -59,7 +59,7 @@ def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | N
     """The dim of ``tensor`` that ``axis`` cuts, counted from the front, or None."""
     if layout is None:
         return None
-    dim = layout.terms[layout.mesh.axis_index(axis)].dim
+    dim = layout.specs[layout.mesh.axis_index(axis)].dim
     return None if dim is None else dim % len(tensor.shape)
 
 
@@ -75,11 +75,11 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
     if not is_spec(value):
         layout = to_layout(value, plan.mesh)
         others = [other for other in layout.sharded_axes if other != axis]
-        term = layout.terms[layout.mesh.axis_index(axis)] if axis in layout.mesh.axis_names else None
-        if term is not None and not others:
-            if term.kind == "R":
+        spec = layout.specs[layout.mesh.axis_index(axis)] if axis in layout.mesh.axis_names else None
+        if spec is not None and not others:
+            if spec.kind == "R":
                 return "whole"
-            if term.kind == "S" and term.dim == -1:
+            if spec.kind == "S" and spec.dim == -1:
                 return "last"
     name = f"output_plan[{path!r}]"
     raise PlanError(not_expressible(name, f"the output layout {value!s}", "write R, or S(-1), along that axis"))

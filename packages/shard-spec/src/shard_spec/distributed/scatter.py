@@ -1,4 +1,4 @@
-"""Getting this rank's piece of a tensor: from one rank, from its own copy, or out of nothing."""
+"""Getting this rank's shard of a tensor: from one rank, from its own copy, or out of nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shard_spec.layout.layout import Layout
 
 
 def take(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """The piece of ``full`` that lies on global rank ``rank``; a view where it is one box."""
-    piece = full.detach()
-    for dim, intervals in enumerate(layout.pieces(rank, tuple(full.shape))):
-        parts = [piece.narrow(dim, start, size) for start, size in intervals]
-        piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-    return piece
+    """The shard of ``full`` that lies on global rank ``rank``; a view where it is one box."""
+    shard = full.detach()
+    for dim, intervals in enumerate(layout.intervals(rank, tuple(full.shape))):
+        parts = [shard.narrow(dim, start, size) for start, size in intervals]
+        shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return shard
 
 
 def scatter(
@@ -32,17 +32,17 @@ def scatter(
     *,
     primaries: bool = False,
 ) -> torch.Tensor:
-    """This rank's piece of the tensor that rank ``src`` of the group has; one collective, exact bytes.
+    """This rank's shard of the tensor that rank ``src`` of the group has; one collective, exact bytes.
 
     Args:
         full: The tensor on ``src``; not looked at on other ranks.
-        layout: Where the pieces lie; its ranks are those of the group.
+        layout: Where the shards lie; its ranks are those of the group.
         shape: Global shape.
         dtype: Any dtype; it travels as bytes.
-        device: Where the piece is to lie, and where the collective runs.
+        device: Where the shard is to lie, and where the collective runs.
         group: The ranks.
         src: Rank in the group.
-        primaries: Whether only one rank of each set of replicas gets its piece; the others' is left empty.
+        primaries: Whether only one rank of each set of replicas gets its shard; the others' is left empty.
     """
     ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
     local = torch.empty(layout.local_shape(ranks[me], shape), dtype=dtype, device=device)
@@ -61,8 +61,8 @@ def scatter(
     if me == src:
         assert full is not None
         receivers = [rank for rank, any_ in zip(ranks, receives_any, strict=True) if any_]
-        pieces = [take(full, layout, rank).reshape(-1) for rank in receivers]
-        packed = as_bytes(torch.cat(pieces).to(device))
+        shards = [take(full, layout, rank).reshape(-1) for rank in receivers]
+        packed = as_bytes(torch.cat(shards).to(device))
         sends = [numel * item for numel in numels]
     receives = [numels[me] * item if rank == src else 0 for rank in range(len(ranks))]
     if sum(numels):
@@ -78,10 +78,10 @@ def broadcast_(tensor: torch.Tensor, group: dist.ProcessGroup, src: int) -> torc
     return tensor
 
 
-def gather_pieces(
+def gather_shards(
     local: torch.Tensor, layout: Layout, shape: tuple[int, ...], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """The whole tensor on every rank, from the pieces of a layout without partial sums; one collective."""
+    """The whole tensor on every rank, from the shards of a layout without partial sums; one collective."""
     ranks = dist.get_process_group_ranks(group)
     numels = [_numel(layout.local_shape(rank, shape)) for rank in ranks]
     most = max(numels)
@@ -92,19 +92,19 @@ def gather_pieces(
         _torch_compat.all_gather_flat(as_bytes(every), as_bytes(mine), group)
     whole = local.new_empty(shape)
     for rank, numel, padded in zip(ranks, numels, torch.split(every, most or 1), strict=False):
-        piece = padded[:numel].view(layout.local_shape(rank, shape))
-        _put(whole, piece, layout.pieces(rank, shape), 0)
+        shard = padded[:numel].view(layout.local_shape(rank, shape))
+        _put(whole, shard, layout.intervals(rank, shape), 0)
     return whole
 
 
-def _put(whole: torch.Tensor, piece: torch.Tensor, pieces: Sequence[Sequence[tuple[int, int]]], dim: int) -> None:
-    """Copy ``piece`` into its intervals of ``whole``, dim by dim."""
+def _put(whole: torch.Tensor, shard: torch.Tensor, intervals: Sequence[Sequence[tuple[int, int]]], dim: int) -> None:
+    """Copy ``shard`` into its intervals of ``whole``, dim by dim."""
     if dim == whole.dim():
-        whole.copy_(piece)
+        whole.copy_(shard)
         return
     position = 0
-    for start, size in pieces[dim]:
-        _put(whole.narrow(dim, start, size), piece.narrow(dim, position, size), pieces, dim + 1)
+    for start, size in intervals[dim]:
+        _put(whole.narrow(dim, start, size), shard.narrow(dim, position, size), intervals, dim + 1)
         position += size
 
 

@@ -233,7 +233,7 @@ def _parent(name: str) -> str:
 
 def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
-    if all(term.kind in "RSP" for term in layout.terms):
+    if all(spec.kind in "RSP" for spec in layout.specs):
         numel = 1
         for size in layout.local_shape(layout.mesh.ranks[0], tensor.shape):
             numel *= size

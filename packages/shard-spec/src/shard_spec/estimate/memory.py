@@ -194,7 +194,7 @@ def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
 
     A rank's number depends only on where it lies on the axes that cut, so ranks that differ elsewhere share one answer.
     """
-    cutting = [term.dim is not None for term in layout.terms]
+    cutting = [spec.dim is not None for spec in layout.specs]
     known: dict[tuple[int, ...], int] = {}
     found = []
     for rank in layout.mesh.ranks:

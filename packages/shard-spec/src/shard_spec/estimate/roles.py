@@ -46,10 +46,10 @@ def is_embedding(tensor: TensorMetadata) -> bool:
 
 def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
     """Return what ``axis`` shards: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
-    term = layout.terms[layout.mesh.axis_index(axis)]
-    if term.dim is None or layout.mesh.axis_size(axis) == 1:
+    spec = layout.specs[layout.mesh.axis_index(axis)]
+    if spec.dim is None or layout.mesh.axis_size(axis) == 1:
         return "whole"
     dims = weight_dims(tensor)
     if dims is None:
         return "cut"
-    return "column" if term.dim % len(tensor.shape) == dims[0] else "row"
+    return "column" if spec.dim % len(tensor.shape) == dims[0] else "row"

@@ -1,4 +1,4 @@
-"""Boxes: the rectangular pieces that a global tensor is cut into."""
+"""Boxes: the rectangular shards that a global tensor is cut into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shard_spec._shared.problems import PlanError, Problem
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of a global tensor: where it begins and how large it is.
+    """A rectangular shard of a global tensor: where it begins and how large it is.
 
     Attributes:
         offsets: First index in each dim of the global tensor.
@@ -112,26 +112,24 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def grid(pieces: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
     """Boxes of a grid, row-major.
 
     Args:
-        pieces: For each dim the ``(offset, size)`` intervals, in the order in which they lie in the local tensor.
+        intervals: For each dim the ``(offset, size)`` intervals, in the order in which they lie in the local tensor.
 
     Returns:
         One box for each combination of intervals; without the empty ones.
     """
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
-    for intervals in pieces:
-        if len(intervals) == 1:
-            offset, size = intervals[0]
+    for along in intervals:
+        if len(along) == 1:
+            offset, size = along[0]
             if size == 0:
                 return ()
             boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes]
         else:
-            boxes = [
-                ((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes for offset, size in intervals if size
-            ]
+            boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes for offset, size in along if size]
     return tuple(_box(offsets, sizes) for offsets, sizes in boxes)
 
 

@@ -1,4 +1,4 @@
-"""On which device the pieces of this rank go."""
+"""On which device the shards of this rank go."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class TrackedModule:
 
     Attributes:
         module: The module itself.
-        kinds: For each of its own parameters: ``"piece"``, ``"whole"`` (its gradient is summed) or ``"other"``.
+        kinds: For each of its own parameters: ``"shard"``, ``"whole"`` (its gradient is summed) or ``"other"``.
         buffers: Names of its own buffers.
     """
 
@@ -80,7 +80,7 @@ class ModuleTracker:
             group: The ranks.
             root: The module.
             names: FQNs of the parameters that are whole.
-            everything: Whether the call decided about all of ``root``; else only about its pieces and ``names``.
+            everything: Whether the call decided about all of ``root``; else only about its shards and ``names``.
         """
         self.group = group
         self.everything = everything
@@ -112,7 +112,7 @@ class ModuleTracker:
                 kind = member.kinds.get(name, "") if member else ""
                 fqn, plain = path + name, not is_sharded(parameter)
                 line = f"{fqn}: {str(parameter.dtype).removeprefix('torch.')}, {_state(parameter, plain)}"
-                if kind == "piece" and plain:
+                if kind == "shard" and plain:
                     hint = "undo() first, or put the sharded parameter back"
                     problems.append(Problem("not-sharded", fqn, found="it was sharded, and is whole now", hint=hint))
                 elif plain and self._is_new(module, name, kind, parameter, first):
@@ -120,7 +120,7 @@ class ModuleTracker:
                     line += f", new, with values {fingerprint(parameter)}"
                 elif plain and kind == "whole":
                     self._hook(parameter)
-                if self.everything or kind in ("piece", "whole"):
+                if self.everything or kind in ("shard", "whole"):
                     lines.append(line)
             if self.everything and tuple(module._buffers) != (member.buffers if member else ()):
                 known = member.buffers if member else ()
@@ -182,12 +182,12 @@ def _managed_elsewhere(parameter: nn.Parameter, group: GroupRef) -> bool:
 
 def _kind(parameter: nn.Parameter, summed: set[int]) -> str:
     if isinstance(parameter, DTensor):
-        return "piece"
+        return "shard"
     return "whole" if id(parameter) in summed else "other"
 
 
 def _state(parameter: nn.Parameter, plain: bool) -> str:
-    return ("whole" if plain else "a piece") + ("" if parameter.requires_grad else ", frozen")
+    return ("whole" if plain else "a shard") + ("" if parameter.requires_grad else ", frozen")
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

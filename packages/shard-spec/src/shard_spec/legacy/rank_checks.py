@@ -23,7 +23,7 @@ def layout_problems(action: TensorAction, ranks: tuple[int, ...]) -> list[Proble
 
 
 def ranks_of(wanted: ShardingSpec | Layout) -> tuple[int, ...] | None:
-    """The ranks in the order of their pieces; None where only the shape of an output tells them.
+    """The ranks in the order of their shards; None where only the shape of an output tells them.
 
     Raises:
         PlanError: When no mesh can say what a spec says.

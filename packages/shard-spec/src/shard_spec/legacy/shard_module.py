@@ -141,7 +141,7 @@ def _act(
 def _stage(
     module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, meshes: MeshCache
 ) -> dict[str, torch.Tensor]:
-    """Move the values: first FQN to this rank's piece as a DTensor, or to the whole tensor."""
+    """Move the values: first FQN to this rank's shard as a DTensor, or to the whole tensor."""
     staged: dict[str, torch.Tensor] = {}
     for action in actions.tensors:
         tensor = tensor_at(module, action.names[0])

@@ -40,8 +40,7 @@ class WeightSharding:
         return self._intervals(1)
 
     def _intervals(self, dim: int) -> Columns:
-        pieces = [self.layout.pieces(rank, self.shape)[dim] for rank in self.ranks]
-        return tuple(intervals[0] for intervals in pieces)
+        return tuple(self.layout.intervals(rank, self.shape)[dim][0] for rank in self.ranks)
 
     @cached_property
     def primary(self) -> tuple[bool, ...]:
@@ -52,16 +51,16 @@ class WeightSharding:
         """Return whether ``rank`` of the group is the first of those that share its interval of the other dim."""
         coordinate = self.layout.mesh.coordinate(self.ranks[rank])
         assert coordinate is not None
-        return all(at == 0 for at, term in zip(coordinate, self._terms, strict=True) if term == dim)
+        return all(at == 0 for at, spec in zip(coordinate, self._specs, strict=True) if spec == dim)
 
     @cached_property
-    def _terms(self) -> tuple[int | None, ...]:
+    def _specs(self) -> tuple[int | None, ...]:
         """The dim that each mesh axis cuts, counted from the front."""
-        return tuple(None if term.dim is None else term.dim % 2 for term in self.layout.terms)
+        return tuple(None if spec.dim is None else spec.dim % 2 for spec in self.layout.specs)
 
     def placements(self, by_dim: dict[int, Placement], replicate: Placement) -> tuple[Placement, ...]:
         """One placement for each mesh axis: ``by_dim[d]`` where it cuts dim ``d``, else ``replicate``."""
-        return tuple(replicate if dim is None else by_dim[dim] for dim in self._terms)
+        return tuple(replicate if dim is None else by_dim[dim] for dim in self._specs)
 
     def exchange(self, group: dist.ProcessGroup, rows: tuple[int, ...], dim: int) -> RowExchange:
         """The exchange between ``rows`` of the batch and the columns that ``dim`` of the weight meets.

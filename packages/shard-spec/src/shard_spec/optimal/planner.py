@@ -210,13 +210,13 @@ def layouts_of(operation: Operation, ways: StrategyPerAxis, mesh: MeshSpec) -> d
     stored = [axis for axis, way in reversed(named) if way.weight == "fsdp"]
     names = dict.fromkeys([*placements, *(name for name, _ in operation.parameters)])
     for name in names:
-        terms: dict[str, str] = {}
+        specs: dict[str, str] = {}
         pieces = 1
         for axis in parallel:
-            terms[axis] = _smaller(placements[name], pieces)
+            specs[axis] = _smaller(placements[name], pieces)
             pieces *= mesh.axis_size(axis)
-        terms.update(dict.fromkeys(stored, "S(0)"))
-        layouts[name] = Layout(mesh, terms, [axis for axis in (*parallel, *stored) if axis in terms])
+        specs.update(dict.fromkeys(stored, "S(0)"))
+        layouts[name] = Layout(mesh, specs, [axis for axis in (*parallel, *stored) if axis in specs])
     return layouts
 
 

@@ -189,9 +189,9 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             hint = "give each planner its own axes"
             problems.append(Problem("axis-twice", name, axis=twice[0], found=found, hint=hint))
             continue
-        added = zip(layout.mesh.axis_names, layout.terms, strict=True)
-        terms = {axis: term for axis, term in added if term.dim is not None}
-        both = [terms.get(axis, term) for axis, term in zip(before.mesh.axis_names, before.terms, strict=True)]
+        added = zip(layout.mesh.axis_names, layout.specs, strict=True)
+        specs = {axis: spec for axis, spec in added if spec.dim is not None}
+        both = [specs.get(axis, spec) for axis, spec in zip(before.mesh.axis_names, before.specs, strict=True)]
         shared = set(before.sharded_axes.values()) & set(layout.sharded_axes.values())
         order = (*before.sharded_axes, *layout.sharded_axes) if shared else None
         layouts[name] = Layout(layout.mesh, both, order)

@@ -40,7 +40,7 @@ class EnumerableShardingSpec(ShardingSpec):
                     "shard-rank-mismatch",
                     "shards",
                     found=f"shards of {ndims} dims",
-                    hint="all shards are pieces of one tensor",
+                    hint="all shards are shards of one tensor",
                 )
             ]
         return overlap_problems([shard.box for shard in self.shards], "shards")

@@ -61,7 +61,7 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The piece of the global tensor, without the device."""
+        """The shard of the global tensor, without the device."""
         return Box(self.shard_offsets, self.shard_sizes)
 
 

@@ -89,7 +89,7 @@ class ShardedForward:
     # ---- weight and output ------------------------------------------------------------------------------------
 
     def local_weight(self) -> torch.Tensor:
-        """This rank's piece of the weight.
+        """This rank's shard of the weight.
 
         Raises:
             PlanError: ``not-sharded`` when somebody replaced the sharded parameter.

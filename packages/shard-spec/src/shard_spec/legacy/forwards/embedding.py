@@ -13,7 +13,7 @@ from shard_spec.legacy.forwards.lookup import check_ids, look_up, renormalize
 
 
 class ShardedEmbedding(ShardedForward):
-    """This rank's ids in, this rank's rows out: every rank looks up all ids in its piece of the table.
+    """This rank's ids in, this rank's rows out: every rank looks up all ids in its shard of the table.
 
     DTensor ids (of the whole batch) give a DTensor of the whole batch.
     """
@@ -33,7 +33,7 @@ class ShardedEmbedding(ShardedForward):
         return scatter_rows(wide, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """All ids in this rank's piece: ``[*ids.shape, my_columns]``."""
+        """All ids in this rank's shard: ``[*ids.shape, my_columns]``."""
         module, cut, group = self.module, self.sharding, self.context.group
         assert isinstance(module, nn.Embedding)
         assert cut is not None

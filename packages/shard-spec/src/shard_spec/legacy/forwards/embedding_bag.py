@@ -40,7 +40,7 @@ class _Bags:
 class ShardedEmbeddingBag(ShardedForward):
     """This rank's bags in, this rank's bags out.
 
-    Sums and means are formed on each rank for its piece of the table and then brought together, bag by bag. A maximum
+    Sums and means are formed on each rank for its shard of the table and then brought together, bag by bag. A maximum
     needs the tokens themselves: they are looked up as in an embedding, and this rank reduces its own.
     """
 

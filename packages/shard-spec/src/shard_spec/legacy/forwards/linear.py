@@ -40,7 +40,7 @@ class ShardedLinear(ShardedForward):
         return self.global_output(local, 0, module.out_features)
 
     def _wide_input(self, input: torch.Tensor, in_features: int) -> torch.Tensor:
-        """All rows with the columns that this rank's piece of the weight meets."""
+        """All rows with the columns that this rank's shard of the weight meets."""
         assert self.sharding is not None
         if isinstance(input, DTensor):
             return self._from_dtensor(input)

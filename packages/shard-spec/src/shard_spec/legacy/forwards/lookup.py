@@ -1,4 +1,4 @@
-"""Looking up rows of a table of which this rank has a piece."""
+"""Looking up rows of a table of which this rank has a shard."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def look_up(
     padding_idx: int | None,
     scale_grad_by_freq: bool = False,
 ) -> torch.Tensor:
-    """The rows of this rank's piece of a table; zeros for ids that other ranks have.
+    """The rows of this rank's shard of a table; zeros for ids that other ranks have.
 
     Args:
         ids: Any shape.
@@ -49,7 +49,7 @@ def look_up(
     start, size = rows
     if size == 0:
         nothing = table.new_zeros((*ids.shape, table.shape[1]))
-        return nothing + table.sum()  # zero, and it keeps the empty piece in the graph
+        return nothing + table.sum()  # zero, and it keeps the empty shard in the graph
     inside = (ids >= start) & (ids < start + size)
     elsewhere = torch.zeros_like(ids)
     if ids.device.type != "cpu":
@@ -78,7 +78,7 @@ def renormalize(
     Where the columns of a row lie on several ranks, their powers are summed in the group first.
 
     Args:
-        table: This rank's piece, ``[my_rows, my_columns]``, taken under ``no_grad``, before the forward takes its own.
+        table: This rank's shard, ``[my_rows, my_columns]``, taken under ``no_grad``, before the forward takes its own.
         ids: All ranks' ids.
     """
     me = dist.get_rank(group)

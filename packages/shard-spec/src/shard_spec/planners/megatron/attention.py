@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
+from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
 from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
 from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
-from shard_spec.planners.megatron.probe import Slices, probe
 
 # How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").
@@ -243,7 +243,7 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
     q, k, v = projections.inputs
     share_kv = heads.num_kv_heads % context.options.tp_size == 0
     columns = (q, k, v) if share_kv else (q,)
-    slices = {view: _even(view.out_features, context.options.tp_size) for view in columns}
+    slices = {view: even_slices(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
     evidence = _evidence(context, projections, slices, inner, heads.head_dim)
@@ -319,9 +319,9 @@ def fused_slices(order: FusedOrder, heads: Heads, tp_size: int) -> Slices:
     """For each rank, the output channels of a fused projection in `order`."""
     q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     if order != "sections":
-        return _even(q + 2 * kv, tp_size)
+        return even_slices(q + 2 * kv, tp_size)
     starts = [(0, q), (q, kv), (q + kv, kv)]
-    parts = [[start + piece for piece in _even(size, tp_size)] for start, size in starts]
+    parts = [[start + piece for piece in even_slices(size, tp_size)] for start, size in starts]
     return [torch.cat([part[rank] for part in parts]) for rank in range(tp_size)]
 
 
@@ -338,10 +338,10 @@ def _evidence(
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:
         scope = context.modules[projections.scope]
-        row_slices = _even(projections.out.in_features, context.options.tp_size)
+        row_slices = even_slices(projections.out.in_features, context.options.tp_size)
         within = f"{projections.scope}." if projections.scope else ""
         doubts = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
-        verdict = probe(scope, slices, projections.out, row_slices, head_dim, doubts)
+        verdict = simulate_block(scope, slices, projections.out, row_slices, head_dim, doubts)
         if verdict.separate:  # a norm before q, k and v, or what comes after the output, is none of the region's
             return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:
@@ -431,9 +431,3 @@ def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
 def parameter_names(view: LinearView) -> tuple[str, ...]:
     """FQNs of a linear's parameters."""
     return (view.weight_name, view.bias_name) if view.has_bias else (view.weight_name,)
-
-
-def _even(num_channels: int, tp_size: int) -> Slices:
-    """The channels of each rank, cut as ``torch.chunk`` cuts."""
-    step = -(-num_channels // tp_size)
-    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]

@@ -10,7 +10,6 @@ from typing import Literal
 from torch import nn
 
 from shard_spec.planners.megatron.linear import LinearView
-from shard_spec.planners.megatron.probe import Verdict
 
 FusedOrder = Literal["sections", "heads", "groups", "pairs"]
 
@@ -32,7 +31,6 @@ class Context:
     root: nn.Module
     options: Options
     claimed: set[int] = field(default_factory=set)
-    verdicts: dict[object, Verdict] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:

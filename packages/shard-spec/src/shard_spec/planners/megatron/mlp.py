@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
+from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
 from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.context import Context, from_library
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
-from shard_spec.planners.megatron.probe import Slices, probe
 
 # Modules that act on each channel alone, or not at all.
 _ELEMENTWISE = (
@@ -186,7 +186,7 @@ def _evidence(
     reason = "it was not probed"
     if known is None and context.options.probe:
         row_slices = even_slices(block.row.in_features, context.options.tp_size)
-        verdict = probe(context.modules[block.scope], slices, block.row, row_slices)
+        verdict = simulate_block(context.modules[block.scope], slices, block.row, row_slices)
         if verdict.separate:
             return Evidence.PROBED
         if verdict.separate is False:
@@ -246,9 +246,3 @@ def uneven(scope: str, width: int, tp_size: int) -> Problem:
 def _whole(block: FeedForward, problem: Problem) -> Found:
     listed = [name for view in (*block.columns, block.row) for name in parameter_names(view)]
     return Found(left_whole=tuple((name, problem) for name in listed))
-
-
-def even_slices(num_channels: int, tp_size: int) -> Slices:
-    """The channels of each rank, cut as ``torch.chunk`` cuts."""
-    step = -(-num_channels // tp_size)
-    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]

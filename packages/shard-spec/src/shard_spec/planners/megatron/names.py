@@ -1,7 +1,7 @@
 """Names that model authors give to the parts of a transformer block.
 
 A name alone decides nothing: the shapes have to fit, and for modules that are not from a known library the dataflow
-is probed (see `probe`). Names only say where to look.
+is probed (see `block_simulator`). Names only say where to look.
 """
 
 from __future__ import annotations

@@ -366,7 +366,7 @@ def test_device_meshes_of_permuted_ranks_gather_in_mesh_order(ranks: Ranks) -> N
         for placements in ([Shard(0)] * mesh.ndim, last, [Shard(1)] * mesh.ndim):
             layout = Layout(spec, placements)
             mine = rows
-            for dim, intervals in enumerate(layout.pieces(ranks.rank, (7, 2))):
+            for dim, intervals in enumerate(layout.intervals(ranks.rank, (7, 2))):
                 mine = torch.cat([mine.narrow(dim, *interval) for interval in intervals], dim)
             value = DTensor.from_local(
                 mine.contiguous(), mesh, placements, run_check=False, shape=rows.shape, stride=rows.stride()
