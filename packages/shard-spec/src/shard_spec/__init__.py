@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from shard_spec.plan.from_module import layout_of_tensor
     from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
     from shard_spec.plan.resolve import Resolution
-    from shard_spec.planners.balanced import BalancedPlanner
     from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
     from shard_spec.planners.fully_shard import FullyShardPlanner
     from shard_spec.planners.megatron import MegatronPlanner
@@ -106,7 +105,6 @@ __all__ = [
     "OptimalityBound",
     "MegatronPlanner",
     "FullyShardPlanner",
-    "BalancedPlanner",
     "OptimalPlanner",
     "Workload",
     "__version__",
@@ -191,7 +189,6 @@ __getattr__, __dir__ = lazy_exports(
         "planners.optimality_bound": ("OptimalityBound",),
         "planners.megatron": ("MegatronPlanner",),
         "planners.fully_shard": ("FullyShardPlanner",),
-        "planners.balanced": ("BalancedPlanner",),
         "optimal": (
             "OptimalPlanner",
             "Workload",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec.apply.apply import apply_plan
 from shard_spec.convert.dcp import to_dcp
+from shard_spec.convert.distributed_config import from_distributed_config, to_distributed_config
 from shard_spec.convert.dtensor import to_dtensor_placements
 from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
 from shard_spec.convert.parallelize import to_parallelize_plan
@@ -385,3 +386,34 @@ class ShardingPlan(PlanContent):
         known = as_mesh(mesh)
         assert known is not None
         return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
+
+    def to_distributed_config(self, module: nn.Module) -> dict[str, Any]:
+        """Arguments of a transformers ``DistributedConfig`` that lays ``module`` out as this plan does.
+
+        Sizes, and a ``tp_plan`` where the model's own is not meant. The result was imported again and compared with
+        this plan, parameter by parameter. ``DistributedConfig(**arguments)`` makes the object.
+
+        Args:
+            module: A model of transformers (on meta).
+
+        Raises:
+            PlanError: ``not-expressible`` for each parameter that would lie otherwise, or for the axes of the mesh.
+        """
+        return to_distributed_config(self, module)
+
+    @classmethod
+    def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
+        """Return the plan of a model that transformers loads with a ``DistributedConfig``.
+
+        Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. Experts are sharded over
+        ``tp``; where ``ep_size`` is greater than ``tp_size``, over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and
+        ``ep``. Settings that change no layout (offload, mixed precision, ``fsdp_plan``'s groups) are not in the plan.
+
+        Args:
+            config: A ``DistributedConfig`` or its ``to_dict()``; None for a plan means the model's own.
+            module: The model (on meta).
+
+        Raises:
+            PlanError: ``not-expressible`` for pipeline stages and styles that cannot be read.
+        """
+        return cls.from_layouts(from_distributed_config(config, module)).compact(module)

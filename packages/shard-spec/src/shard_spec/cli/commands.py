@@ -174,12 +174,10 @@ def _planned(
             made.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
             made.append(planners.FullyShardPlanner(mesh, "dp" if "dp" in mesh.axis_names else mesh.axis_names[0]))
-        elif name == "balanced":
-            made.append(planners.BalancedPlanner(mesh, mesh.axis_names[0]))
         elif name == "optimal":
             made.append(_optimal(arguments, mesh))
         else:
-            raise UsageError(f"no planner {name!r}: megatron, fsdp, balanced, optimal, or auto")
+            raise UsageError(f"no planner {name!r}: megatron, fsdp, optimal, or auto")
     planner = made[0] if len(made) == 1 else planners.compose(*made)
     plan = planner.build_plan(module)
     return plan, [*plan.notes, *plan.unrecognised.values()]
