@@ -463,3 +463,11 @@ def test_reports(ranks: Ranks, tmp_path: Any) -> None:
     assert "tied.weight" in page
     assert "[10, 6]" in page
     assert "[5, 6]" in page
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_axis_is_refused_by_name(ranks: Ranks) -> None:
+    model = block()
+    with pytest.raises(PlanError, match=r"\[not-executable\] mesh, axis 'pp'"):
+        ShardingPlan({}, mesh={"pp": 2, "tp": 1}).apply(model, ranks.mesh((2, 1), ("pp", "tp")))
+    assert all(not isinstance(parameter, DTensor) for parameter in model.parameters())

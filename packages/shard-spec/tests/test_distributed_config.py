@@ -111,3 +111,29 @@ def test_what_a_config_cannot_say_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match=r"\[not-expressible\]") as error:
         partly.to_distributed_config(llama)
     assert "model.norm.weight" in {problem.name for problem in error.value.problems}  # FSDP shards all of them
+
+
+def test_expert_context_and_pipeline_axes() -> None:
+    """Experts stay where they are; dense weights are reduced along expert and context axes; stages are left out."""
+    mesh = {"pp": 2, "dp": 2, "cp": 2, "ep": 4, "tp": 2}
+    experts = {"model.layers.*.mlp.experts.*": "ep:S(0)", "model.layers.*.self_attn.{q,k,v}_proj.weight": "tp:S(0)"}
+    plan = ShardingPlan({**experts, "model.layers.*.self_attn.o_proj.weight": "tp:S(1)"}, mesh=mesh)
+    net = model("MixtralConfig")
+    assert plan.validate(net, world_size=64) == ()
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    assert "along ep: dim 0 is shared out to 4 ranks" in plan.explain("model.layers.0.mlp.experts.down_proj", net)
+    whole, found = ShardingPlan({}, mesh=mesh).memory(net), plan.memory(net)
+    expert_bytes = sum(p.numel() * 4 for name, p in net.named_parameters() if "experts" in name)
+    attention_bytes = sum(p.numel() * 4 for name, p in net.named_parameters() if "_proj.weight" in name)
+    saved = whole.on(0)["parameters"] - found.on(0)["parameters"]
+    assert saved == expert_bytes * 3 // 4 + attention_bytes // 2
+    moved = plan.communication(net, (16, 8))
+    assert {t.op for t in moved.transfers if "experts" in t.name and t.axis == "ep"} == set()
+    assert {t.axis for t in moved.transfers if "experts" in t.name} == {"dp", "cp"}
+    assert {t.axis for t in moved.transfers if t.name == "model.norm.weight"} == {"dp", "cp", "ep"}
+    assert {t.axis for t in moved.transfers if t.what == "activations"} == {"tp"}
+    assert moved.count(axis="pp") == 0
+    text = str(moved)
+    for remark in ("ep: experts stay", "cp: tokens of one sample", "pp: every stage counts as planned"):
+        assert remark in text
+    assert "128 tokens a step, 8 on each rank" in text

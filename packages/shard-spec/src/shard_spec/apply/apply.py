@@ -20,6 +20,7 @@ from shard_spec.apply.apply_checks import (
     group_of,
     mesh_order_problems,
     on_mesh,
+    pipeline_problems,
     source_text,
     value_problems,
 )
@@ -129,6 +130,7 @@ def _plan(
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
     problems += mesh_order_problems(mesh)
+    problems += pipeline_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)
     found = examine(plan, module)

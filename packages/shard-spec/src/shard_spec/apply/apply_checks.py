@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.sources import SOURCES
 from shard_spec.distributed.rank_state import RankState, group_or_default, raise_on_all_ranks
+from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 
@@ -78,6 +79,15 @@ def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
             hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
             problems.append(Problem("mesh-order", "mesh", axis=name, found=found, hint=hint))
     return problems
+
+
+def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
+    """Axes whose ranks hold different layers: a layout says which shard a rank holds, not that it holds none."""
+    names = mesh.mesh_dim_names or ()
+    hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
+    found = "the stages of a pipeline hold different layers"
+    axes = [axis for axis in names if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
+    return [Problem("not-executable", "mesh", axis=axis, found=found, hint=hint) for axis in axes]
 
 
 def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: bool) -> list[Problem]:

@@ -16,7 +16,16 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.batch import Batch, num_tokens
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
-from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
+from shard_spec.estimate.roles import (
+    EXPERT_AXIS_NAMES,
+    PIPELINE_AXIS_NAMES,
+    data_axes_of,
+    expert_modules,
+    is_embedding,
+    role,
+    uncounted_axes,
+    weight_dims,
+)
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -139,12 +148,15 @@ def communication_of(
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
     transfers: list[Transfer] = []
+    experts = expert_modules(found.metadata.parameters)
     for tensor in found.metadata.parameters:
         layout = found.layouts.get(tensor.name)
+        stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
         if layout is not None:
-            for axis, size in mesh.axes.items():
-                if size > 1:
-                    transfers += step.along_data(tensor, layout, axis) if axis in data else ()
+            gathered = tuple(axis for axis in data if axis not in stays)
+            for axis in (axis for axis, size in mesh.axes.items() if size > 1 and axis in data):
+                if axis in gathered or role(tensor, layout, axis) == "whole":
+                    transfers += step.along_data(tensor, layout, axis, gathered)
     if step.tokens is not None:
         transfers += _activations(found, step)
     seconds = None if topology is None else _seconds(mesh, transfers, topology, cost_model)
@@ -170,7 +182,9 @@ class _Step:
             parts *= self.mesh.axis_size(axis)
         return -(-(self.tokens or 0) // parts)
 
-    def along_data(self, tensor: TensorMetadata, layout: Layout, axis: str) -> list[Transfer]:
+    def along_data(
+        self, tensor: TensorMetadata, layout: Layout, axis: str, gathered: tuple[str, ...]
+    ) -> list[Transfer]:
         """Gather before each use and scatter the gradient where cut; reduce the gradient where whole."""
         local = _largest_local_bytes(layout, tensor, self.item_bytes(tensor))
         size = self.mesh.axis_size(axis)
@@ -179,7 +193,7 @@ class _Step:
             return [Transfer(axis, "all_reduce", "gradients", tensor.name, local, 1, size)] if trains else []
         # Other data axes that cut the tensor are gathered first, from the last axis to the first.
         inner = 1
-        for other in self.data_axes:
+        for other in gathered:
             if self.mesh.axis_index(other) >= self.mesh.axis_index(axis) and role(tensor, layout, other) != "whole":
                 inner *= self.mesh.axis_size(other)
         full = local * inner
@@ -199,7 +213,7 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
         if tensor.name in found.layouts and weight_dims(tensor) is not None
     ]
     for axis, size in step.mesh.axes.items():
-        if size == 1 or axis in step.data_axes:
+        if size == 1 or axis in step.data_axes or axis in PIPELINE_AXIS_NAMES:
             continue
         roles = {tensor.name: role(tensor, layout, axis) for tensor, layout in weights}
         row_parents = {_parent(t.name) for t, _ in weights if roles[t.name] == "row" and not is_embedding(t)}
@@ -267,7 +281,7 @@ def _seconds(
 
 
 def _assumptions(step: _Step) -> tuple[str, ...]:
-    model = [axis for axis in step.mesh.axis_names if axis not in step.data_axes]
+    model = [axis for axis in step.mesh.axis_names if axis not in (*step.data_axes, *PIPELINE_AXIS_NAMES)]
     lines = [
         f"data axes (ranks see different samples): {', '.join(step.data_axes) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model) or 'none'}",
@@ -277,4 +291,4 @@ def _assumptions(step: _Step) -> tuple[str, ...]:
         lines.append("no batch given: activations are not counted")
     else:
         lines.append(f"{step.tokens} tokens a step, {step.local_tokens} on each rank; one collective at each boundary")
-    return tuple(lines)
+    return (*lines, *uncounted_axes(step.mesh))

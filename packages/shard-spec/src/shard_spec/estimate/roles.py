@@ -2,7 +2,9 @@
 
 A plan says where weights lie, not how they are used. These rules hold for how the two common ways of use work: along a
 *data* axis ranks see different samples (weights are gathered before use, gradients are reduced); along a *model* axis
-they see the same samples (weights stay where they are, activations are gathered or reduced).
+they see the same samples (weights stay where they are, activations are gathered or reduced). Along an *expert* axis
+(a data axis) experts stay where they are and tokens go to them. Along a *context* axis ranks see other tokens of the
+same samples, along a *pipeline* axis they hold other layers.
 """
 
 from __future__ import annotations
@@ -13,8 +15,28 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import TensorMetadata
 
-DATA_AXIS_NAMES = frozenset(
-    {"dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "dp_replicate", "dp_shard", "dp_shard_cp", "batch"}
+EXPERT_AXIS_NAMES = frozenset({"ep", "expert", "experts"})
+CONTEXT_AXIS_NAMES = frozenset({"cp", "context"})
+PIPELINE_AXIS_NAMES = frozenset({"pp", "pipeline", "stage"})
+DATA_AXIS_NAMES = (
+    EXPERT_AXIS_NAMES
+    | CONTEXT_AXIS_NAMES
+    | {
+        *(
+            "dp",
+            "data",
+            "ddp",
+            "fsdp",
+            "efsdp",
+            "hsdp",
+            "replicate",
+            "shard",
+            "dp_replicate",
+            "dp_shard",
+            "dp_shard_cp",
+        ),
+        "batch",
+    }
 )
 
 # Class of module -> (dim of its weight that counts output features, dim that counts input features).
@@ -30,6 +52,26 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
     for axis in given:
         mesh.axis_index(axis)
     return given
+
+
+def uncounted_axes(mesh: MeshSpec) -> list[str]:
+    """Remarks on what estimates leave out along axes of more than one rank, by the axes' names."""
+    remarks = (
+        (
+            EXPERT_AXIS_NAMES,
+            "experts stay where they are; the exchange of tokens, which depends on them, is not counted",
+        ),
+        (CONTEXT_AXIS_NAMES, "tokens of one sample lie on several ranks; what attention exchanges is not counted"),
+        (PIPELINE_AXIS_NAMES, "every stage counts as planned; what stages send each other is not counted"),
+    )
+    axes = [axis for axis, size in mesh.axes.items() if size > 1]
+    return [f"{axis}: {text}" for names, text in remarks for axis in axes if axis in names]
+
+
+def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:
+    """FQNs of the modules that hold several experts in one parameter: its dim 0 counts them."""
+    owners = (tensor.name.rpartition(".")[0] for tensor in parameters if len(tensor.shape) == 3 and tensor.shape[0] > 1)
+    return frozenset(owners)
 
 
 def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
