@@ -12,8 +12,7 @@ from shard_spec.apply.gradients import masked_identity
 from shard_spec.distributed.exchange import RowExchange, gather_rows, scatter_rows
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.forwards.lookup import look_up
-from shard_spec.legacy.weight_sharding import WeightSharding
+from shard_spec.legacy.forwards import WeightSharding, look_up
 from torch.nn import functional as F
 
 

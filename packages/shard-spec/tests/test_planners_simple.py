@@ -15,7 +15,7 @@ from shard_spec.planners import (
     ShardingPlanner,
     compose,
 )
-from shard_spec.planners.rules import rules_of, short_text
+from shard_spec.planners.base import rules_of, short_text
 from torch import nn
 
 MESH = MeshSpec({"dp": 2, "tp": 2})

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 from shard_spec.apply.apply import apply_plan
 from shard_spec.convert.dcp import to_dcp
 from shard_spec.convert.distributed_config import from_distributed_config, to_distributed_config
-from shard_spec.convert.dtensor import to_dtensor_placements
 from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
-from shard_spec.convert.parallelize import to_parallelize_plan
+from shard_spec.convert.parallelize import to_dtensor_placements, to_parallelize_plan
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
 from shard_spec.estimate.memory import memory
 from shard_spec.layout.mesh import MeshSpec, as_mesh
-from shard_spec.plan.compact import compact_rules
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.from_module import layouts_of_module
 from shard_spec.plan.read import from_json, from_yaml
-from shard_spec.plan.resolve import resolve
+from shard_spec.plan.resolve import compact_rules, resolve
 from shard_spec.plan.serialize import to_json, to_yaml
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
@@ -36,12 +34,10 @@ if TYPE_CHECKING:
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
     from shard_spec.estimate.activations import ActivationEstimate
-    from shard_spec.estimate.batch import Batch
     from shard_spec.estimate.communication import Communication
-    from shard_spec.estimate.cost import CostModel
-    from shard_spec.estimate.memory import Memory
-    from shard_spec.estimate.optimizers import OptimizerLike
-    from shard_spec.estimate.topology import Topology
+    from shard_spec.estimate.cost import CostModel, Topology
+    from shard_spec.estimate.memory import Memory, OptimizerLike
+    from shard_spec.estimate.roles import Batch
     from shard_spec.layout.layout import Layout
     from shard_spec.plan.metadata import ModelMetadata
     from shard_spec.plan.resolve import Resolution
@@ -154,7 +150,7 @@ class ShardingPlan(PlanContent):
             module: The model, or its metadata.
             batch: As in :meth:`activations`, which are counted beside; they are an estimate. None: not counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
+                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: Whether gradients are counted, or their dtype where it is not the parameters'.
             dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
             data_axes: As in :meth:`communication`.

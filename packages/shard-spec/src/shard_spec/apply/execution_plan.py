@@ -12,7 +12,7 @@ import torch
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.rank_state import RankState, capture_errors
+from shard_spec.distributed.mesh_cache import RankState, capture_errors
 from shard_spec.layout.layout import Layout
 from shard_spec.specs import ShardingSpec
 

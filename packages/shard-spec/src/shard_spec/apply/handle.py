@@ -1,10 +1,12 @@
-"""ShardHandle: what was done to a module, and the way back."""
+"""ShardHandle: the tensors that a call replaced, its report, and the way back."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,58 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.page import note, page, table
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
-from shard_spec.apply.reporting import write_report
 from shard_spec.apply.transaction import put_tensor
-from shard_spec.distributed.rank_state import RankState, capture_errors, raise_on_all_ranks
-from shard_spec.distributed.scatter import gather_shards
+from shard_spec.distributed.exchange import gather_shards
+from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.layout.layout import Layout
+
+
+def write_report(handle: Any, path: Path) -> Path:
+    """Write the tensors and actions of ``handle`` to ``path``, and return it."""
+    rows = [_row(placed) for placed in handle._placed]
+    metadata = {
+        "module": type(handle.module).__name__,
+        "digest": handle.actions.digest,
+        "actions": handle.actions.lines,
+    }
+    if path.suffix == ".json":
+        path.write_text(json.dumps({**metadata, "tensors": rows}, indent=1) + "\n", encoding="utf-8")
+    else:
+        path.write_text(_page(metadata, rows), encoding="utf-8")
+    return path
+
+
+def _row(placed: Any) -> dict[str, Any]:
+    local = placed.value.to_local() if hasattr(placed.value, "to_local") else placed.value
+    return {
+        "names": [fqn for _, _, fqn in placed.places],
+        "layout": str(placed.layout),
+        "ranks": list(placed.layout.mesh.ranks),
+        "global_shape": list(placed.shape),
+        "local_shape": list(local.shape),
+        "local_bytes": local.numel() * local.element_size(),
+    }
+
+
+def _page(metadata: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            f"<code>{escape(' = '.join(row['names']))}</code>", escape(row["layout"]),
+            str(row["global_shape"]), str(row["local_shape"]), f"{row['local_bytes']:,}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    lines = "".join(f"<li>{escape(line)}</li>" for line in metadata["actions"])
+    parts = [
+        note(f"Digest {metadata['digest']}"),
+        "<h2>Sharded tensors</h2>",
+        table(["tensor", "layout", "global shape", "local shape", "local bytes"], cells, numbers=[4]),
+        f"<h2>Actions</h2><ol>{lines}</ol>",
+    ]
+    return page(f"Sharded {metadata['module']}", parts)
 
 
 @dataclass

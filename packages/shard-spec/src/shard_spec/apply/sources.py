@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.exchange import as_bytes
-from shard_spec.distributed.scatter import broadcast_, scatter, take
+from shard_spec.distributed.exchange import as_bytes, broadcast_, scatter, take
 from shard_spec.layout.layout import Layout
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.from_module import layout_of_tensor
 from shard_spec.plan.resolve import resolve

@@ -16,7 +16,7 @@ from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.convert.hf import from_hf_tp_plan, generic_name, to_hf_tp_plan
-from shard_spec.convert.refuse import not_expressible
+from shard_spec.convert.parallelize import not_expressible
 from shard_spec.layout.intervals import PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec

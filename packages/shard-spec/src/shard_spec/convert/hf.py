@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.parallelize import cut_dim, output_of, tensors_by_module
-from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
+from shard_spec.convert.parallelize import (
+    cut_dim,
+    cut_elsewhere,
+    not_expressible,
+    output_of,
+    sharder_problems,
+    tensors_by_module,
+    the_axis,
+)
 from shard_spec.layout.intervals import REPLICATE, PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec

@@ -1,11 +1,12 @@
-"""A plan as the ``parallelize_plan`` of ``torch.distributed.tensor.parallel.parallelize_module``."""
+"""Conversions to torch's DTensor placements and ``parallelize_module``; refusals that all conversions share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
+from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
@@ -14,8 +15,101 @@ from shard_spec.plan.values import is_spec, to_layout
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
 
     from shard_spec.plan.content import PlanContent
+    from shard_spec.plan.metadata import ModelMetadata
+
+
+def not_expressible(name: str, found: str, hint: str, dim: int | None = None, axis: str | None = None) -> Problem:
+    """The problem of something that the target has no words for."""
+    return Problem("not-expressible", name, dim, axis, found, hint)
+
+
+def the_axis(found: Resolution, axis: str | None) -> str:
+    """``axis``, or the only one along which the plan cuts anything.
+
+    Raises:
+        PlanError: ``which-axis`` when that is not one axis.
+    """
+    meshes = {layout.mesh for layout in found.layouts.values()}
+    if len(meshes) != 1:
+        raise PlanError(Problem("several-meshes", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
+    mesh = next(iter(meshes))
+    if axis is not None:
+        mesh.axis_index(axis)
+        return axis
+    cutting = cutting_axes(found.layouts.values())
+    if len(cutting) == 1:
+        return cutting[0]
+    if not cutting:
+        return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]
+    raise PlanError(
+        Problem("which-axis", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint="pass axis=, one of them")
+    )
+
+
+def cutting_axes(layouts: Iterable[Layout]) -> list[str]:
+    """Axes of more than one rank that cut something, in mesh order."""
+    found: dict[str, int] = {}
+    for layout in layouts:
+        for axis in layout.sharded_axes:
+            if layout.mesh.axis_size(axis) > 1:
+                found[axis] = layout.mesh.axis_index(axis)
+    return sorted(found, key=lambda axis: found[axis])
+
+
+def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
+    """Tensors that axes other than ``axis`` cut: a problem for targets that know one axis."""
+    problems = []
+    for name, layout in found.layouts.items():
+        for other in layout.sharded_axes:
+            if other != axis and layout.mesh.axis_size(other) > 1:
+                said = f"{layout}: {target} is about one axis, here {axis}"
+                hint = f"replicate along {other} here, and cut along it by other means (fully_shard, ...)"
+                problems.append(not_expressible(name, said, hint, axis=other))
+    return problems
+
+
+def sharder_problems(found: Resolution, target: str) -> list[Problem]:
+    """Modules that a Sharder shards: no target knows what it does."""
+    hint = "leave the Sharder out of the plan that you convert"
+    return [not_expressible(path, f"a Sharder shards it; {target} cannot say how", hint) for path in found.sharders]
+
+
+def to_dtensor_placements(
+    plan: PlanContent, module: nn.Module | ModelMetadata | None = None
+) -> dict[str, tuple[Placement, ...]]:
+    """Placements for each rule, or with ``module`` for each tensor; see ``ShardingPlan.to_dtensor_placements``."""
+    problems: list[Problem] = []
+    found: dict[str, tuple[Placement, ...]] = {}
+    if module is None:
+        problems += plan.problems
+        for rule in plan.rules:
+            if rule.layout is not None:
+                found[rule.key] = _said(rule.key, rule.layout, None, problems)
+            elif not rule.problems:
+                hint = "pass the model: placements of specs depend on shapes"
+                problems.append(not_expressible(rule.key, f"a {rule.kind}, not placements", hint))
+    else:
+        resolved = resolve(plan, module)
+        problems += sharder_problems(resolved, "a DTensor")
+        for tensor in resolved.metadata.tensors:
+            layout = resolved.layouts.get(tensor.name)
+            if layout is not None:
+                found[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
+    raise_problems(problems, "DTensor placements cannot say this plan")
+    return found
+
+
+def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
+    specs, why = dtensor_specs(layout, shape)
+    if why is not None:
+        hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
+        problems.append(not_expressible(name, f"{layout}: {why}", hint))
+        return ()
+    return tuple(dtensor_placement(spec) for spec in specs)
+
 
 _LINEAR, _EMBEDDING = "Linear", "Embedding"
 

@@ -13,15 +13,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.batch import Batch, num_tokens
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
 from shard_spec.estimate.roles import (
     EXPERT_AXIS_NAMES,
     PIPELINE_AXIS_NAMES,
+    Batch,
     data_axes_of,
     expert_modules,
     is_embedding,
+    num_tokens,
     role,
     uncounted_axes,
     weight_dims,
@@ -35,8 +36,7 @@ from shard_spec.plan.resolve import Resolution, resolve
 if TYPE_CHECKING:
     from torch import nn
 
-    from shard_spec.estimate.cost import CostModel
-    from shard_spec.estimate.topology import Topology
+    from shard_spec.estimate.cost import CostModel, Topology
     from shard_spec.plan.content import PlanContent
 
 

@@ -8,8 +8,18 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.boxes import Box, grid
-from shard_spec.layout.intervals import REPLICATE, Interval, PlacementSpec, compose, fits, intervals, merge, sizes
+from shard_spec.layout.intervals import (
+    REPLICATE,
+    Box,
+    Interval,
+    PlacementSpec,
+    compose,
+    fits,
+    grid,
+    intervals,
+    merge,
+    sizes,
+)
 from shard_spec.layout.mesh import MeshSpec, unknown_axis
 from shard_spec.layout.placements import PlacementLike, to_placement
 from shard_spec.layout.text import format_layout, parse_layout, to_placement_spec

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.distributed.rank_state import RankState, raise_on_all_ranks
-from shard_spec.legacy.forward_context import ForwardContext
+from shard_spec.distributed.mesh_cache import RankState, raise_on_all_ranks
+from shard_spec.legacy.module_tracker import ForwardContext
 
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims

@@ -14,14 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.distributed.exchange import RowExchange, gather_rows, scatter_rows
-from shard_spec.distributed.mesh_cache import MeshCache
+from shard_spec.distributed.mesh_cache import MeshCache, raise_on_all_ranks
 from shard_spec.distributed.parameter_format import choose_format
-from shard_spec.distributed.rank_state import raise_on_all_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.forward_context import ForwardContext
 from shard_spec.legacy.input_metadata import all_gather_input_metadata
-from shard_spec.legacy.module_tracker import ModuleTracker
+from shard_spec.legacy.module_tracker import ForwardContext, ModuleTracker
 from shard_spec.legacy.wrapping import unwrap, whole, wrap
 from shard_spec.specs import ShardingSpec
 

@@ -1,4 +1,7 @@
-"""Plan of `shard_module` for one module, decided without communication."""
+"""Plan of `shard_module` for one module, decided without communication.
+
+Modules that run with a sharded tensor are decided by their class; ranks and devices by what the specs name.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,18 +17,182 @@ from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.tensors import TensorAction, read_tensors
-from shard_spec.distributed.shard_tensor import rank_problems, source_problems
+from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.devices import device_of
-from shard_spec.legacy.forwards.base import ShardedForward
-from shard_spec.legacy.rank_checks import layout_problems, order_problems, ranks_of
-from shard_spec.legacy.supported_modules import forward_for, unsupported_forward
+from shard_spec.legacy.forwards import ShardedEmbedding, ShardedEmbeddingBag, ShardedForward, ShardedLinear
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs import ShardingSpec, as_sharder, as_spec
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata, as_sharder, as_spec
 from shard_spec.validation import validate
+
+_FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, ShardedEmbeddingBag)
+_HINT = (
+    "shard_module runs nn.Linear, nn.Embedding and nn.EmbeddingBag; for other modules use tp-styles, or a Sharder, "
+    "or plan.apply, which leaves the forward to you"
+)
+
+
+def forward_for(module: nn.Module) -> type[ShardedForward] | None:
+    """Return the sharded forward that can replace the one of ``module``, or None."""
+    replaced = module.__dict__.get("forward")
+    if replaced is not None and not isinstance(replaced, ShardedForward):
+        return None
+    return next((each for each in _FORWARDS if type(module).forward is each.original), None)
+
+
+def unsupported_forward(root: nn.Module, path: str, name: str, fqn: str) -> Problem | None:
+    """Return why the module at ``path`` cannot run with its tensor ``name`` sharded; None when it can.
+
+    A sharded forward uses the parameters that it lists and no other tensor. Any other forward may compute with each
+    tensor that it can reach, so a floating-point tensor there is refused. A table of integers or bools is taken: a
+    forward that mixes it with plain tensors is refused by torch, and one that does not gets DTensor's own result.
+    """
+    module = root.get_submodule(path)
+    forward = forward_for(module)
+    if forward is not None and "weight" not in module._parameters:
+        return _problem(fqn, f"the weight of this {type(module).__name__} is computed, by a parametrization or a hook")
+    if forward is not None and name in forward.tensors:
+        if isinstance(root.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
+            return _problem(fqn, "nn.MultiheadAttention reads this weight itself, not through the module that has it")
+        return _option_problem(module, fqn)
+    if forward is not None:
+        return None
+    if "forward" in module.__dict__:
+        return _problem(fqn, f"the forward of this {type(module).__name__} was replaced on the instance")
+    tensor = module._parameters.get(name, module._buffers.get(name))
+    assert tensor is not None
+    for reader in _enclosing(root, path):
+        own = type(reader).forward is not nn.Module.forward
+        if own and (_inexact(tensor) or type(reader).__module__.startswith("torch.")):
+            return _problem(fqn, f"the forward of {type(reader).__qualname__} may compute with this tensor itself")
+        if own:
+            return None
+    return None
+
+
+def _enclosing(root: nn.Module, path: str) -> list[nn.Module]:
+    """The module at ``path`` and those around it, innermost first."""
+    names = path.split(".") if path else []
+    return [root.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
+
+
+def _inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
+    """An option of the module that its sharded forward does not have."""
+    found = ""
+    if getattr(module, "sparse", False):
+        found = f"{type(module).__name__}(sparse=True): a DTensor has no sparse gradient"
+    if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
+        found = "EmbeddingBag(scale_grad_by_freq=True) has no sharded forward"
+    return Problem("option-not-shardable", fqn, found=found, hint="turn the option off") if found else None
+
+
+def _problem(fqn: str, found: str) -> Problem:
+    return Problem("module-not-shardable", fqn, found=found, hint=_HINT)
+
+
+_MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
+
+
+def layout_problems(action: TensorAction, ranks: tuple[int, ...]) -> list[Problem]:
+    assert action.layout is not None
+    name = action.names[0]
+    problems = rank_problems(name, tuple(action.layout.mesh.ranks), ranks)
+    expression = choose_format(action.layout, action.shape, name)
+    return [*problems, expression] if isinstance(expression, Problem) else problems
+
+
+def ranks_of(wanted: ShardingSpec | Layout) -> tuple[int, ...] | None:
+    """The ranks in the order of their shards; None where only the shape of an output tells them.
+
+    Raises:
+        PlanError: When no mesh can say what a spec says.
+    """
+    known = known_layout(wanted)
+    return None if known is None else tuple(known.mesh.ranks)
+
+
+def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
+    """A layout on the mesh that an output will lie on; None where only its shape tells that mesh.
+
+    Raises:
+        PlanError: When no mesh can say what a spec says.
+    """
+    if isinstance(wanted, Layout):
+        return wanted
+    if isinstance(wanted, ChunkShardingSpec):
+        return wanted.to_layout((1,) * _MANY_DIMS)
+    if isinstance(wanted, EnumerableShardingSpec):
+        ends = [shard.box.ends for shard in wanted.shards]
+        return wanted.to_layout(tuple(max(column) for column in zip(*ends, strict=True)))
+    return None
+
+
+def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, ShardingSpec | Layout]) -> list[Problem]:
+    """One order of ranks for everything in one call: a sharded output of one module is the input of the next."""
+    orders: dict[tuple[int, ...], str] = {}
+    for action in tensors:
+        if action.layout is not None:
+            orders.setdefault(tuple(action.layout.mesh.ranks), action.names[0])
+    for path, wanted in outputs.items():
+        named = ranks_of(wanted)
+        if named is not None:
+            orders.setdefault(named, f"output_plan[{path!r}]")
+    if len(orders) < 2:
+        return []
+    found = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
+    hint = "name the ranks in one order in all specs of one call"
+    return [Problem("rank-orders-differ", found=found, hint=hint)]
+
+
+def device_of(
+    module: nn.Module, plan: PlanContent, found: Resolution, group: dist.ProcessGroup
+) -> tuple[torch.device, list[Problem]]:
+    """The device of this rank, and what is wrong with the devices that the specs name.
+
+    The specs name it; where there is none, it is the device of the module's tensors; where they are all on meta, the
+    kind of device that the group communicates on.
+    """
+    named: dict[str, str] = {}
+    mine: torch.device | None = None
+    for name, shard in _shards(plan, found):
+        assert shard.placement is not None
+        device = shard.placement.device()
+        named.setdefault(device.type, name)
+        if shard.rank == dist.get_rank():
+            mine = mine or device
+    if len(named) > 1:
+        text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
+        hint = "name one kind of device in one call"
+        return torch.device("cpu"), [Problem("device-types-differ", found=text, hint=hint)]
+    device = mine or _module_device(module) or group_device(group)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found_text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
+        problem = Problem(
+            "device-missing", "placements", found=found_text, hint="name a device that exists on the rank"
+        )
+        return device, [problem]
+    return device, []
+
+
+def _shards(plan: PlanContent, found: Resolution) -> list[tuple[str, ShardMetadata]]:
+    """The shards of every tensor for which a spec decides."""
+    shards = []
+    for name, key in found.rule_of.items():
+        spec = as_spec(plan.plan[key]) if key else None
+        if spec is not None and name in found.layouts:
+            shards += [(name, shard) for shard in spec.shards_for(found.tensor(name).shape)]
+    return shards
+
+
+def _module_device(module: nn.Module) -> torch.device | None:
+    tensors = [*module.parameters(), *module.buffers()]
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)
 
 
 def plan_module(

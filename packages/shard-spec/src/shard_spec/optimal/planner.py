@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel
-from shard_spec.estimate.topology import PRESETS, Topology
+from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.elimination import solve_exact
 from shard_spec.optimal.memory_cap import InfeasibleError, least_memory, solve_capped
-from shard_spec.optimal.model import StepModel, StrategyPerAxis
+from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
-from shard_spec.optimal.workload import Workload
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
-from shard_spec.planners.optimality_bound import OptimalityBound
+from shard_spec.optimal.problem import solve_exact
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,7 +15,7 @@ from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
     from shard_spec.layout.placements import PlacementLike
-    from shard_spec.specs.sharder import Sharder
+    from shard_spec.specs.shards import Sharder
 
 LayoutLike: TypeAlias = "Layout | str | PlacementLike | Sequence[PlacementLike] | Mapping[str, PlacementLike]"
 PlanValue: TypeAlias = "LayoutLike | ShardingSpec | Sharder | Any"

@@ -9,9 +9,9 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.formatting import Parts, Table, human_ranks, joined, table
 from shard_spec.layout.layout import Layout
+from shard_spec.plan.content import Rule
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
-from shard_spec.plan.rules import Rule
 
 if TYPE_CHECKING:
     from torch import nn

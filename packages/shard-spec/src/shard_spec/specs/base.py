@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.distributed.shard_tensor import shard_tensor
-from shard_spec.layout.boxes import Box
-from shard_spec.layout.intervals import chunk
+from shard_spec.distributed.parameter_format import shard_tensor
+from shard_spec.layout.intervals import Box, chunk
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import PlacementLike, UnevenShard
-from shard_spec.specs.geometry import Interval, cover_problems, grid_of, overlap_problems
-from shard_spec.specs.shards import ShardMetadata, TensorShards
+from shard_spec.specs.shards import Interval, ShardMetadata, TensorShards, cover_problems, grid_of, overlap_problems
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,11 +9,8 @@ from typing import Any
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.chunk import ChunkShardingSpec
-from shard_spec.specs.devices import RemoteDevice
-from shard_spec.specs.enumerable import EnumerableShardingSpec
-from shard_spec.specs.sharder import Sharder
-from shard_spec.specs.shards import ShardMetadata, TensorShards
+from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, TensorShards
 
 
 @dataclass(frozen=True)

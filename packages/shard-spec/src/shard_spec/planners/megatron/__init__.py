@@ -5,8 +5,7 @@ Values (`units`, `linear`, `heads`, `names`), then recognisers (`attention`, `ml
 """
 
 from shard_spec.planners.block_simulator import verify_units
-from shard_spec.planners.megatron.analysis import Analysis
 from shard_spec.planners.megatron.blocks import Cut, Evidence, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.planner import MegatronPlanner
+from shard_spec.planners.megatron.planner import Analysis, MegatronPlanner
 
 __all__ = ["MegatronPlanner", "Analysis", "TPBlock", "TPBlockKind", "Cut", "Evidence", "verify_units"]

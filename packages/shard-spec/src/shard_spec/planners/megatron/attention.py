@@ -10,11 +10,27 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
-from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
-from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
+from shard_spec.planners.megatron.blocks import (
+    Context,
+    Cut,
+    Evidence,
+    Found,
+    FusedOrder,
+    TPBlock,
+    TPBlockKind,
+    from_library,
+    leaf,
+    parent,
+)
 from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
-from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
+from shard_spec.planners.megatron.linear import (
+    DeclaredHeads,
+    LinearView,
+    as_linear,
+    declared_heads,
+    join,
+    linear_children,
+)
 
 # How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").

@@ -9,8 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.megatron.blocks import Cut
-from shard_spec.planners.megatron.context import Context, from_library
+from shard_spec.planners.megatron.blocks import Context, Cut, from_library
 from shard_spec.planners.megatron.linear import LinearView, join
 
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")

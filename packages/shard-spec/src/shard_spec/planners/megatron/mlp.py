@@ -11,8 +11,7 @@ from shard_spec._shared.problems import Problem
 from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
-from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Context, from_library
+from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 
 # Modules that act on each channel alone, or not at all.

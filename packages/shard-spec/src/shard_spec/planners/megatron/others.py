@@ -7,10 +7,8 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts
-from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Context, from_library, leaf
-from shard_spec.planners.megatron.heads import declared_vocab_sizes
-from shard_spec.planners.megatron.linear import LinearView, as_linear, join
+from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library, leaf
+from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, join
 from shard_spec.planners.megatron.mlp import uneven
 
 # Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
