@@ -71,10 +71,6 @@ class ShardingPlan(PlanContent):
             content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, strict=content.strict
         )
 
-    def with_mesh(self, mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh) -> ShardingPlan:
-        """The same rules on another mesh."""
-        return ShardingPlan(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-
     def __or__(self, other: PlanContent) -> ShardingPlan:
         """This plan with the rules of ``other`` added; where both have a rule of one pattern, that of ``other``."""
         if not isinstance(other, PlanContent):
@@ -123,7 +119,7 @@ class ShardingPlan(PlanContent):
         memory_limit: int | None = None,
         optimizer: Any = "adamw",
     ) -> tuple[Problem, ...]:
-        """Every problem of this plan for ``module``, in one pass; empty when there is none. Transaction nothing.
+        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
 
         Args:
             module: The model, or its metadata.

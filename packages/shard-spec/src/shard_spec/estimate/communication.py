@@ -258,13 +258,8 @@ def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int
 def _one_mesh(found: Resolution) -> MeshSpec:
     meshes = list(dict.fromkeys(layout.mesh for layout in found.layouts.values()))
     if len(meshes) != 1:
-        raise PlanError(
-            Problem(
-                "several-meshes",
-                found=f"{len(meshes)} meshes in one plan",
-                hint="communication is counted by axis: put all layouts on one mesh",
-            )
-        )
+        hint = "communication is counted by axis: put all layouts on one mesh"
+        raise PlanError(Problem("several-meshes", found=f"{len(meshes)} meshes in one plan", hint=hint))
     return meshes[0]
 
 

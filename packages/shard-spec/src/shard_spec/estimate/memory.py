@@ -79,14 +79,8 @@ def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
     else:
         found = _from_torch(optimizer)
     if found is None:
-        raise PlanError(
-            Problem(
-                "unknown-optimizer",
-                "optimizer",
-                found=repr(optimizer)[:200],
-                hint=f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)",
-            )
-        )
+        hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
+        raise PlanError(Problem("unknown-optimizer", "optimizer", found=repr(optimizer)[:200], hint=hint))
     return found
 
 

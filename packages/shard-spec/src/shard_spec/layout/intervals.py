@@ -11,7 +11,7 @@ A `Box` is a rectangular part of a global tensor, one interval a dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -173,13 +173,8 @@ class Box:
         object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
         object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
         if len(self.offsets) != len(self.sizes):
-            raise PlanError(
-                Problem(
-                    "box-rank-mismatch",
-                    found=f"{len(self.offsets)} offsets and {len(self.sizes)} sizes",
-                    hint="give one offset and one size for each dim",
-                )
-            )
+            found = f"{len(self.offsets)} offsets and {len(self.sizes)} sizes"
+            raise PlanError(Problem("box-rank-mismatch", found=found, hint="give one offset and one size for each dim"))
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
             raise PlanError(
                 Problem("box-negative", found=f"{self!r}", hint="offsets and sizes are at least 0"),
@@ -207,13 +202,8 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common part of two boxes, or None when they share no element."""
         if self.ndim != other.ndim:
-            raise PlanError(
-                Problem(
-                    "box-rank-mismatch",
-                    found=f"boxes of {self.ndim} and {other.ndim} dims",
-                    hint="intersect boxes of the same global tensor",
-                )
-            )
+            found = f"boxes of {self.ndim} and {other.ndim} dims"
+            raise PlanError(Problem("box-rank-mismatch", found=found, hint="intersect boxes of the same global tensor"))
         offsets, sizes = [], []
         for offset, size, other_offset, other_size in zip(
             self.offsets, self.sizes, other.offsets, other.sizes, strict=True
@@ -278,8 +268,3 @@ def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
         else:
             boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes for offset, size in along if size]
     return tuple(_box(offsets, sizes) for offsets, sizes in boxes)
-
-
-def total_numel(boxes: Iterable[Box]) -> int:
-    """Number of elements in all ``boxes`` together, counting overlaps twice."""
-    return sum(box.numel for box in boxes)

@@ -108,11 +108,6 @@ class Layout:
         return {axis: str(spec.arg) for axis, spec in named if spec.kind == "P"}
 
     @property
-    def replicated_axes(self) -> tuple[str, ...]:
-        """Axes along which every rank holds the same."""
-        return tuple(axis for axis, spec in zip(self.mesh.axis_names, self.specs, strict=True) if spec.kind == "R")
-
-    @property
     def sharded_axes(self) -> dict[str, int]:
         """Axes that cut the tensor, and the dim that each cuts (as written, perhaps negative)."""
         named = zip(self.mesh.axis_names, self.specs, strict=True)
@@ -245,13 +240,8 @@ class Layout:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            raise PlanError(
-                Problem(
-                    "rank-not-on-mesh",
-                    found=f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})",
-                    hint="ask for a rank in mesh.ranks",
-                )
-            )
+            found = f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})"
+            raise PlanError(Problem("rank-not-on-mesh", found=found, hint="ask for a rank in mesh.ranks"))
         return coordinate
 
     def _intervals(self, coordinate: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[Interval, ...], ...]:

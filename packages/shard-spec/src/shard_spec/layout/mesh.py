@@ -125,13 +125,9 @@ class MeshSpec:
             0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
         )
         if not inside:
-            raise PlanError(
-                Problem(
-                    "coordinate-out-of-range",
-                    found=f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}",
-                    hint="give one number for each axis, from 0 to the axis size - 1",
-                )
-            )
+            found = f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}"
+            hint = "give one number for each axis, from 0 to the axis size - 1"
+            raise PlanError(Problem("coordinate-out-of-range", found=found, hint=hint))
         position = sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))
         return self.ranks[position]
 
@@ -145,10 +141,6 @@ class MeshSpec:
             for start in range(0, self.world_size, size * stride)
             for inner in range(stride)
         )
-
-    def host_of(self, rank: int) -> int | None:
-        """Number of the host that ``rank`` runs on, or None where ``ranks_per_host`` was not given."""
-        return None if self.ranks_per_host is None else rank // self.ranks_per_host
 
     @classmethod
     def parse(cls, text: str, ranks_per_host: int | None = None) -> MeshSpec:
@@ -192,22 +184,12 @@ class MeshSpec:
         from torch.distributed.device_mesh import DeviceMesh
 
         if not (dist.is_available() and dist.is_initialized()):
-            raise PlanError(
-                Problem(
-                    "no-process-group",
-                    found="torch.distributed is not initialized",
-                    hint="call torch.distributed.init_process_group first; planning needs no process group",
-                )
-            )
+            hint = "call torch.distributed.init_process_group first; planning needs no process group"
+            raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
         world = dist.get_world_size()
         if max(self.ranks) >= world:
-            raise PlanError(
-                Problem(
-                    "mesh-too-large",
-                    found=f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks",
-                    hint="start more processes or use a smaller mesh",
-                )
-            )
+            found = f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks"
+            raise PlanError(Problem("mesh-too-large", found=found, hint="start more processes or use a smaller mesh"))
         ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
         groups = [self.axis_groups(axis) for axis in self.axis_names]
         unsorted = [members for along in groups for members in along if list(members) != sorted(members)]
@@ -228,13 +210,9 @@ class MeshSpec:
 
 def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
     """The problem of an axis name that ``mesh`` does not have."""
-    return Problem(
-        "unknown-axis",
-        name=fqn,
-        axis=str(name),
-        found=f"the mesh has the axes {', '.join(mesh.axis_names)}",
-        hint="use one of them, or add the axis to the mesh",
-    )
+    found = f"the mesh has the axes {', '.join(mesh.axis_names)}"
+    hint = "use one of them, or add the axis to the mesh"
+    return Problem("unknown-axis", name=fqn, axis=str(name), found=found, hint=hint)
 
 
 def _axes_problems(axes: object) -> list[Problem]:

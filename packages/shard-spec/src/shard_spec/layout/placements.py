@@ -104,14 +104,8 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
     numbers = tuple(values)
     wrong = [value for value in numbers if not _is_whole(value) or value < least]
     if wrong or not numbers:
-        raise PlanError(
-            Problem(
-                f"bad-{argument}",
-                owner,
-                found=f"{argument}={values!r}",
-                hint=f"whole numbers of at least {least}, and at least one of them",
-            )
-        )
+        hint = f"whole numbers of at least {least}, and at least one of them"
+        raise PlanError(Problem(f"bad-{argument}", owner, found=f"{argument}={values!r}", hint=hint))
     return numbers
 
 
@@ -139,26 +133,17 @@ def _torch_spec(placement: object) -> PlacementSpec:
             return REPLICATE
         if isinstance(placement, types.Partial):
             if type(placement) is not types.Partial or placement.reduce_op not in REDUCE_OPS:
-                raise PlanError(
-                    Problem(
-                        "unknown-reduce-op",
-                        found=repr(placement),
-                        hint=f"a plain Partial of one of {', '.join(REDUCE_OPS)}",
-                    )
-                )
+                hint = f"a plain Partial of one of {', '.join(REDUCE_OPS)}"
+                raise PlanError(Problem("unknown-reduce-op", found=repr(placement), hint=hint))
             return PlacementSpec("P", None, placement.reduce_op)
         if isinstance(placement, types.Shard):
             return PlacementSpec("S", placement.dim)
         factor = _torch_compat.strided_shard_factor(placement)
         if factor is not None:
             return PlacementSpec("I", placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
-    raise PlanError(
-        Problem(
-            "unknown-placement",
-            found=f"{placement!r} of type {type(placement).__qualname__}",
-            hint="use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text",
-        )
-    )
+    found = f"{placement!r} of type {type(placement).__qualname__}"
+    hint = "use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text"
+    raise PlanError(Problem("unknown-placement", found=found, hint=hint))
 
 
 def to_placement(spec: PlacementSpec) -> Placement | UnevenShard | BlockShard | InterleavedShard:

@@ -128,7 +128,7 @@ class Mixer:
     # ---- single nodes ----
 
     def _single_changes(self, start: Solution) -> Solution:
-        """Transaction one node at a time while that saves cost and fits."""
+        """Change one node at a time while that saves cost and fits."""
         problem, best = self.problem, start
         chosen = torch.tensor(start.assignment)
         room = self.limit - problem.memory_of(start.assignment)

@@ -166,7 +166,7 @@ class OptimalPlanner(LayoutPlanner):
         )
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
-        """Transaction that were tried and do fit."""
+        """Changes that were tried and do fit."""
         fitting = []
         structures: dict[tuple[int, ...], Structure] = {}
 

@@ -78,12 +78,8 @@ def _joined(rule: str, argument: str) -> str:
 
 
 def _other_mesh(name: str, found: MeshSpec, mesh: MeshSpec) -> Problem:
-    return Problem(
-        "mesh-mismatch",
-        name,
-        found=f"its layout is on {found!r}, the plan on {mesh!r}",
-        hint="make the layout on the plan's mesh, or leave the plan's mesh out",
-    )
+    hint = "make the layout on the plan's mesh, or leave the plan's mesh out"
+    return Problem("mesh-mismatch", name, found=f"its layout is on {found!r}, the plan on {mesh!r}", hint=hint)
 
 
 class _Table(Mapping[str, Any]):

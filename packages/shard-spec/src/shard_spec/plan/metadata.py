@@ -156,14 +156,8 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
 
     for tensor, kind, names, module_type in entries:
         if is_lazy(tensor):
-            problems.append(
-                Problem(
-                    "uninitialized-parameter",
-                    names[0],
-                    found="its shape is not known yet",
-                    hint="run one forward pass (a lazy module learns its shapes there), then plan",
-                )
-            )
+            hint = "run one forward pass (a lazy module learns its shapes there), then plan"
+            problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
         yield TensorMetadata(
             name=names[0],

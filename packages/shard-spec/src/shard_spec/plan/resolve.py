@@ -219,14 +219,8 @@ def _decide(
         both = layout is not None and layouts[first] is not None
         if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
             found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
-            problems.append(
-                Problem(
-                    "tied-conflict",
-                    alias,
-                    found=f"{found} by rule {winners[alias].key!r}",
-                    hint="these names are one tensor: give both the same layout, or only one of them a rule",
-                )
-            )
+            hint = "these names are one tensor: give both the same layout, or only one of them a rule"
+            problems.append(Problem("tied-conflict", alias, found=f"{found} by rule {winners[alias].key!r}", hint=hint))
     return winners[first], layouts[first]
 
 
@@ -240,14 +234,9 @@ def _most_specific(name: str, rules: list[Rule], problems: list[Problem]) -> Rul
             return rule
     best = [rule for rule in rules if not any(other is not rule and _beats(other, rule) for other in rules)]
     if any(not _same_value(rule, best[0]) for rule in best):
-        problems.append(
-            Problem(
-                "equal-rules",
-                name,
-                found="matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific",
-                hint="add an exact rule for this name, or narrow one of the patterns",
-            )
-        )
+        found = "matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific"
+        hint = "add an exact rule for this name, or narrow one of the patterns"
+        problems.append(Problem("equal-rules", name, found=found, hint=hint))
     return best[0]
 
 
@@ -273,13 +262,9 @@ def _same_value(rule: Rule, other: Rule) -> bool:
 
 
 def _partial(tensor: TensorMetadata, layout: Layout) -> Problem:
-    return Problem(
-        "partial-parameter",
-        tensor.name,
-        axis=next(iter(layout.partial)),
-        found=f"a stored {tensor.kind} with the layout {layout}",
-        hint="partial values come out of computations; replicate or shard what is stored",
-    )
+    found = f"a stored {tensor.kind} with the layout {layout}"
+    hint = "partial values come out of computations; replicate or shard what is stored"
+    return Problem("partial-parameter", tensor.name, axis=next(iter(layout.partial)), found=found, hint=hint)
 
 
 def _unmatched(index: _RuleIndex, metadata: ModelMetadata) -> list[Problem]:

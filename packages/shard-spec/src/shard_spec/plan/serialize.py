@@ -161,12 +161,6 @@ def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
             ]
         }
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    problems.append(
-        Problem(
-            "not-serializable",
-            key,
-            found=f"a spec of the user-defined type {name}",
-            hint="write the layouts it stands for: ShardingPlan.from_resolution(plan.resolve(model))",
-        )
-    )
+    hint = "write the layouts it stands for: ShardingPlan.from_resolution(plan.resolve(model))"
+    problems.append(Problem("not-serializable", key, found=f"a spec of the user-defined type {name}", hint=hint))
     return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}

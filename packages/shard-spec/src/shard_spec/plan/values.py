@@ -55,13 +55,8 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
         return value
     known = is_placement(value) or isinstance(value, str | Mapping | Sequence)
     if not known:
-        raise PlanError(
-            Problem(
-                "unknown-value",
-                found=f"{value!r:.200} of type {type(value).__qualname__}",
-                hint="give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder",
-            )
-        )
+        hint = "give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder"
+        raise PlanError(Problem("unknown-value", found=f"{value!r:.200} of type {type(value).__qualname__}", hint=hint))
     if mesh is None:
         raise PlanError(
             Problem("no-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own")

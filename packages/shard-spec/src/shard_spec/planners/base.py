@@ -241,14 +241,9 @@ class ComposedPlanner(LayoutPlanner):
             raise ValueError("compose() needs at least one planner.")
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
-            raise PlanError(
-                Problem(
-                    "mesh-mismatch",
-                    "planners",
-                    found=" and ".join(repr(mesh) for mesh in meshes),
-                    hint="give all planners that are composed the same mesh; each says which axes it uses",
-                )
-            )
+            found = " and ".join(repr(mesh) for mesh in meshes)
+            hint = "give all planners that are composed the same mesh; each says which axes it uses"
+            raise PlanError(Problem("mesh-mismatch", "planners", found=found, hint=hint))
         super().__init__(meshes[0])
         self.planners = tuple(planners)
 

@@ -85,14 +85,9 @@ class FullyShardPlanner(LayoutPlanner):
         if layout.local_shape(first, shape) == layout.local_shape(last, shape):
             return None
         ranks = " x ".join(f"{axis}={self.mesh.axis_size(axis)}" for axis in self.axes)
-        return Problem(
-            "uneven",
-            name,
-            dim=0,
-            axis=self.axes[0],
-            found=f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}",
-            hint="pad it, keep it whole, or allow it with uneven='shard'",
-        )
+        found = f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}"
+        hint = "pad it, keep it whole, or allow it with uneven='shard'"
+        return Problem("uneven", name, dim=0, axis=self.axes[0], found=found, hint=hint)
 
     def _require_matches(self, parameters: Mapping[str, nn.Parameter]) -> None:
         problems = [

@@ -52,7 +52,10 @@ class ShardingSpec(abc.ABC):
         problems = cover_problems(boxes, shape)
         if not any(problem.code == "shard-rank-mismatch" for problem in problems):
             problems += overlap_problems(boxes)
-        problems += [_no_rank(shard.placement) for shard in shards if shard.rank is None]
+        for shard in shards:
+            if shard.rank is None:
+                hint = "name the rank that holds the shard, as in 'rank:0/cuda:0'"
+                problems.append(Problem("placement-without-rank", "placements", found=f"{shard.placement}", hint=hint))
         raise_problems(problems, f"{type(self).__name__} does not fit a tensor of shape {tuple(shape)}")
         return shards
 
@@ -81,7 +84,21 @@ class ShardingSpec(abc.ABC):
         Raises:
             PlanError: ``not-a-grid`` or ``several-shards-per-rank`` when no mesh can say it.
         """
-        return _grid_layout(self, shape)
+        shape = tuple(shape)
+        held = box_of_each_rank(self, shape)
+        found = grid_of(list(held.values()), shape)
+        if found is None:
+            text = f"{len(held)} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns"
+            hint = "cut each dim at the same places everywhere; free boxes are moved by shard-reshard, not by a mesh"
+            raise PlanError(Problem("not-a-grid", "shards", found=text, hint=hint))
+        ranks, (cuts, order) = tuple(held), found
+        cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
+        if not cut_dims:
+            return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])
+        # One mesh axis for each dim that is cut, ranks in the order of their shards.
+        axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
+        placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
+        return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
         """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
@@ -98,39 +115,6 @@ def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
     return {rank: held for rank, held in kept.items() if held}
 
 
-def _no_rank(placement: object) -> Problem:
-    return Problem(
-        "placement-without-rank",
-        "placements",
-        found=f"{placement}",
-        hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
-    )
-
-
-def _grid_layout(spec: ShardingSpec, shape: Sequence[int]) -> Layout:
-    """The layout of a tensor of ``shape`` under ``spec``: one mesh axis ``shard<dim>`` for each dim that is cut.
-
-    Ranks lie on the mesh in the order of their shards, so a chunk spec with permuted devices gives a permuted mesh.
-    Cuts as ``torch.chunk`` makes them become ``Shard``, others ``UnevenShard``.
-
-    Raises:
-        PlanError: ``several-shards-per-rank`` or ``not-a-grid`` when no mesh can say it.
-    """
-    shape = tuple(shape)
-    held = box_of_each_rank(spec, shape)
-    ranks = tuple(held)
-    found = grid_of(list(held.values()), shape)
-    if found is None:
-        raise PlanError(_not_a_grid(shape, len(ranks)))
-    cuts, order = found
-    cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
-    if not cut_dims:
-        return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])
-    axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
-    placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
-    return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
-
-
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
     """Return the one box of each rank that the spec names, in the order in which it names them.
 
@@ -140,7 +124,8 @@ def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Bo
     held = spec.boxes(shape)
     crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
     if crowded:
-        raise PlanError(_several_shards(crowded))
+        found = f"ranks {', '.join(map(str, crowded))} hold more than one shard"
+        raise PlanError(Problem("several-shards-per-rank", "placements", found=found, hint="name each rank once"))
     return {rank: box for rank, (box,) in held.items()}
 
 
@@ -148,21 +133,3 @@ def _placement(dim: int, intervals: Sequence[Interval], length: int) -> Placemen
     sizes = tuple(size for _, size in intervals)
     plain = tuple(chunk(length, len(sizes), at)[1] for at in range(len(sizes)))
     return f"S({dim})" if sizes == plain else UnevenShard(dim, sizes)
-
-
-def _several_shards(ranks: Sequence[int]) -> Problem:
-    return Problem(
-        "several-shards-per-rank",
-        "placements",
-        found=f"ranks {', '.join(map(str, ranks))} hold more than one shard",
-        hint="name each rank once",
-    )
-
-
-def _not_a_grid(shape: tuple[int, ...], count: int) -> Problem:
-    return Problem(
-        "not-a-grid",
-        "shards",
-        found=f"{count} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns",
-        hint="cut each dim at the same places everywhere; free boxes are moved by shard-reshard, not by a mesh",
-    )

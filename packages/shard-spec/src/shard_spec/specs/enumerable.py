@@ -53,14 +53,8 @@ class ChunkShardingSpec(ShardingSpec):
             except PlanError as error:
                 problems.extend(error.problems)
         if not problems and not devices:
-            problems.append(
-                Problem(
-                    "no-placements",
-                    "placements",
-                    found="an empty list",
-                    hint="name at least one device, as in ['rank:0/cpu']",
-                )
-            )
+            hint = "name at least one device, as in ['rank:0/cpu']"
+            problems.append(Problem("no-placements", "placements", found="an empty list", hint=hint))
         raise_problems(problems)
         object.__setattr__(self, "dim", dim)
         object.__setattr__(self, "placements", tuple(devices))
@@ -72,15 +66,9 @@ class ChunkShardingSpec(ShardingSpec):
             PlanError: ``dim-out-of-range`` when a tensor of ``ndim`` dims has no such dim.
         """
         if not -ndim <= self.dim < ndim:
-            raise PlanError(
-                Problem(
-                    "dim-out-of-range",
-                    "dim",
-                    dim=self.dim,
-                    found=f"dim {self.dim} of a tensor of {ndim} dims",
-                    hint=f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be cut",
-                )
-            )
+            hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be cut"
+            found = f"dim {self.dim} of a tensor of {ndim} dims"
+            raise PlanError(Problem("dim-out-of-range", "dim", dim=self.dim, found=found, hint=hint))
         return ChunkShardingSpec(self.dim % ndim, self.placements)
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
@@ -136,14 +124,8 @@ class EnumerableShardingSpec(ShardingSpec):
             return [Problem("no-shards", "shards", found="an empty list", hint="give at least one ShardMetadata")]
         ndims = sorted({len(shard.shard_sizes) for shard in self.shards})
         if len(ndims) > 1:
-            return [
-                Problem(
-                    "shard-rank-mismatch",
-                    "shards",
-                    found=f"shards of {ndims} dims",
-                    hint="all shards are shards of one tensor",
-                )
-            ]
+            hint = "all shards are shards of one tensor"
+            return [Problem("shard-rank-mismatch", "shards", found=f"shards of {ndims} dims", hint=hint)]
         return overlap_problems([shard.box for shard in self.shards], "shards")
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
@@ -158,11 +140,5 @@ def _as_shard(given: object) -> ShardMetadata:
     if all(hasattr(given, name) for name in ("shard_offsets", "shard_sizes", "placement")):
         torch_shard: Any = given
         return ShardMetadata(torch_shard.shard_offsets, torch_shard.shard_sizes, torch_shard.placement)
-    raise PlanError(
-        Problem(
-            "bad-shard",
-            "shards",
-            found=f"{given!r} of type {type(given).__qualname__}",
-            hint="give ShardMetadata(shard_offsets, shard_sizes, placement)",
-        )
-    )
+    hint = "give ShardMetadata(shard_offsets, shard_sizes, placement)"
+    raise PlanError(Problem("bad-shard", "shards", found=f"{given!r} of type {type(given).__qualname__}", hint=hint))

@@ -105,11 +105,8 @@ def _is_device(text: str) -> bool:
 
 
 def _bad(given: object) -> Problem:
-    return Problem(
-        "bad-placement",
-        found=repr(given),
-        hint="write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device",
-    )
+    hint = "write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device"
+    return Problem("bad-placement", found=repr(given), hint=hint)
 
 
 @dataclass(frozen=True, init=False)
@@ -141,14 +138,9 @@ class ShardMetadata:
     def _problems(self) -> list[Problem]:
         problems = []
         if len(self.shard_offsets) != len(self.shard_sizes):
-            problems.append(
-                Problem(
-                    "shard-rank-mismatch",
-                    "shard_sizes",
-                    found=f"{len(self.shard_offsets)} offsets and {len(self.shard_sizes)} sizes",
-                    hint="give one offset and one size for each dim",
-                )
-            )
+            found = f"{len(self.shard_offsets)} offsets and {len(self.shard_sizes)} sizes"
+            hint = "give one offset and one size for each dim"
+            problems.append(Problem("shard-rank-mismatch", "shard_sizes", found=found, hint=hint))
         for name, values in (("shard_offsets", self.shard_offsets), ("shard_sizes", self.shard_sizes)):
             if any(value < 0 for value in values):
                 problems.append(
@@ -212,29 +204,16 @@ def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
     pair = overlap(boxes)
     if pair is None:
         return []
-    return [
-        Problem(
-            "shards-overlap",
-            name,
-            found=f"{pair[0]!r} and {pair[1]!r} share elements",
-            hint="give every element to one shard",
-        )
-    ]
+    found = f"{pair[0]!r} and {pair[1]!r} share elements"
+    return [Problem("shards-overlap", name, found=found, hint="give every element to one shard")]
 
 
 def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -> list[Problem]:
     """Return why ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
     shape = tuple(shape)
     if any(box.ndim != len(shape) for box in boxes):
-        found = sorted({box.ndim for box in boxes})
-        return [
-            Problem(
-                "shard-rank-mismatch",
-                name,
-                found=f"shards of {found} dims for a tensor of shape {shape}",
-                hint=f"give {len(shape)} offsets and sizes",
-            )
-        ]
+        found = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
+        return [Problem("shard-rank-mismatch", name, found=found, hint=f"give {len(shape)} offsets and sizes")]
     outside = [box for box in boxes if any(end > length for end, length in zip(box.ends, shape, strict=True))]
     problems = [
         Problem("shard-outside", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
@@ -242,14 +221,8 @@ def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -
     ]
     covered = sum(box.numel for box in boxes)
     if not outside and covered < prod(shape):
-        problems.append(
-            Problem(
-                "shards-leave-holes",
-                name,
-                found=f"the shards hold {covered} of {prod(shape)} elements of shape {shape}",
-                hint="give every element to one shard",
-            )
-        )
+        found = f"the shards hold {covered} of {prod(shape)} elements of shape {shape}"
+        problems.append(Problem("shards-leave-holes", name, found=found, hint="give every element to one shard"))
     return problems
 
 

@@ -103,12 +103,8 @@ def as_sharder(value: object) -> Sharder | None:
 
 def unknown_spec(name: str, value: object) -> Problem:
     """The problem of an object that is no spec."""
-    return Problem(
-        "unknown-spec",
-        name,
-        found=f"{value!r} of type {type(value).__qualname__}",
-        hint="use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module",
-    )
+    hint = "use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module"
+    return Problem("unknown-spec", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
 
 
 def _shard(shard: Any) -> ShardMetadata:

@@ -190,12 +190,9 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     declared = declared_heads(list(context.chain(projections.holder)))
     where = projections.scope
     if declared.num_heads is None:
-        return Problem(
-            "head-count-unknown",
-            where,
-            found="no attribute or config says how many heads there are",
-            hint=f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}",
-        )
+        found = "no attribute or config says how many heads there are"
+        hint = f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}"
+        return Problem("head-count-unknown", where, found=found, hint=hint)
     width = projections.out.in_features
     if width % declared.num_heads:
         return _mismatch(projections, declared, f"the output projection reads {width} channels")
@@ -231,20 +228,14 @@ def _sharing_problem(context: Context, projections: Projections, heads: Heads) -
     """Why the heads cannot be shared out."""
     tp_size = context.options.tp_size
     if heads.num_heads % tp_size:
-        return Problem(
-            "heads-do-not-divide",
-            projections.scope,
-            found=f"num_heads={heads.num_heads} with tp={tp_size}",
-            hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}",
-        )
+        found = f"num_heads={heads.num_heads} with tp={tp_size}"
+        hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}"
+        return Problem("heads-do-not-divide", projections.scope, found=found, hint=hint)
     if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
         more = "; the fused projection cannot keep k and v whole" if projections.fused else ", or kv_replicate=True"
-        return Problem(
-            "kv-heads-do-not-divide",
-            projections.scope,
-            found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}",
-            hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}",
-        )
+        found = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
+        hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}"
+        return Problem("kv-heads-do-not-divide", projections.scope, found=found, hint=hint)
     return None
 
 
@@ -293,15 +284,9 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     assert refused is not None
     if known or refused.code == "slices-mix":
         return _whole(projections, refused)
-    return _whole(
-        projections,
-        Problem(
-            "fused-order-unknown",
-            projections.scope,
-            found=f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}",
-            hint='say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)',
-        ),
-    )
+    found = f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}"
+    hint = 'say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
+    return _whole(projections, Problem("fused-order-unknown", projections.scope, found=found, hint=hint))
 
 
 def _possible_orders(
@@ -361,12 +346,9 @@ def _evidence(
         if verdict.separate:  # a norm before q, k and v, or what comes after the output, is none of the region's
             return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:
-            return Problem(
-                "slices-mix",
-                projections.scope,
-                found=f"its forward was probed: {verdict.reason}",
-                hint="its heads cannot be computed apart; leave it whole",
-            )
+            found = f"its forward was probed: {verdict.reason}"
+            hint = "its heads cannot be computed apart; leave it whole"
+            return Problem("slices-mix", projections.scope, found=found, hint=hint)
         reason = verdict.reason
     else:
         reason = "it was not probed"
@@ -414,21 +396,15 @@ def _notes(projections: Projections, inner: Inner, evidence: Evidence) -> tuple[
 
 def unverified(scope: str) -> Problem:
     """The remark that a unit was recognised by names and shapes alone."""
-    return Problem(
-        "unverified",
-        scope,
-        found="recognised by names and shapes; its forward could not be run on its own",
-        hint="compare one step with the unsharded module before you trust it",
-    )
+    found = "recognised by names and shapes; its forward could not be run on its own"
+    hint = "compare one step with the unsharded module before you trust it"
+    return Problem("unverified", scope, found=found, hint=hint)
 
 
 def _kv_replicated(projections: Projections, heads: Heads, tp_size: int) -> Problem:
-    return Problem(
-        "kv-replicated",
-        projections.scope,
-        found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}: k and v stay whole on every rank",
-        hint="each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis",
-    )
+    found = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}: k and v stay whole on every rank"
+    hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
+    return Problem("kv-replicated", projections.scope, found=found, hint=hint)
 
 
 def _whole(projections: Projections, problem: Problem) -> Found:

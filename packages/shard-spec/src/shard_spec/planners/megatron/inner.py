@@ -103,9 +103,6 @@ def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool
 
 def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
     """Why an attention with this parameter stays whole."""
-    return Problem(
-        "parameter-inside-region",
-        fqn,
-        found=f"a parameter of shape {shape} beside q, k and v that may act across heads",
-        hint="if every head can be computed apart, write the rules of this attention by hand",
-    )
+    found = f"a parameter of shape {shape} beside q, k and v that may act across heads"
+    hint = "if every head can be computed apart, write the rules of this attention by hand"
+    return Problem("parameter-inside-region", fqn, found=found, hint=hint)

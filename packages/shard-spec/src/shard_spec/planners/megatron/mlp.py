@@ -189,12 +189,8 @@ def _evidence(
         if verdict.separate:
             return Evidence.PROBED
         if verdict.separate is False:
-            return Problem(
-                "slices-mix",
-                block.scope,
-                found=f"its forward was probed: {verdict.reason}",
-                hint="what stands between its linears acts across channels; leave it whole",
-            )
+            hint = "what stands between its linears acts across channels; leave it whole"
+            return Problem("slices-mix", block.scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
         reason = verdict.reason
     if doubt is not None:
         return doubt
@@ -204,12 +200,8 @@ def _evidence(
         return Evidence.NAMED
     if block.fused and context.options.fused is not None:
         return Evidence.USER_SPECIFIED
-    return Problem(
-        "not-recognised",
-        block.scope,
-        found=f"linears whose shapes look like a feed-forward block; {reason}",
-        hint="write its rules by hand",
-    )
+    found = f"linears whose shapes look like a feed-forward block; {reason}"
+    return Problem("not-recognised", block.scope, found=found, hint="write its rules by hand")
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
@@ -223,23 +215,16 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
         # Of a library's class only a norm is to be feared, of others anything that meets the hidden channels.
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
-            return Problem(
-                "parameter-inside-region",
-                join(block.scope, name),
-                found=f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block",
-                hint="a norm over the hidden channels needs all of them; leave the block whole",
-            )
+            found = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
+            hint = "a norm over the hidden channels needs all of them; leave the block whole"
+            return Problem("parameter-inside-region", join(block.scope, name), found=found, hint=hint)
     return None
 
 
 def uneven(scope: str, width: int, tp_size: int) -> Problem:
     """The remark that ranks hold different amounts."""
-    return Problem(
-        "uneven",
-        scope,
-        found=f"{width} over tp={tp_size} does not divide: the first ranks hold more",
-        hint="pad it, or choose a tp size that divides it",
-    )
+    found = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
+    return Problem("uneven", scope, found=found, hint="pad it, or choose a tp size that divides it")
 
 
 def _whole(block: FeedForward, problem: Problem) -> Found:

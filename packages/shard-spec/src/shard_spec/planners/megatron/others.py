@@ -25,12 +25,8 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
     width, tp_size = module.embed_dim, context.options.tp_size
     if module.num_heads % tp_size:
         valid = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
-        problem = Problem(
-            "heads-do-not-divide",
-            name,
-            found=f"num_heads={module.num_heads} with tp={tp_size}",
-            hint=f"valid tp sizes: {valid}",
-        )
+        found = f"num_heads={module.num_heads} with tp={tp_size}"
+        problem = Problem("heads-do-not-divide", name, found=found, hint=f"valid tp sizes: {valid}")
         return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
     sections = f"I(0, [{width}, {width}, {width}])"
     placements = {
@@ -61,12 +57,9 @@ def find_experts(context: Context, name: str) -> Found | None:
     transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
     known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not known:
-        problem = Problem(
-            "experts-not-recognised",
-            name,
-            found="three-dimensional expert weights whose arrangement nobody says",
-            hint="shard whole experts with expert_axis=, or write the rules by hand",
-        )
+        found = "three-dimensional expert weights whose arrangement nobody says"
+        hint = "shard whole experts with expert_axis=, or write the rules by hand"
+        problem = Problem("experts-not-recognised", name, found=found, hint=hint)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     width = down.shape[in_dim]

@@ -89,23 +89,13 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
     notes = []
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
-            notes.append(
-                Problem(
-                    "partial-activation",
-                    unit.name,
-                    found="routing weights multiply each rank's summand",
-                    hint="sum the gradient of every input of this module over the axis, routing weights included",
-                )
-            )
+            found = "routing weights multiply each rank's summand"
+            hint = "sum the gradient of every input of this module over the axis, routing weights included"
+            notes.append(Problem("partial-activation", unit.name, found=found, hint=hint))
         for name in unit.replicated:
-            notes.append(
-                Problem(
-                    "partial-gradient",
-                    name,
-                    found="held whole on every rank, used only for the rank's own heads",
-                    hint="sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves",
-                )
-            )
+            found = "held whole on every rank, used only for the rank's own heads"
+            hint = "sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves"
+            notes.append(Problem("partial-gradient", name, found=found, hint=hint))
     return notes
 
 
@@ -134,12 +124,9 @@ def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Para
 
 
 def _unrecognised(name: str) -> Problem:
-    return Problem(
-        "not-recognised",
-        name,
-        found="belongs to no attention, feed-forward block, expert or head that this planner knows",
-        hint="it stays whole on every rank; add a rule for it if it matters",
-    )
+    found = "belongs to no attention, feed-forward block, expert or head that this planner knows"
+    hint = "it stays whole on every rank; add a rule for it if it matters"
+    return Problem("not-recognised", name, found=found, hint=hint)
 
 
 class MegatronPlanner(LayoutPlanner):
