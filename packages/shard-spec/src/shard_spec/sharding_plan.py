@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.apply.apply import apply_plan
-from shard_spec.convert.dcp import to_dcp
-from shard_spec.convert.distributed_config import from_distributed_config, to_distributed_config
-from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
-from shard_spec.convert.parallelize import to_dtensor_placements, to_parallelize_plan
+import shard_spec.apply
+import shard_spec.convert
+import shard_spec.plan
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
 from shard_spec.estimate.memory import memory
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.from_module import layouts_of_module
 from shard_spec.plan.read import from_json, from_yaml
 from shard_spec.plan.resolve import compact_rules, resolve
 from shard_spec.plan.serialize import to_json, to_yaml
@@ -246,7 +243,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every problem of every rank, before anything moved.
         """
-        return apply_plan(module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
+        return shard_spec.apply.apply_plan(
+            module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed
+        )
 
     # ---- files and other forms --------------------------------------------------------------------------------
 
@@ -295,7 +294,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: For each placement that a plan cannot say.
         """
-        return cls.from_layouts(layouts_of_module(module, as_mesh(mesh)))
+        return cls.from_layouts(shard_spec.plan.layouts_of_module(module, as_mesh(mesh)))
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
@@ -307,7 +306,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
         """
-        return to_dtensor_placements(self, module)
+        return shard_spec.convert.to_dtensor_placements(self, module)
 
     def to_parallelize_plan(
         self, module: nn.Module | ModelMetadata, axis: str | None = None
@@ -324,7 +323,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        return to_parallelize_plan(self, module, axis)
+        return shard_spec.convert.to_parallelize_plan(self, module, axis)
 
     def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
@@ -340,7 +339,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every tensor that does not lie as this plan says.
         """
-        return to_dcp(self, module, state_dict, rank)
+        return shard_spec.convert.to_dcp(self, module, state_dict, rank)
 
     def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
         """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
@@ -348,7 +347,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
         """
-        return to_hf_tp_plan(self, module, axis)
+        return shard_spec.convert.to_hf_tp_plan(self, module, axis)
 
     @classmethod
     def from_hf_tp_plan(
@@ -377,7 +376,7 @@ class ShardingPlan(PlanContent):
         """
         known = as_mesh(mesh)
         assert known is not None
-        return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
+        return cls._of(shard_spec.convert.from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
 
     def to_distributed_config(self, module: nn.Module) -> dict[str, Any]:
         """Arguments of a transformers ``DistributedConfig`` that lays ``module`` out as this plan does.
@@ -391,7 +390,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each parameter that would lie otherwise, or for the axes of the mesh.
         """
-        return to_distributed_config(self, module)
+        return shard_spec.convert.to_distributed_config(self, module)
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
@@ -408,4 +407,4 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for pipeline stages and styles that cannot be read.
         """
-        return cls.from_layouts(from_distributed_config(config, module)).compact(module)
+        return cls.from_layouts(shard_spec.convert.from_distributed_config(config, module)).compact(module)

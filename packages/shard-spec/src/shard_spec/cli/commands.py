@@ -18,7 +18,7 @@ from shard_spec.estimate.memory import Memory
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
-from shard_spec.plan.read import MAX_BYTES, json_values
+from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 from shard_spec.report.terminal import progress, show
 from shard_spec.sharding_plan import ShardingPlan
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
-from shard_spec.plan.read import MAX_BYTES, json_values
+from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+import shard_spec.distributed
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.distributed.parameter_format import shard_tensor
 from shard_spec.layout.intervals import Box, chunk
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -107,7 +107,7 @@ class ShardingSpec(abc.ABC):
             own = [each.placement for each in self.shards_for(shape) if each.rank == dist.get_rank()]
             return self.to_layout(shape), own[0].device() if own and own[0] is not None else None
 
-        return shard_tensor(tensor, place, src_rank, process_group)
+        return shard_spec.distributed.shard_tensor(tensor, place, src_rank, process_group)
 
 
 def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
