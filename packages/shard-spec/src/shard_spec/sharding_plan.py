@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import shard_spec.apply
 import shard_spec.convert
 import shard_spec.plan
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
-from shard_spec.estimate.memory import memory
+from shard_spec.estimate.memory import memory_of
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.read import from_json, from_yaml
 from shard_spec.plan.resolve import compact_rules, resolve
 from shard_spec.plan.serialize import to_json, to_yaml
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
-    from shard_spec._shared.problems import Problem
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
     from shard_spec.estimate.activations import ActivationEstimate
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from shard_spec.estimate.memory import Memory, OptimizerLike
     from shard_spec.estimate.roles import Batch
     from shard_spec.layout.layout import Layout
-    from shard_spec.plan.metadata import ModelMetadata
     from shard_spec.plan.resolve import Resolution
     from shard_spec.report.diff import PlanDiff
 
@@ -152,15 +152,13 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model, or a name is not known.
         """
-        return memory(
-            self,
-            module,
-            batch,
-            optimizer=optimizer,
-            grads=grads,
-            dtype=dtype,
-            data_axes=data_axes,
-            checkpointing=checkpointing,
+        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=dtype)
+        if batch is None:
+            return static
+        if isinstance(module, ModelMetadata):
+            raise PlanError(Problem("no-forward", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+        return static.with_activations(
+            estimate_activations(self, module, batch, data_axes=data_axes, dtype=dtype), checkpointing
         )
 
     def activations(
@@ -209,9 +207,8 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
         """
-        return communication(
-            self, module, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
-        )
+        found = resolve(self, module)
+        return communication(found, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""

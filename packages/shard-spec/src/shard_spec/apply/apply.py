@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.gradients import LayGradient
-from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
+from shard_spec.apply.handle import ShardHandle, no_way_back, place, settled
 from shard_spec.apply.sources import (
     SOURCES,
     Initializer,
@@ -353,17 +352,7 @@ def _install(
     placed = []
     checks: list[Callable[[], Problem | None]] = []
     for action, value in zip(actions.tensors, staged, strict=True):
-        assert action.layout is not None
-        old = tensor_at(module, action.names[0])
-        if action.kind == "parameter":
-            value.__dict__.update(user_attributes(old))
-        places = []
-        for fqn in action.names:
-            path, _, name = fqn.rpartition(".")
-            owner = module.get_submodule(path)
-            transaction.set_tensor(owner, name, value)
-            places.append((owner, name, fqn))
-        placed.append(Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape))
+        placed.append(place(module, action, tensor_at(module, action.names[0]), value, transaction))
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
         checks.append(no_way_back(path, actions.sharders[path]))

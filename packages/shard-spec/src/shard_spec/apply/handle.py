@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from shard_spec._shared.page import note, page, table
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
-from shard_spec.apply.transaction import put_tensor
+from shard_spec.apply.tensors import TensorAction
+from shard_spec.apply.transaction import Transaction, put_tensor
 from shard_spec.distributed.exchange import gather_shards
 from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.layout.layout import Layout
@@ -84,7 +85,7 @@ class Placed:
     places: tuple[tuple[nn.Module, str, str], ...]
     value: torch.Tensor
     before: weakref.ref[torch.Tensor]
-    layout: Layout
+    layout: Layout | None
     shape: tuple[int, ...]
 
     @property
@@ -199,7 +200,22 @@ class ShardHandle:
             assert isinstance(placed.value, DTensor)
             with torch.no_grad():
                 tensor = tensor.redistribute(placements=placed.value.placements).to_local()
+        assert placed.layout is not None
         return gather_shards(tensor, placed.layout, placed.shape, self._group)
+
+
+def place(
+    module: nn.Module, action: TensorAction, old: torch.Tensor, value: torch.Tensor, transaction: Transaction
+) -> Placed:
+    """Put ``value`` where ``old`` stood, under each of its names, with what the user set on it."""
+    value.__dict__.update(user_attributes(old))
+    places = []
+    for fqn in action.names:
+        path, _, name = fqn.rpartition(".")
+        owner = module.get_submodule(path)
+        transaction.set_tensor(owner, name, value)
+        places.append((owner, name, fqn))
+    return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
 
 
 def _state(value: torch.Tensor) -> str:

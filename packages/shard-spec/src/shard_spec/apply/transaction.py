@@ -33,8 +33,8 @@ class Transaction:
         self._undo.append(lambda: parent._modules.__setitem__(name, old))
         parent._modules[name] = value
 
-    def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Put a plain attribute of the instance in place."""
+    def set_attribute(self, module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+        """Put a plain attribute of the instance in place, and return how to take it back."""
         before = dict(module.__dict__)
 
         def undo() -> None:
@@ -45,6 +45,7 @@ class Transaction:
 
         self._undo.append(undo)
         module.__dict__[name] = value
+        return undo
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Write ``value`` into ``tensor``; nothing happens, and nothing is kept, where it is there already."""

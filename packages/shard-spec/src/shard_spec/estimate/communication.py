@@ -30,14 +30,11 @@ from shard_spec.estimate.roles import (
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from shard_spec.estimate.cost import CostModel, Topology
-    from shard_spec.plan.content import PlanContent
 
 
 @dataclass(frozen=True)
@@ -119,22 +116,6 @@ class Communication:
 
 
 def communication(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    batch: Batch | None = None,
-    *,
-    topology: Topology | None = None,
-    data_axes: Iterable[str] | None = None,
-    dtype: str | None = None,
-    cost_model: CostModel | None = None,
-) -> Communication:
-    """Return what a step moves; see ``ShardingPlan.communication``."""
-    return communication_of(
-        resolve(plan, module), batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
-    )
-
-
-def communication_of(
     found: Resolution,
     batch: Batch | None = None,
     *,
@@ -143,7 +124,7 @@ def communication_of(
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """Return what a step of a resolved plan moves."""
+    """Return what a step of a resolved plan moves; see ``ShardingPlan.communication``."""
     mesh = _one_mesh(found)
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
@@ -177,10 +158,7 @@ class _Step:
 
     @property
     def local_tokens(self) -> int:
-        parts = 1
-        for axis in self.data_axes:
-            parts *= self.mesh.axis_size(axis)
-        return -(-(self.tokens or 0) // parts)
+        return -(-(self.tokens or 0) // prod(map(self.mesh.axis_size, self.data_axes)))
 
     def along_data(
         self, tensor: TensorMetadata, layout: Layout, axis: str, gathered: tuple[str, ...]
@@ -248,10 +226,7 @@ def _parent(name: str) -> str:
 def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
     if all(spec.kind in "RSP" for spec in layout.specs):
-        numel = 1
-        for size in layout.local_shape(layout.mesh.ranks[0], tensor.shape):
-            numel *= size
-        return numel * item_bytes
+        return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)) * item_bytes
     return max(local_numels(layout, tensor.shape)) * item_bytes
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import estimate_activations
-from shard_spec.estimate.roles import Batch
+from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.formatting import joined, memory_parts
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-
-    from shard_spec.plan.content import PlanContent
 
 
 @dataclass(frozen=True)
@@ -158,9 +154,14 @@ class Memory:
         for tensor in self._resolution.metadata.tensors:
             layout = self._resolution.layouts.get(tensor.name)
             if layout is not None and layout.mesh.coordinate(rank) is not None:
-                numel = _numel(layout.local_shape(rank, tensor.shape))
+                numel = prod(layout.local_shape(rank, tensor.shape))
                 found.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
         return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
+
+    def with_activations(self, found: ActivationEstimate, checkpointing: bool) -> Memory:
+        """The same with activations on each rank."""
+        size = found.checkpointed_bytes if checkpointing else found.local_bytes
+        return replace(self, parts={**self.parts, "activations": (size,) * len(self.ranks)})
 
     def to_json(self) -> str:
         """The numbers as JSON."""
@@ -213,28 +214,6 @@ class MemorySettings:
         return found
 
 
-def memory(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    batch: Batch | None = None,
-    *,
-    optimizer: OptimizerLike = "adamw",
-    grads: bool | str = True,
-    dtype: str | None = None,
-    data_axes: Iterable[str] | None = None,
-    checkpointing: bool = False,
-) -> Memory:
-    """Bytes per rank of ``module`` under ``plan``; see ``ShardingPlan.memory``."""
-    static = memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
-    if batch is None:
-        return static
-    if isinstance(module, ModelMetadata):
-        raise PlanError(Problem("no-forward", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-    found = estimate_activations(plan, module, batch, data_axes=data_axes, dtype=dtype)
-    size = found.checkpointed_bytes if checkpointing else found.local_bytes
-    return replace(static, parts={**static.parts, "activations": (size,) * len(static.ranks)})
-
-
 def memory_of(
     resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
 ) -> Memory:
@@ -284,13 +263,6 @@ def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
         assert coordinate is not None
         place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
         if place not in known:
-            known[place] = _numel(layout.local_shape(rank, shape))
+            known[place] = prod(layout.local_shape(rank, shape))
         found.append(known[place])
     return found
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -24,7 +24,7 @@ from shard_spec.legacy.forwards import ShardedEmbedding, ShardedEmbeddingBag, Sh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, ShardMetadata, as_sharder, as_spec
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
 from shard_spec.validation import validate
 
 _FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, ShardedEmbeddingBag)
@@ -42,13 +42,14 @@ def forward_for(module: nn.Module) -> type[ShardedForward] | None:
     return next((each for each in _FORWARDS if type(module).forward is each.original), None)
 
 
-def unsupported_forward(root: nn.Module, path: str, name: str, fqn: str) -> Problem | None:
-    """Return why the module at ``path`` cannot run with its tensor ``name`` sharded; None when it can.
+def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
+    """Return why the module that has the tensor ``fqn`` cannot run with it sharded; None when it can.
 
     A sharded forward uses the parameters that it lists and no other tensor. Any other forward may compute with each
     tensor that it can reach, so a floating-point tensor there is refused. A table of integers or bools is taken: a
     forward that mixes it with plain tensors is refused by torch, and one that does not gets DTensor's own result.
     """
+    path, _, name = fqn.rpartition(".")
     module = root.get_submodule(path)
     forward = forward_for(module)
     if forward is not None and "weight" not in module._parameters:
@@ -63,23 +64,16 @@ def unsupported_forward(root: nn.Module, path: str, name: str, fqn: str) -> Prob
         return _problem(fqn, f"the forward of this {type(module).__name__} was replaced on the instance")
     tensor = module._parameters.get(name, module._buffers.get(name))
     assert tensor is not None
-    for reader in _enclosing(root, path):
+    names = path.split(".") if path else []
+    for depth in range(len(names), -1, -1):  # the module itself, then those around it
+        reader = root.get_submodule(".".join(names[:depth]))
         own = type(reader).forward is not nn.Module.forward
-        if own and (_inexact(tensor) or type(reader).__module__.startswith("torch.")):
+        inexact = tensor.is_floating_point() or tensor.is_complex()
+        if own and (inexact or type(reader).__module__.startswith("torch.")):
             return _problem(fqn, f"the forward of {type(reader).__qualname__} may compute with this tensor itself")
         if own:
             return None
     return None
-
-
-def _enclosing(root: nn.Module, path: str) -> list[nn.Module]:
-    """The module at ``path`` and those around it, innermost first."""
-    names = path.split(".") if path else []
-    return [root.get_submodule(".".join(names[:depth])) for depth in range(len(names), -1, -1)]
-
-
-def _inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
@@ -97,24 +91,6 @@ def _problem(fqn: str, found: str) -> Problem:
 
 
 _MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
-
-
-def layout_problems(action: TensorAction, ranks: tuple[int, ...]) -> list[Problem]:
-    assert action.layout is not None
-    name = action.names[0]
-    problems = rank_problems(name, tuple(action.layout.mesh.ranks), ranks)
-    expression = choose_format(action.layout, action.shape, name)
-    return [*problems, expression] if isinstance(expression, Problem) else problems
-
-
-def ranks_of(wanted: ShardingSpec | Layout) -> tuple[int, ...] | None:
-    """The ranks in the order of their shards; None where only the shape of an output tells them.
-
-    Raises:
-        PlanError: When no mesh can say what a spec says.
-    """
-    known = known_layout(wanted)
-    return None if known is None else tuple(known.mesh.ranks)
 
 
 def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
@@ -140,9 +116,9 @@ def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, Shar
         if action.layout is not None:
             orders.setdefault(tuple(action.layout.mesh.ranks), action.names[0])
     for path, wanted in outputs.items():
-        named = ranks_of(wanted)
-        if named is not None:
-            orders.setdefault(named, f"output_plan[{path!r}]")
+        known = known_layout(wanted)
+        if known is not None:
+            orders.setdefault(tuple(known.mesh.ranks), f"output_plan[{path!r}]")
     if len(orders) < 2:
         return []
     found = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
@@ -160,39 +136,25 @@ def device_of(
     """
     named: dict[str, str] = {}
     mine: torch.device | None = None
-    for name, shard in _shards(plan, found):
-        assert shard.placement is not None
-        device = shard.placement.device()
-        named.setdefault(device.type, name)
-        if shard.rank == dist.get_rank():
-            mine = mine or device
+    for name, key in found.rule_of.items():
+        spec = as_spec(plan.plan[key]) if key and name in found.layouts else None
+        for shard in () if spec is None else spec.shards_for(found.tensor(name).shape):
+            assert shard.placement is not None
+            device = shard.placement.device()
+            named.setdefault(device.type, name)
+            if shard.rank == dist.get_rank():
+                mine = mine or device
     if len(named) > 1:
         text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
         hint = "name one kind of device in one call"
         return torch.device("cpu"), [Problem("device-types-differ", found=text, hint=hint)]
-    device = mine or _module_device(module) or group_device(group)
+    tensors = (*module.parameters(), *module.buffers())
+    device = mine or next((tensor.device for tensor in tensors if not tensor.is_meta), None) or group_device(group)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found_text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
-        problem = Problem(
-            "device-missing", "placements", found=found_text, hint="name a device that exists on the rank"
-        )
-        return device, [problem]
+        text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
+        hint = "name a device that exists on the rank"
+        return device, [Problem("device-missing", "placements", found=text, hint=hint)]
     return device, []
-
-
-def _shards(plan: PlanContent, found: Resolution) -> list[tuple[str, ShardMetadata]]:
-    """The shards of every tensor for which a spec decides."""
-    shards = []
-    for name, key in found.rule_of.items():
-        spec = as_spec(plan.plan[key]) if key else None
-        if spec is not None and name in found.layouts:
-            shards += [(name, shard) for shard in spec.shards_for(found.tensor(name).shape)]
-    return shards
-
-
-def _module_device(module: nn.Module) -> torch.device | None:
-    tensors = [*module.parameters(), *module.buffers()]
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)
 
 
 def plan_module(
@@ -209,14 +171,18 @@ def plan_module(
     """
     ranks = tuple(dist.get_process_group_ranks(group))
     plan = own_plan(plan, ranks)
-    found, problems = _resolve(plan, module)
-    problems += source_problems(src_rank, len(ranks))
+    if not isinstance(module, nn.Module):
+        raise PlanError(Problem("not-a-module", "module", found=type(module).__qualname__, hint="give an nn.Module"))
+    found = examine(plan, module)
+    problems = [*validate(plan, module), *source_problems(src_rank, len(ranks))]
     tensors, more = read_tensors(module, found, dist.get_rank(group), src_rank, whole)
     problems += more
     for action in tensors:
         if action.layout is not None:
-            problems += layout_problems(action, ranks)
-            problems += _reader_problems(module, action)
+            problems += rank_problems(action.names[0], tuple(action.layout.mesh.ranks), ranks)
+            expression = choose_format(action.layout, action.shape, action.names[0])
+            problems += [expression] if isinstance(expression, Problem) else []
+            problems += filter(None, (unsupported_forward(module, fqn) for fqn in action.names))
     outputs, more = _outputs(plan, ranks)
     problems += more
     problems += order_problems(tensors, outputs)
@@ -224,10 +190,11 @@ def plan_module(
     device, more = device_of(module, plan, found, group)
     problems += more
     forwards = _forwards(module, tensors)
+    owners = [(path, module.get_submodule(path)) for path in forwards]
     return ExecutionPlan(
         tensors=tensors,
         forwards=forwards,
-        options={path: _options(module.get_submodule(path)) for path in forwards},
+        options={path: f"{type(each).__name__}({each.extra_repr()})" for path, each in owners},
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         outputs=outputs,
         locals=tuple(plan.return_local_tensor or ()),
@@ -252,23 +219,6 @@ def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
     return plan
 
 
-def _resolve(plan: PlanContent, module: object) -> tuple[Resolution, list[Problem]]:
-    if not isinstance(module, nn.Module):
-        found = f"{type(module).__qualname__}"
-        raise PlanError(Problem("not-a-module", "module", found=found, hint="give an nn.Module"))
-    return examine(plan, module), list(validate(plan, module))
-
-
-def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
-    problems = []
-    for fqn in action.names:
-        path, _, name = fqn.rpartition(".")
-        problem = unsupported_forward(module, path, name, fqn)
-        if problem is not None:
-            problems.append(problem)
-    return problems
-
-
 def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, ShardingSpec | Layout], list[Problem]]:
     outputs: dict[str, ShardingSpec | Layout] = {}
     problems: list[Problem] = []
@@ -280,13 +230,13 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
         assert wanted is not None
         name = f"output_plan[{path!r}]"
         try:
-            named = ranks_of(wanted)
+            known = known_layout(wanted)
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
             continue
         outputs[path] = in_mesh_order(wanted) if isinstance(wanted, Layout) else wanted
-        if named is not None:
-            problems += rank_problems(name, named, ranks)
+        if known is not None:
+            problems += rank_problems(name, tuple(known.mesh.ranks), ranks)
     return outputs, problems
 
 
@@ -313,19 +263,11 @@ def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str,
             forward = forward_for(owner)
             if forward is None or name not in forward.tensors:
                 continue
-            path = path_of.setdefault(owner, path)
+            path, earlier = path_of.setdefault(owner, path), owner.__dict__.get("forward")
             if name == "weight":
                 forwards[path] = action.layout
+            elif isinstance(earlier, ShardedForward) and earlier.sharding is not None:
+                forwards.setdefault(path, earlier.sharding.layout)
             else:
-                forwards.setdefault(path, _earlier_layout(owner))
+                forwards.setdefault(path, None)
     return forwards
-
-
-def _options(module: nn.Module) -> str:
-    return f"{type(module).__name__}({module.extra_repr()})"
-
-
-def _earlier_layout(module: nn.Module) -> Layout | None:
-    """Return the layout of the weight after an earlier call."""
-    forward = module.__dict__.get("forward")
-    return forward.sharding.layout if isinstance(forward, ShardedForward) and forward.sharding is not None else None

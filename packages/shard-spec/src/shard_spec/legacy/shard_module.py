@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
-from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, settled, still_ours, user_attributes
+from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, place, settled, still_ours
 from shard_spec.apply.tensors import TensorAction, tensor_at
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
 from shard_spec.distributed.exchange import broadcast_, scatter
@@ -54,7 +53,10 @@ def install(
         if action.layout is None:
             _install_whole(module, action, staged[action.names[0]], transaction)
         else:
-            placed.append(_install_piece(module, action, staged[action.names[0]], transaction))
+            old, value = tensor_at(module, action.names[0]), staged[action.names[0]]
+            if action.kind == "parameter":
+                value = nn.Parameter(value, requires_grad=action.requires_grad)
+            placed.append(place(module, action, old, value, transaction))
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
         checks.append(no_way_back(path, actions.sharders[path]))
@@ -62,10 +64,8 @@ def install(
         owner = module.get_submodule(path)
         kind = forward_for(owner)
         assert kind is not None
-        before = owner.__dict__.get("forward")
         forward = kind(owner, path, context, layout)
-        transaction.set_attribute(owner, "forward", forward)
-        removals.append(_restorer(owner, "forward", before))
+        removals.append(transaction.set_attribute(owner, "forward", forward))
         checks.append(still_ours(owner, "forward", forward, path))
         _register(owner.register_forward_pre_hook(KeepSlowPath()), transaction, removals)
     _install_hooks(module, actions, context, meshes, transaction, removals)
@@ -78,25 +78,7 @@ def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor,
         transaction.overwrite(old, value.to(old.device))
         return
     new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
-    new.__dict__.update(user_attributes(old))
-    for fqn in action.names:
-        path, _, name = fqn.rpartition(".")
-        transaction.set_tensor(module.get_submodule(path), name, new)
-
-
-def _install_piece(module: nn.Module, action: TensorAction, value: torch.Tensor, transaction: Transaction) -> Placed:
-    old = tensor_at(module, action.names[0])
-    assert action.layout is not None
-    if action.kind == "parameter":
-        value = nn.Parameter(value, requires_grad=action.requires_grad)
-        value.__dict__.update(user_attributes(old))
-    places = []
-    for fqn in action.names:
-        path, _, name = fqn.rpartition(".")
-        owner = module.get_submodule(path)
-        transaction.set_tensor(owner, name, value)
-        places.append((owner, name, fqn))
-    return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
+    place(module, action, old, new, transaction)
 
 
 def _install_hooks(
@@ -147,16 +129,6 @@ class KeepSlowPath:
 def _register(handle: Any, transaction: Transaction, removals: list[Callable[[], None]]) -> None:
     transaction.on_rollback(handle.remove)
     removals.append(handle.remove)
-
-
-def _restorer(module: nn.Module, name: str, before: object) -> Callable[[], None]:
-    def restore() -> None:
-        if before is None:
-            module.__dict__.pop(name, None)
-        else:
-            module.__dict__[name] = before
-
-    return restore
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
