@@ -176,8 +176,7 @@ def apply_plan(
             ``"local"``: every rank has all values; they are compared by checksum and nothing is sent.
             ``"meta"``: tensors on the meta device are made by ``init``; others are taken as with ``"local"``.
         src_rank: Rank in the group.
-        group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all
-            ranks.
+        group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all ranks.
         init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a whole tensor in place, one at a
             time; or ``"reset_parameters"``, the modules' own; or None: shards are filled with NaN (0 where the dtype
             has none), for loading a checkpoint.

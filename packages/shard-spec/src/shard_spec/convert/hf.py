@@ -1,9 +1,8 @@
 """Hugging Face ``tp_plan``s: module names, ``*`` for layer numbers, to the names of styles.
 
-Read against transformers 5.23.
-A ``tp_plan`` says two things at once: how parameters lie, and what forward does. A sharding plan says the first. Styles
-whose forward does more than their parameters' layout implies have no place in one and are refused by name, unless the
-caller says ``forward="drop"``.
+Read against transformers 5.23. A ``tp_plan`` says two things at once: how parameters lie, and what forward does. A
+sharding plan says the first. Styles whose forward does more than their parameters' layout implies have no place in one
+and are refused by name, unless the caller says ``forward="drop"``.
 """
 
 from __future__ import annotations

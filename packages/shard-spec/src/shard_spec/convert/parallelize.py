@@ -44,9 +44,8 @@ def the_axis(found: Resolution, axis: str | None) -> str:
         return cutting[0]
     if not cutting:
         return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]
-    raise PlanError(
-        Problem("which-axis", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint="pass axis=, one of them")
-    )
+    hint = "pass axis=, one of them"
+    raise PlanError(Problem("which-axis", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint=hint))
 
 
 def cutting_axes(layouts: Iterable[Layout]) -> list[str]:

@@ -220,9 +220,8 @@ def memory_of(
     """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
     for name in (grads, dtype):
         if isinstance(name, str) and name not in ITEM_BYTES:
-            raise PlanError(
-                Problem("unknown-dtype", "dtype", found=repr(name), hint=f"one of {', '.join(sorted(ITEM_BYTES))}")
-            )
+            hint = f"one of {', '.join(sorted(ITEM_BYTES))}"
+            raise PlanError(Problem("unknown-dtype", "dtype", found=repr(name), hint=hint))
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}

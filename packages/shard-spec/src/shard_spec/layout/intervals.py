@@ -176,9 +176,7 @@ class Box:
             found = f"{len(self.offsets)} offsets and {len(self.sizes)} sizes"
             raise PlanError(Problem("box-rank-mismatch", found=found, hint="give one offset and one size for each dim"))
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
-            raise PlanError(
-                Problem("box-negative", found=f"{self!r}", hint="offsets and sizes are at least 0"),
-            )
+            raise PlanError(Problem("box-negative", found=f"{self!r}", hint="offsets and sizes are at least 0"))
 
     @property
     def ndim(self) -> int:
@@ -230,9 +228,8 @@ class Box:
             for offset, size, limit in zip(offsets, self.sizes, outer.sizes, strict=True)
         )
         if not inside:
-            raise PlanError(
-                Problem("box-not-inside", found=f"{self!r} is not inside {outer!r}", hint="intersect first")
-            )
+            hint = "intersect first"
+            raise PlanError(Problem("box-not-inside", found=f"{self!r} is not inside {outer!r}", hint=hint))
         return _box(offsets, self.sizes)
 
 

@@ -293,9 +293,8 @@ def _axis_problems(
             assert isinstance(spec.arg, tuple)
             if len(spec.arg) != size:
                 found = f"{len(spec.arg)} sizes for {size} ranks"
-                problems.append(
-                    Problem("size-count-mismatch", dim=spec.dim, axis=axis, found=found, hint="one size for each rank")
-                )
+                hint = "one size for each rank"
+                problems.append(Problem("size-count-mismatch", dim=spec.dim, axis=axis, found=found, hint=hint))
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))

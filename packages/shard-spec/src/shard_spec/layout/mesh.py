@@ -154,9 +154,8 @@ class MeshSpec:
         for item in text.split(","):
             match = re.fullmatch(r"\s*([A-Za-z_][A-Za-z0-9_.\-]*)\s*[=:]\s*(\d+)\s*", item)
             if match is None or match[1] in axes:
-                raise PlanError(
-                    Problem("bad-mesh-text", found=repr(text), hint="write each axis once, as in 'dp=128, tp=8'")
-                )
+                hint = "write each axis once, as in 'dp=128, tp=8'"
+                raise PlanError(Problem("bad-mesh-text", found=repr(text), hint=hint))
             axes[match[1]] = int(match[2])
         return cls(axes, None, ranks_per_host)
 
@@ -223,13 +222,11 @@ def _axes_problems(axes: object) -> list[Problem]:
     size: object
     for name, size in axes.items():
         if not isinstance(name, str) or not _AXIS_NAME.match(name):
-            problems.append(
-                Problem("bad-axis-name", "axes", found=repr(name), hint="a name of letters, digits, '_', '-' or '.'")
-            )
+            hint = "a name of letters, digits, '_', '-' or '.'"
+            problems.append(Problem("bad-axis-name", "axes", found=repr(name), hint=hint))
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            problems.append(
-                Problem("bad-axis-size", "axes", axis=str(name), found=repr(size), hint="sizes are whole numbers >= 1")
-            )
+            hint = "sizes are whole numbers >= 1"
+            problems.append(Problem("bad-axis-size", "axes", axis=str(name), found=repr(size), hint=hint))
     if not problems and prod(axes.values()) > MAX_RANKS:
         hint = f"at most {MAX_RANKS} ranks"
         problems.append(Problem("mesh-too-large", "axes", found=f"{prod(axes.values())} ranks", hint=hint))
@@ -240,9 +237,8 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
     problems = []
     if ranks is not None:
         if len(ranks) != world:
-            problems.append(
-                Problem("rank-count-mismatch", "ranks", found=f"{len(ranks)} ranks for {world} places on the axes")
-            )
+            found = f"{len(ranks)} ranks for {world} places on the axes"
+            problems.append(Problem("rank-count-mismatch", "ranks", found=found))
         if len(set(ranks)) != len(ranks):
             twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
             problems.append(Problem("duplicate-rank", "ranks", found=f"ranks {twice} stand there more than once"))

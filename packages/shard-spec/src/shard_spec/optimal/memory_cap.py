@@ -1,12 +1,11 @@
 """The pairwise model with one inequality: total memory at most a limit. Answers carry a proof of how good they are.
 
-Bound: charge a price per byte and drop the inequality (Lagrangian relaxation). For any price, the exact optimum of
-the priced problem minus price times limit is a lower bound; the best price is found by intersecting the lines of two
-known answers (a one-dimensional cutting-plane method, finite). Answer: the two answers that the best price leaves
-open, one too big and one too dear, are mixed: the cheaper one on a run of neighbouring nodes (layers), the smaller
-one elsewhere, best run over all O(n^2) at once; again with every known answer until nothing improves. If the gap is
-still too large, the most contended node's strategies are split in two halves and both are solved (branch and bound),
-best bound first.
+Bound: charge a price per byte and drop the inequality (Lagrangian relaxation). For any price, the exact optimum of the
+priced problem minus price times limit is a lower bound; the best price is found by intersecting the lines of two known
+answers (a one-dimensional cutting-plane method, finite). Answer: the two answers that the best price leaves open, one
+too big and one too dear, are mixed: the cheaper one on a run of neighbouring nodes (layers), the smaller one elsewhere,
+best run over all O(n^2) at once; again with every known answer until nothing improves. If the gap is still too large,
+the most contended node's strategies are split in two halves and both are solved (branch and bound), best bound first.
 
 Source of the bounding idea: Fisher, "The Lagrangian relaxation method for solving integer programming problems"
 (Management Science 27(1), 1981); Handler and Zang's line intersection for a single constraint (Networks 10, 1980).

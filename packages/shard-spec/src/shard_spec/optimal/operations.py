@@ -180,8 +180,7 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
     """The operations of `module` in the order of its modules, each after the one it reads.
 
     Blocks are what `MegatronPlanner` recognises, one after the other along the residual stream. Matmul weights that
-    belong to none stand apart: they can be stored whole or by rows, and nothing is said of the activations around
-    them.
+    belong to none stand apart: they can be stored whole or by rows, and nothing is said of the activations around them.
 
     Args:
         module: the model; the meta device is enough.

@@ -39,9 +39,8 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
     if plain:
         mesh = mesh or _widest(meshes)
         if mesh is None:
-            raise PlanError(
-                Problem("no-mesh", found="no tensor of the model says which ranks there are", hint="pass mesh=")
-            )
+            hint = "pass mesh="
+            raise PlanError(Problem("no-mesh", found="no tensor of the model says which ranks there are", hint=hint))
         layouts.update({name: Layout.replicated(mesh) for name in plain})
     return {name: layouts[name] for name, _ in named}
 

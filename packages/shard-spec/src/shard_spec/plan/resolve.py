@@ -293,9 +293,8 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
             hint = "name a submodule; the root cannot be replaced in place"
             problems.append(Problem("sharder-at-root", rule.key, found="a Sharder for the root module", hint=hint))
         elif not paths:
-            problems.append(
-                Problem("module-not-found", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
-            )
+            hint = "name a submodule's FQN"
+            problems.append(Problem("module-not-found", rule.key, found="no module for this Sharder", hint=hint))
         for path in paths:
             if path and path in placed:
                 found = "two Sharders match this module"

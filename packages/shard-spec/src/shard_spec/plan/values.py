@@ -58,9 +58,8 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
         hint = "give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder"
         raise PlanError(Problem("unknown-value", found=f"{value!r:.200} of type {type(value).__qualname__}", hint=hint))
     if mesh is None:
-        raise PlanError(
-            Problem("no-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own")
-        )
+        hint = "pass mesh= to the plan, or a Layout that has its own"
+        raise PlanError(Problem("no-mesh", found=f"{value!r:.200}", hint=hint))
     return Layout(mesh, as_placements(value))
 
 

@@ -148,8 +148,7 @@ class ShardingPlanner(abc.ABC):
 
         Args:
             module: the module; a planner reads its structure, shapes and configuration, never its values, so that it
-                may
-                be on the meta device. It is not changed.
+                may be on the meta device. It is not changed.
 
         Returns:
             The plan: a layout for each parameter that is not replicated.

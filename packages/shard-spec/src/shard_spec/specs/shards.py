@@ -143,9 +143,8 @@ class ShardMetadata:
             problems.append(Problem("shard-rank-mismatch", "shard_sizes", found=found, hint=hint))
         for name, values in (("shard_offsets", self.shard_offsets), ("shard_sizes", self.shard_sizes)):
             if any(value < 0 for value in values):
-                problems.append(
-                    Problem("shard-negative", name, found=f"{list(values)}", hint="offsets and sizes are at least 0")
-                )
+                hint = "offsets and sizes are at least 0"
+                problems.append(Problem("shard-negative", name, found=f"{list(values)}", hint=hint))
         return problems
 
     @property

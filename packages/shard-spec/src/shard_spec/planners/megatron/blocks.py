@@ -66,8 +66,7 @@ class TPBlock:
         rows: weights that read them; their outputs are summed.
         inner: parameters inside the region that are cut with it (one entry per head or channel).
         replicated: parameters inside the region that every rank holds whole. Each rank computes only its slice's part
-            of
-            their gradient: whoever executes the plan has to sum it over the axis.
+            of their gradient: whoever executes the plan has to sum it over the axis.
         row_biases: biases added once, after the sum.
         num_pieces: how many equal pieces there are to share out (heads, channels, rows of the vocabulary).
         evidence: why cutting is right.

@@ -64,9 +64,8 @@ def find_experts(context: Context, name: str) -> Found | None:
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     width = down.shape[in_dim]
     if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
-        problem = Problem(
-            "experts-do-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
-        )
+        found = f"{width} channels an expert with tp={context.options.tp_size}"
+        problem = Problem("experts-do-not-divide", name, found=found)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
     pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"

@@ -147,11 +147,9 @@ class MegatronPlanner(LayoutPlanner):
         mesh: the axes of the plan.
         axis: the axis that cuts; other axes replicate.
         kv_replicate: where there are fewer key-value heads than ranks, keep k and v whole and cut q (whoever executes
-            the plan
-            picks each rank's key-value heads). Otherwise such an attention stays whole, and the plan says so.
-        fused: the order of fused outputs where it cannot be found out: ``"sections"`` (all of q, then k, then v; all
-            of gate,
-            then up), ``"heads"`` (q, k, v of each head together), ``"groups"`` (query heads with their k and v),
+            the plan picks each rank's key-value heads). Otherwise such an attention stays whole, and the plan says so.
+        fused: the order of fused outputs where it cannot be found out: ``"sections"`` (all of q, then k, then v; all of
+            gate, then up), ``"heads"`` (q, k, v of each head together), ``"groups"`` (query heads with their k and v),
             ``"pairs"`` (gate and up alternate).
         vocabulary: whether embeddings and heads are cut.
         expert_axis: an axis over which whole experts are dealt out instead of cutting each.
