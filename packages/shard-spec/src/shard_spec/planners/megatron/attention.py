@@ -25,6 +25,7 @@ from shard_spec.planners.megatron.blocks import (
 from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
 from shard_spec.planners.megatron.linear import (
     DeclaredHeads,
+    Heads,
     LinearView,
     as_linear,
     declared_heads,
@@ -65,15 +66,6 @@ class Projections:
         return len(self.inputs) == 1
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Head counts that fit the shapes."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 def find_attention(context: Context, name: str) -> Found | None:
     """Decide about the attention whose q, k and v are direct children of the module called `name`."""
     projections = _projections(context, name)
@@ -82,9 +74,9 @@ def find_attention(context: Context, name: str) -> Found | None:
     context.claim(*projections.inputs, projections.out)
     heads = _heads(context, projections)
     if isinstance(heads, Problem):
-        return _whole(projections, heads)
+        return kept_replicated(heads, *projections.inputs, projections.out)
     if (problem := _sharing_problem(context, projections, heads)) is not None:
-        return _whole(projections, problem)
+        return kept_replicated(problem, *projections.inputs, projections.out)
     inner = inner_parameters(context, projections.holder, (*projections.inputs, projections.out), heads)
     decide = _fused if projections.fused else _separate
     return decide(context, projections, heads, inner)
@@ -102,12 +94,9 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
         if one.unit is None or borrower is None or one.unit.kind is not TPBlockKind.ATTENTION:
             kept.append(one)
             continue
-        problem = Problem(
-            "key-values-shared",
-            one.unit.name,
-            found=f"layers such as {borrower} have no keys and values of their own and read those of others",
-            hint="cut the heads of all of these layers by hand, or of none",
-        )
+        text = f"layers such as {borrower} have no keys and values of their own and read those of others"
+        hint = "cut the heads of all of these layers by hand, or of none"
+        problem = Problem("key-values-shared", one.unit.name, found=text, hint=hint)
         kept.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
     return kept
 
@@ -216,12 +205,9 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
 
 
 def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> Problem:
-    return Problem(
-        "heads-do-not-fit",
-        projections.scope,
-        found=f"{declared.num_heads} heads are declared, but {found}",
-        hint="not multi-head attention as this planner knows it; write its rules by hand",
-    )
+    found = f"{declared.num_heads} heads are declared, but {found}"
+    hint = "not multi-head attention as this planner knows it; write its rules by hand"
+    return Problem("heads-do-not-fit", projections.scope, found=found, hint=hint)
 
 
 def _sharing_problem(context: Context, projections: Projections, heads: Heads) -> Problem | None:
@@ -255,10 +241,12 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
     evidence = _evidence(context, projections, slices, inner, heads.head_dim)
     if isinstance(evidence, Problem):
-        return _whole(projections, evidence)
-    notes = _notes(projections, inner, evidence)
+        return kept_replicated(evidence, *projections.inputs, projections.out)
+    notes = unverified(projections.scope, evidence)
     if not share_kv:
-        notes = (*notes, _kv_replicated(projections, heads, context.options.tp_size))
+        text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay whole"
+        hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
+        notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
     cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
     whole = () if share_kv else tuple(name for view in (k, v) for name in parameter_names(view))
     return Found(_unit(projections, heads, cuts, inner, evidence, whole), notes=notes)
@@ -280,13 +268,15 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
             q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
             pattern = f"I({{dim}}, [{q}, {kv}, {kv}])"
         cuts = column_cuts(fused, pattern)
-        return Found(_unit(projections, heads, cuts, inner, evidence), notes=_notes(projections, inner, evidence))
+        return Found(_unit(projections, heads, cuts, inner, evidence), notes=unverified(projections.scope, evidence))
     assert refused is not None
     if known or refused.code == "slices-mix":
-        return _whole(projections, refused)
+        return kept_replicated(refused, *projections.inputs, projections.out)
     found = f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}"
     hint = 'say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
-    return _whole(projections, Problem("fused-order-unknown", projections.scope, found=found, hint=hint))
+    return kept_replicated(
+        Problem("fused-order-unknown", projections.scope, found=found, hint=hint), *projections.inputs, projections.out
+    )
 
 
 def _possible_orders(
@@ -387,29 +377,16 @@ def _unit(
     )
 
 
-def _notes(projections: Projections, inner: Inner, evidence: Evidence) -> tuple[Problem, ...]:
-    notes = []
-    if evidence is Evidence.NAMED:
-        notes.append(unverified(projections.scope))
-    return tuple(notes)
-
-
-def unverified(scope: str) -> Problem:
-    """The remark that a unit was recognised by names and shapes alone."""
+def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
+    """The remark on a unit that was recognised by names and shapes alone."""
     found = "recognised by names and shapes; its forward could not be run on its own"
     hint = "compare one step with the unsharded module before you trust it"
-    return Problem("unverified", scope, found=found, hint=hint)
+    return (Problem("unverified", scope, found=found, hint=hint),) if evidence is Evidence.NAMED else ()
 
 
-def _kv_replicated(projections: Projections, heads: Heads, tp_size: int) -> Problem:
-    found = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}: k and v stay whole on every rank"
-    hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
-    return Problem("kv-replicated", projections.scope, found=found, hint=hint)
-
-
-def _whole(projections: Projections, problem: Problem) -> Found:
-    names_ = [name for view in (*projections.inputs, projections.out) for name in parameter_names(view)]
-    return Found(left_whole=tuple((name, problem) for name in names_))
+def kept_replicated(problem: Problem, *views: LinearView) -> Found:
+    """Linears that stay replicated, and the reason."""
+    return Found(left_whole=tuple((name, problem) for view in views for name in parameter_names(view)))
 
 
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:

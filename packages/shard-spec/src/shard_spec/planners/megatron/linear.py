@@ -90,6 +90,15 @@ def _is_library_class(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Head counts of an attention that fit its shapes."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class DeclaredHeads:
     """Declared counts; ``None`` where nothing is declared."""
 

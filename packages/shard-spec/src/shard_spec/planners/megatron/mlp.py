@@ -10,7 +10,7 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
-from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
+from shard_spec.planners.megatron.attention import column_cuts, kept_replicated, unverified
 from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
 
@@ -128,7 +128,9 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     context.claim(*block.columns, block.row)
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:
-        return _whole(block, Problem("too-narrow", block.scope, found=f"{width} channels with tp={tp_size}"))
+        return kept_replicated(
+            Problem("too-narrow", block.scope, found=f"{width} channels with tp={tp_size}"), *block.columns, block.row
+        )
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
     for pattern, slices in _arrangements(context, block, known):
@@ -136,7 +138,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         if isinstance(evidence, Problem):
             refused = evidence
             continue
-        notes = [unverified(block.scope)] if evidence is Evidence.NAMED else []
+        notes = list(unverified(block.scope, evidence))
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
         unit = TPBlock(
@@ -150,7 +152,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         )
         return Found(unit, notes=tuple(notes))
     assert refused is not None
-    return _whole(block, refused)
+    return kept_replicated(refused, *block.columns, block.row)
 
 
 def _arrangements(
@@ -225,8 +227,3 @@ def uneven(scope: str, width: int, tp_size: int) -> Problem:
     """The remark that ranks hold different amounts."""
     found = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
     return Problem("uneven", scope, found=found, hint="pad it, or choose a tp size that divides it")
-
-
-def _whole(block: FeedForward, problem: Problem) -> Found:
-    listed = [name for view in (*block.columns, block.row) for name in parameter_names(view)]
-    return Found(left_whole=tuple((name, problem) for name in listed))
