@@ -161,14 +161,8 @@ class Layout:
         for dim, cuts in _recipe(self, shape):
             found = _dim_intervals(cuts, shape[dim], coordinate)
             if len(found) > 1:
-                raise PlanError(
-                    Problem(
-                        "several-boxes",
-                        dim=dim,
-                        found=f"rank {rank} holds {len(found)} separate intervals",
-                        hint="ask boxes(rank, shape)",
-                    )
-                )
+                text = f"rank {rank} holds {len(found)} separate intervals"
+                raise PlanError(Problem("several-boxes", dim=dim, found=text, hint="ask boxes(rank, shape)"))
             offsets[dim] = found[0][0] if found else shape[dim]
         return tuple(offsets)
 

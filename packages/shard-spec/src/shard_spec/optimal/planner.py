@@ -155,15 +155,9 @@ class OptimalPlanner(LayoutPlanner):
             return PlanError(Problem("nothing-divides", found=found, hint="choose another batch or another mesh"))
         over = error.least_bytes - self.memory_limit
         changes = [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
-        return PlanError(
-            Problem(
-                "does-not-fit",
-                "memory_limit",
-                found=f"the smallest plan needs {error.least_bytes:,} bytes on rank {self.mesh.ranks[0]}, and as much "
-                f"on every other: {over:,} more than the limit of {self.memory_limit:,}",
-                hint="would fit: " + "; ".join(changes),
-            )
-        )
+        found = f"the smallest plan needs {error.least_bytes:,} bytes on rank {self.mesh.ranks[0]}, and as much "
+        found += f"on every other: {over:,} more than the limit of {self.memory_limit:,}"
+        return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
         """Changes that were tried and do fit."""

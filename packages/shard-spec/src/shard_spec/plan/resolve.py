@@ -107,12 +107,13 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     decided: dict[str, tuple[Rule | None, Layout | None]] = {}
     matched: dict[str, tuple[str, ...]] = {}
     for tensor in metadata.tensors:
-        rules = _matching(index, tensor)
+        by_alias = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
+        rules = {alias: found for alias, found in by_alias.items() if found}
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
         if _taken_by_sharder(tensor, rules, sharders, problems):
             continue
         decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
-    problems += _unmatched(index, metadata)
+    problems += [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
     mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
     default = None if mesh is None else Layout.replicated(mesh)
     if default is None and not problems and any(rule is None for rule, _ in decided.values()):
@@ -178,18 +179,15 @@ class _Layouts:
             return layout
         wrong = list(layout.problems(tensor.shape, tensor.name))
         if layout.partial:
-            wrong.append(_partial(tensor, layout))
+            found = f"a stored {tensor.kind} with the layout {layout}"
+            hint = "partial values come out of computations; replicate or shard what is stored"
+            axis = next(iter(layout.partial))
+            wrong.append(Problem("partial-parameter", tensor.name, axis=axis, found=found, hint=hint))
         self.problems.extend(wrong)
         if wrong:
             return None
         self.good.add((layout, tensor.shape))
         return layout
-
-
-def _matching(index: _RuleIndex, tensor: TensorMetadata) -> dict[str, list[Rule]]:
-    """For each name of the tensor that some rule mentions, those rules."""
-    found = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
-    return {alias: rules for alias, rules in found.items() if rules}
 
 
 def _decide(
@@ -198,14 +196,8 @@ def _decide(
     """The rule that decides about ``tensor`` and its layout; (None, None) where no rule mentions it."""
     if not rules:
         if strict and tensor.kind == "parameter":
-            problems.append(
-                Problem(
-                    "unmentioned-parameter",
-                    tensor.name,
-                    found="no rule mentions it, and the plan is strict",
-                    hint="add a rule; 'R' replicates it",
-                )
-            )
+            text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
+            problems.append(Problem("unmentioned-parameter", tensor.name, found=text, hint=hint))
         return None, None
     winners = {alias: _most_specific(alias, found, problems) for alias, found in rules.items()}
     winners = {  # a rule for one name of a tied tensor also has to beat the more general ones for its other names
@@ -261,16 +253,6 @@ def _same_value(rule: Rule, other: Rule) -> bool:
     return rule.value is other.value or bool(rule.value == other.value)
 
 
-def _partial(tensor: TensorMetadata, layout: Layout) -> Problem:
-    found = f"a stored {tensor.kind} with the layout {layout}"
-    hint = "partial values come out of computations; replicate or shard what is stored"
-    return Problem("partial-parameter", tensor.name, axis=next(iter(layout.partial)), found=found, hint=hint)
-
-
-def _unmatched(index: _RuleIndex, metadata: ModelMetadata) -> list[Problem]:
-    return [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
-
-
 def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
     if key in metadata.modules:
         hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
@@ -318,14 +300,9 @@ def _taken_by_sharder(
     if not any(owners.values()):
         return False
     if len(set(owners.values())) > 1:
-        problems.append(
-            Problem(
-                "tied-across-sharder",
-                tensor.name,
-                found=f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some",
-                hint="untie it, or give the Sharder a module that holds all of its names",
-            )
-        )
+        text = f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some"
+        hint = "untie it, or give the Sharder a module that holds all of its names"
+        problems.append(Problem("tied-across-sharder", tensor.name, found=text, hint=hint))
     for alias, found in rules.items():
         exact = found[0].pattern is not None and found[0].pattern.is_exact
         if owners[alias] is not None and exact:
