@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.gradients import LayGradient
-from shard_spec.apply.handle import ShardHandle, no_way_back, place, settled
+from shard_spec.apply.handle import ShardHandle, irreversible, mark_replaced_stale, place
 from shard_spec.apply.sources import (
     SOURCES,
     Initializer,
@@ -208,7 +208,7 @@ def apply_plan(
         transaction.roll_back()
         raise
     transaction.commit()
-    return settled(handle)
+    return mark_replaced_stale(handle)
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def _install(
         placed.append(place(module, action, tensor_at(module, action.names[0]), value, transaction))
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
-        checks.append(no_way_back(path, actions.sharders[path]))
+        checks.append(irreversible(path, actions.sharders[path]))
     hint = module.register_forward_hook(PlainInputHint(), always_call=True)
     transaction.on_rollback(hint.remove)
     return ShardHandle(plan, actions, module, group, placed, [hint.remove], checks)

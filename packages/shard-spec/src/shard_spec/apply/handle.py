@@ -226,7 +226,7 @@ def _state(value: torch.Tensor) -> str:
     return f"{dtype}, with a gradient of {str(value.grad.dtype).removeprefix('torch.')}"
 
 
-def settled(handle: ShardHandle) -> ShardHandle:
+def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
     """The handle of a call that has succeeded: whoever still trains what was replaced is told."""
     for placed in handle._placed:
         whole = placed.before()
@@ -246,7 +246,7 @@ def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 
-def no_way_back(path: str, sharder: object) -> Callable[[], Problem]:
+def irreversible(path: str, sharder: object) -> Callable[[], Problem]:
     """A check that always fails: what a Sharder did to a module only it knows."""
     found = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
     problem = Problem("sharder-keeps-no-way-back", path, found=found, hint="keep a copy of the module to go back to")

@@ -2,13 +2,14 @@
 
 Vocabulary, used by all sharded forwards:
 
-- *tall*: this rank's rows with every column, ``[my_rows, ..., width]``. What a data-parallel module sees.
-- *wide*: every rank's rows with this rank's columns, ``[total_rows, ..., my_columns]``. What a shard of a weight needs.
+- *row-sharded*: this rank's rows with every column, ``[my_rows, ..., width]``. What a data-parallel module sees.
+- *column-sharded*: every rank's rows with this rank's columns, ``[total_rows, ..., my_columns]``. What a shard of a
+  weight needs.
 - *columns*: for each rank of the group the ``(start, size)`` interval of the last dim that it works on. Ranks may work
   on the same columns (then each has a part of a sum) or all on every column.
 - *primary*: one rank of each set of replicas; only primaries contribute to a sum.
 
-``spread`` makes wide from tall, ``collect`` makes tall from wide; each is the other's backward.
+``gather_rows`` makes column-sharded from row-sharded, ``scatter_rows`` the reverse; each is the other's backward.
 
 `scatter` brings this rank its shard of one tensor.
 """
@@ -62,84 +63,84 @@ class RowExchange:
         return sum(self.rows[:rank])
 
 
-def gather_rows(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def gather_rows(row_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """Every rank's rows with this rank's columns: ``[my_rows, ..., width] -> [total_rows, ..., my_columns]``.
 
     A collective. The backward sums the parts of the gradient that the ranks hold.
     """
-    made: torch.Tensor = _Spread.apply(tall, exchange)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    made: torch.Tensor = _GatherRows.apply(row_sharded, exchange)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return made
 
 
-def scatter_rows(wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def scatter_rows(column_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """This rank's rows with every column: ``[total_rows, ..., my_columns] -> [my_rows, ..., width]``.
 
     A collective. Where several primaries worked on a column, their parts are summed in the order of the ranks, half
     precision in float32.
     """
-    made: torch.Tensor = _Collect.apply(wide, exchange)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    made: torch.Tensor = _ScatterRows.apply(column_sharded, exchange)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return made
 
 
-class _Spread(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+    def forward(ctx: Any, row_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return _gather_rows(tall, exchange)
+        return _gather_rows(row_sharded, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return scatter_rows(grads[0], ctx.exchange), None
 
 
-class _Collect(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+    def forward(ctx: Any, column_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return _scatter_rows(wide, exchange)
+        return _scatter_rows(column_sharded, exchange)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gather_rows(grads[0], ctx.exchange), None
 
 
-def _gather_rows(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def _gather_rows(row_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     me = exchange.rank
     everything = all(interval == (0, exchange.width) for interval in exchange.columns)
     if everything and len(set(exchange.rows)) == 1:
-        return _all_gather(tall, exchange)
-    blocks = [tall.narrow(-1, start, size) for start, size in exchange.columns]
-    shapes = [(rows, *tall.shape[1:-1], exchange.columns[me][1]) for rows in exchange.rows]
+        return _all_gather(row_sharded, exchange)
+    blocks = [row_sharded.narrow(-1, start, size) for start, size in exchange.columns]
+    shapes = [(rows, *row_sharded.shape[1:-1], exchange.columns[me][1]) for rows in exchange.rows]
     return torch.cat(all_to_all(blocks, shapes, exchange.group))
 
 
-def _all_gather(tall: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
-    whole = tall.new_empty((exchange.total_rows, *tall.shape[1:]))
+def _all_gather(row_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+    whole = row_sharded.new_empty((exchange.total_rows, *row_sharded.shape[1:]))
     if whole.numel():
-        _torch_compat.all_gather_flat(as_bytes(whole), as_bytes(tall.contiguous()), exchange.group)
+        _torch_compat.all_gather_flat(as_bytes(whole), as_bytes(row_sharded.contiguous()), exchange.group)
     return whole
 
 
-def _scatter_rows(wide: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
+def _scatter_rows(column_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     me, my_rows = exchange.rank, exchange.rows[exchange.rank]
-    none = wide.narrow(0, 0, 0)
+    none = column_sharded.narrow(0, 0, 0)
     blocks = [
-        wide.narrow(0, exchange.row_start(rank), rows) if exchange.primary[me] else none
+        column_sharded.narrow(0, exchange.row_start(rank), rows) if exchange.primary[me] else none
         for rank, rows in enumerate(exchange.rows)
     ]
     shapes = [
-        (my_rows if primary else 0, *wide.shape[1:-1], size)
+        (my_rows if primary else 0, *column_sharded.shape[1:-1], size)
         for primary, (_, size) in zip(exchange.primary, exchange.columns, strict=True)
     ]
     received = all_to_all(blocks, shapes, exchange.group)
-    dtype = torch.float32 if wide.dtype in _HALF else wide.dtype
-    tall = wide.new_zeros((my_rows, *wide.shape[1:-1], exchange.width), dtype=dtype)
+    dtype = torch.float32 if column_sharded.dtype in _HALF else column_sharded.dtype
+    row_sharded = column_sharded.new_zeros((my_rows, *column_sharded.shape[1:-1], exchange.width), dtype=dtype)
     for block, primary, (start, size) in zip(received, exchange.primary, exchange.columns, strict=True):
-        if primary and tall.dtype == torch.bool:
-            tall.narrow(-1, start, size).logical_or_(block)
+        if primary and row_sharded.dtype == torch.bool:
+            row_sharded.narrow(-1, start, size).logical_or_(block)
         elif primary:
-            tall.narrow(-1, start, size).add_(block)
-    return tall.to(wide.dtype)
+            row_sharded.narrow(-1, start, size).add_(block)
+    return row_sharded.to(column_sharded.dtype)
 
 
 def all_to_all(

@@ -222,12 +222,12 @@ class ShardedLinear(ShardedForward):
         own = module._parameters["bias"]
         if self.sharding is None:
             return F.linear(input, module.weight, None if own is None else whole_parameter(own))
-        wide = self._wide_input(input, module.in_features)
+        column_sharded = self._column_sharded_input(input, module.in_features)
         bias = None if own is None else whole_parameter(own)
-        local = F.linear(wide, self.local_weight(), None if bias is None else self._local_bias(bias))
+        local = F.linear(column_sharded, self.local_weight(), None if bias is None else self._local_bias(bias))
         return self.global_output(local, 0, module.out_features)
 
-    def _wide_input(self, input: torch.Tensor, in_features: int) -> torch.Tensor:
+    def _column_sharded_input(self, input: torch.Tensor, in_features: int) -> torch.Tensor:
         """All rows with the columns that this rank's shard of the weight meets."""
         assert self.sharding is not None
         if isinstance(input, DTensor):
@@ -379,8 +379,8 @@ class ShardedEmbedding(ShardedForward):
             return self.global_output(self._look_up(self.global_input(input)), 1, self.sharding.shape[1])
         problem = rows_problem(input, self.device, 1) or ids_problem(input)
         metadata = self.gather_metadata(self.stand_in() if problem else input, problem=problem)
-        wide = self._look_up(self.gathered(input, metadata.rows()))
-        return scatter_rows(wide, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
+        column_sharded = self._look_up(self.gathered(input, metadata.rows()))
+        return scatter_rows(column_sharded, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """All ids in this rank's shard: ``[*ids.shape, my_columns]``."""
@@ -499,8 +499,8 @@ class ShardedEmbeddingBag(ShardedForward):
         if bags.weights is not None:
             found = found * gather_rows(bags.weights.unsqueeze(-1), self.whole_rows(num_tokens, 1))
         bag_of_token = self.gathered(bags.of_token + sum(num_bags[: group.rank]), num_tokens)
-        wide = found.new_zeros(sum(num_bags), found.shape[-1]).index_add(0, bag_of_token, found)
-        summed = scatter_rows(wide, self.sharding.exchange(group.group, num_bags, 1))
+        column_sharded = found.new_zeros(sum(num_bags), found.shape[-1]).index_add(0, bag_of_token, found)
+        summed = scatter_rows(column_sharded, self.sharding.exchange(group.group, num_bags, 1))
         if module.mode == "sum":
             return summed
         counted = torch.ones_like(bags.ids) if module.padding_idx is None else (bags.ids != module.padding_idx).long()
@@ -513,8 +513,8 @@ class ShardedEmbeddingBag(ShardedForward):
         module, group = self.module, self.context.group
         assert isinstance(module, nn.EmbeddingBag)
         assert self.sharding is not None
-        wide = self._look_up(all_ids, table)
-        tokens = scatter_rows(wide, self.sharding.exchange(group.group, num_tokens, 1))
+        column_sharded = self._look_up(all_ids, table)
+        tokens = scatter_rows(column_sharded, self.sharding.exchange(group.group, num_tokens, 1))
         num = tokens.shape[0]
         places = torch.arange(num, device=tokens.device)
         padding = None

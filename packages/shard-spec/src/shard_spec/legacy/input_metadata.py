@@ -77,7 +77,12 @@ def all_gather_input_metadata(
     group, scan = context.group.group, context.scan
     given = next(tensor for tensor in tensors if tensor is not None)
     wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(scan is not None and scan.problems)
-    line = [wrong_here, int(torch.is_grad_enabled()), _autocast(given.device.type), 0 if scan is None else scan.word]
+    line = [
+        wrong_here,
+        int(torch.is_grad_enabled()),
+        _autocast(given.device.type),
+        0 if scan is None else scan.checksum,
+    ]
     for tensor in tensors:
         line += _encode(tensor)
     table = _all_gather_line(line, group, given.device)

@@ -1,7 +1,7 @@
 """ModuleTracker: modules and parameters of a sharded module, scanned at each forward of the root.
 
 What was added after the call was not compared: its values may differ between the ranks, and its gradients are not
-summed. It is adopted once all ranks have the same: ``all_gather_input_metadata`` compares ``ModuleScan.word``.
+summed. It is adopted once all ranks have the same: ``all_gather_input_metadata`` compares ``ModuleScan.checksum``.
 
 `ForwardContext` is what the sharded modules of one ``shard_module`` call share while the model runs.
 """
@@ -44,13 +44,13 @@ class ModuleScan:
     """Result of one scan of the module.
 
     Attributes:
-        word: A number that is equal on ranks whose modules are alike.
+        checksum: A number that is equal on ranks whose modules are alike.
         lines: The same as text.
         untracked: What the ranks have not agreed on yet: the module, the name, and ``"whole"`` or ``"buffer"``.
         problems: What cannot be right on any rank.
     """
 
-    word: int
+    checksum: int
     lines: tuple[str, ...]
     untracked: tuple[tuple[nn.Module, str, str], ...]
     problems: tuple[Problem, ...]
@@ -130,8 +130,8 @@ class ModuleTracker:
                     if buffer is not None and name not in known and saved and not is_sharded(buffer):
                         untracked.append((module, name, "buffer"))
                         lines.append(f"{path}{name}: new, with values {fingerprint(buffer)}")
-        word = 1 << 32 | zlib.crc32("\n".join(lines).encode())
-        return ModuleScan(word, tuple(lines), tuple(untracked), tuple(problems))
+        checksum = 1 << 32 | zlib.crc32("\n".join(lines).encode())
+        return ModuleScan(checksum, tuple(lines), tuple(untracked), tuple(problems))
 
     def adopt(self, scan: ModuleScan) -> None:
         """All ranks have the same: untracked are members, and their gradients are summed from now on."""
@@ -220,23 +220,23 @@ class ForwardContext:
         self._splits: dict[int, list[tuple[int, ...]]] = {}
         self._depth = 0
         self.scan: ModuleScan | None = None
-        self._roster: ModuleTracker | None = None
+        self._tracker: ModuleTracker | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"group": self.group, "_splits": {}, "_depth": 0, "scan": None, "_roster": None}
+        return {"group": self.group, "_splits": {}, "_depth": 0, "scan": None, "_tracker": None}
 
     def open(self, tracker: ModuleTracker, scan: ModuleScan) -> None:
         """Begin a forward of the root module, of which ``scan`` was found."""
         if self._depth == 0:
             self._splits = {}
-            self.scan, self._roster = scan, tracker
+            self.scan, self._tracker = scan, tracker
         self._depth += 1
 
     def agreed(self) -> None:
         """All ranks found the same: see ``ModuleScan``."""
         if self.scan is not None and self.scan.open:
-            assert self._roster is not None
-            self._roster.adopt(self.scan)
+            assert self._tracker is not None
+            self._tracker.adopt(self.scan)
             self.scan = replace(self.scan, untracked=())
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
-from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, place, settled, still_ours
+from shard_spec.apply.handle import Placed, ShardHandle, irreversible, mark_replaced_stale, place, still_ours
 from shard_spec.apply.tensors import TensorAction, tensor_at
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
 from shard_spec.distributed.exchange import broadcast_, scatter
@@ -59,7 +59,7 @@ def install(
             placed.append(place(module, action, old, value, transaction))
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
-        checks.append(no_way_back(path, actions.sharders[path]))
+        checks.append(irreversible(path, actions.sharders[path]))
     for path, layout in actions.forwards.items():
         owner = module.get_submodule(path)
         kind = forward_for(owner)
@@ -237,7 +237,7 @@ def _act(
         transaction.roll_back()
         raise
     transaction.commit()
-    return settled(handle)
+    return mark_replaced_stale(handle)
 
 
 def _stage(

@@ -7,7 +7,7 @@ An activation of ``[batch, sequence, channels]`` is, along each axis of the mesh
 - ``b``: cut along the batch; ``s``: cut along the sequence; ``h``: cut along channels (heads, hidden units,
 vocabulary); - ``r``: the same on every rank; - ``p``: partial sums, still to be added.
 
-An operation takes one *way* along each axis: which state it reads and writes, and how it keeps its weight.
+An operation takes one *strategy* along each axis: which state it reads and writes, and how it keeps its weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import CostModel, Link
-from shard_spec.planners.base import together
+from shard_spec.planners.base import merge_notes
 from shard_spec.planners.megatron.blocks import Cut, Options, TPBlock, TPBlockKind
 from shard_spec.planners.megatron.linear import read_attribute
 from shard_spec.planners.megatron.planner import Analysis, analyse
@@ -131,7 +131,7 @@ class Operation:
 
     Attributes:
         name: what reports call it.
-        ways: what it can do along one axis.
+        strategies: what it can do along one axis.
         cuts: its parameters, with the placement they get if it is cut like a column or row (bias cuts too).
         parameters: FQN and number of elements of what it keeps; empty if it has none or shares them.
         matmul_elements: weight elements that each token is multiplied with.
@@ -147,7 +147,7 @@ class Operation:
     """
 
     name: str
-    ways: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]
     cuts: tuple[Cut, ...] = ()
     parameters: tuple[tuple[str, int], ...] = ()
     matmul_elements: int = 0
@@ -197,7 +197,7 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
             if unit.num_pieces % degree == 0 or unit.kind in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD):
                 allowed.setdefault(unit.name, set()).add(degree)
     builder = _Builder(module, {name: frozenset(found) for name, found in allowed.items()})
-    return Structure(builder.build(base), together((*base.left_whole.values(), *base.notes)), base.unrecognised)
+    return Structure(builder.build(base), merge_notes((*base.left_whole.values(), *base.notes)), base.unrecognised)
 
 
 class _Builder:

@@ -141,7 +141,7 @@ class OptimalPlanner(LayoutPlanner):
         axes = [
             axis
             for at, axis in enumerate(self.mesh.axis_names)
-            if chosen and all(ways[at].weight == "fsdp" for ways in chosen)
+            if chosen and all(strategies[at].weight == "fsdp" for strategies in chosen)
         ]
         if not axes:
             return {}
@@ -188,7 +188,7 @@ class OptimalPlanner(LayoutPlanner):
         return fitting
 
 
-def layouts_of(operation: Operation, ways: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
+def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
     """The layouts of an operation's parameters.
 
     Columns and rows cut first, in mesh order. Then rows are stored cut, by the last axis first, so that the first
@@ -196,9 +196,9 @@ def layouts_of(operation: Operation, ways: StrategyPerAxis, mesh: MeshSpec) -> d
     """
     placements = {cut.name: cut.placement for cut in operation.cuts}
     layouts = {}
-    named = list(zip(mesh.axis_names, ways, strict=True))
-    parallel = [axis for axis, way in named if way.weight in ("column", "row")]
-    stored = [axis for axis, way in reversed(named) if way.weight == "fsdp"]
+    named = list(zip(mesh.axis_names, strategies, strict=True))
+    parallel = [axis for axis, strategy in named if strategy.weight in ("column", "row")]
+    stored = [axis for axis, strategy in reversed(named) if strategy.weight == "fsdp"]
     names = dict.fromkeys([*placements, *(name for name, _ in operation.parameters)])
     for name in names:
         specs: dict[str, str] = {}

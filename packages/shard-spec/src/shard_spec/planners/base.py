@@ -272,7 +272,7 @@ def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedS
     return PlannedSharding(rules_of(decisions.layouts, names), mesh, decisions)
 
 
-def together(notes: Iterable[Problem]) -> tuple[Problem, ...]:
+def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
     """One remark for all layers it is true of: numbers in names become ``*`` where there are several."""
     groups: dict[Problem, list[Problem]] = {}
     for note in notes:

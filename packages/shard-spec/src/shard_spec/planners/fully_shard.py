@@ -10,7 +10,7 @@ from torch import nn
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merged, together
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merge_notes, merged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ class FullyShardPlanner(LayoutPlanner):
                 layouts[name] = cut
         if uneven and self.uneven == "refuse":
             raise PlanError(uneven, f"{len(uneven)} parameters do not divide")
-        notes = together(uneven) if self.uneven == "replicate" else ()
+        notes = merge_notes(uneven) if self.uneven == "replicate" else ()
         return Decisions(layouts, notes)
 
     def _unevenness(self, name: str, shape: tuple[int, ...], layout: Layout) -> Problem | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, together
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merge_notes
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import find_attention, not_lent
 from shard_spec.planners.megatron.blocks import Context, Cut, Found, FusedOrder, Options, TPBlock, TPBlockKind
@@ -202,7 +202,7 @@ class MegatronPlanner(LayoutPlanner):
             layouts.update(self._dealt_experts(module))
         unrecognised = {name: problem for name, problem in analysis.unrecognised.items() if name not in layouts}
         notes = (*analysis.left_whole.values(), *analysis.notes)
-        return Decisions(_one_name_each(module, layouts), together(notes), unrecognised)
+        return Decisions(_one_name_each(module, layouts), merge_notes(notes), unrecognised)
 
     def _dealt_experts(self, module: nn.Module) -> dict[str, Layout]:
         """Every three-dimensional expert weight (and its bias) by its first dimension."""
