@@ -235,7 +235,7 @@ assert "torch" not in sys.modules
 def test_a_terminal_gets_tables_and_a_bar_on_long_work(factory: Any, monkeypatch: Any) -> None:
     import pty
 
-    from shard_spec.report.progress import bar, progress
+    from shard_spec.report.terminal import bar, progress
 
     assert len({len(bar(seconds / 10)) for seconds in range(100)}) == 1
     master, slave = pty.openpty()

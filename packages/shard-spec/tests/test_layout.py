@@ -20,7 +20,7 @@ from shard_spec import (
     Shard,
     UnevenShard,
 )
-from shard_spec.layout.intervals import Term
+from shard_spec.layout.intervals import PlacementSpec
 
 MESH = MeshSpec({"dp": 2, "tp": 4})
 NOT_A_PLACEMENT: Any = 0
@@ -28,7 +28,7 @@ NOT_A_PLACEMENT: Any = 0
 
 def local_tensor(layout: Any, rank: Any, whole: Any) -> Any:
     """What the rank's local tensor is to hold: the boxes, concatenated as the docstring of `boxes` says."""
-    pieces = layout.pieces(rank, whole.shape)
+    pieces = layout.intervals(rank, whole.shape)
     for dim, intervals in enumerate(pieces):
         index = [i for offset, size in intervals for i in range(offset, offset + size)]
         whole = whole.index_select(dim, torch.tensor(index, dtype=torch.int64))
@@ -43,25 +43,25 @@ def random_sizes(rng: Any, total: Any, count: Any) -> Any:
 def random_layout(rng: Any, shape: Any) -> Any:
     """A layout with any placement on the first axis that cuts a dim, plain and interleaved ones after it."""
     mesh = MeshSpec({f"a{i}": rng.choice((1, 2, 3, 4)) for i in range(rng.randint(1, 3))})
-    terms, used = [], set()
+    specs, used = [], set()
     for size in mesh.shape:
         dim = rng.randrange(len(shape))
         signed = dim - rng.choice((0, len(shape)))
         kinds = ["R", "S", "B", "C"] if dim in used else ["R", "S", "U", "B", "C", "I", "J"]
         kind = rng.choice(kinds)
         used.add(dim)
-        terms.append(
+        specs.append(
             {
-                "R": Term("R"),
-                "S": Term("S", signed),
-                "U": Term("U", signed, random_sizes(rng, shape[dim], size)),
-                "B": Term("B", signed, (rng.randint(1, 4), False)),
-                "C": Term("B", signed, (rng.randint(1, 4), True)),
-                "I": Term("I", signed, random_sizes(rng, shape[dim], rng.randint(1, 3))),
-                "J": Term("I", signed, rng.randint(1, 3)),
+                "R": PlacementSpec("R"),
+                "S": PlacementSpec("S", signed),
+                "U": PlacementSpec("U", signed, random_sizes(rng, shape[dim], size)),
+                "B": PlacementSpec("B", signed, (rng.randint(1, 4), False)),
+                "C": PlacementSpec("B", signed, (rng.randint(1, 4), True)),
+                "I": PlacementSpec("I", signed, random_sizes(rng, shape[dim], rng.randint(1, 3))),
+                "J": PlacementSpec("I", signed, rng.randint(1, 3)),
             }[kind]
         )
-    return Layout(mesh, terms)
+    return Layout(mesh, specs)
 
 
 def test_every_layout_reassembles_every_element_as_often_as_it_is_replicated() -> None:
@@ -79,8 +79,8 @@ def test_every_layout_reassembles_every_element_as_often_as_it_is_replicated() -
             local = local_tensor(layout, rank, whole)
             assert tuple(local.shape) == layout.local_shape(rank, shape)
             assert sum(box.numel for box in boxes) == local.numel()
-            if sum(len(pieces) > 1 for pieces in layout.pieces(rank, shape)) <= 1 and boxes:
-                dim = next((d for d, p in enumerate(layout.pieces(rank, shape)) if len(p) > 1), 0)
+            if sum(len(pieces) > 1 for pieces in layout.intervals(rank, shape)) <= 1 and boxes:
+                dim = next((d for d, p in enumerate(layout.intervals(rank, shape)) if len(p) > 1), 0)
                 assert torch.equal(torch.cat([whole[box.slices()] for box in boxes], dim), local)
                 multi += len(boxes) > 1
             boxes_seen += len(boxes)

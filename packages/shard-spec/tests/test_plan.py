@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -517,3 +519,23 @@ def test_metadata_of_a_lazy_and_of_a_deep_copied_model(model: Any) -> None:
     not_a_module: Any = [1, 2]
     with pytest.raises(TypeError, match="ModelMetadata"):
         ShardingPlan({}).validate(not_a_module)
+
+
+def test_a_plan_is_asked_without_torch_distributed_tensor() -> None:
+    """Importing it takes a second or more; only what makes DTensors needs it."""
+    program = """
+import sys
+from shard_spec import ChunkShardingSpec, MegatronPlanner, ShardingPlan
+from torch import nn
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+plan = MegatronPlanner({"tp": 2}).build_plan(model) | ShardingPlan({"0.bias": "tp:S(0)"})
+assert plan.validate(model, world_size=2) == ()
+plan.resolve(model), plan.explain("0.weight", model), plan.diff(ShardingPlan({}, mesh="tp=2"), model)
+plan.memory(model)
+plan.communication(model, (2, 3)), ShardingPlan.from_json(plan.to_json()), plan.compact(model)
+ShardingPlan({"0.weight": ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])}).resolve(model)
+assert "torch.distributed.tensor" not in sys.modules
+plan.to_dtensor_placements(model)
+assert "torch.distributed.tensor" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shard_spec import AlphaBetaCostModel, Link, MeshSpec, PlanError, Topology
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.optimal.model import RECIPES
-from shard_spec.optimal.states import moving
+from shard_spec.optimal.operations import moving
 from torch import Tensor, nn
 
 MACHINE = Topology(10**9, 8, 100e9, 10e9, 1e-6, 1e13, name="test")

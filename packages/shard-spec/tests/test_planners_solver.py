@@ -19,7 +19,7 @@ from shard_spec.optimal import (
     solve_exact,
     solve_highs,
 )
-from shard_spec.optimal.elimination import Eliminator, TooConnectedError, plan_elimination
+from shard_spec.optimal.problem import Eliminator, TooConnectedError, plan_elimination
 
 
 def random_problem(seed: int, forbid: bool = False, max_nodes: int = 7, max_strategies: int = 4) -> PairwiseProblem:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from shard_spec._shared.problems import PlanError
-from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import Box
 from shard_spec.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

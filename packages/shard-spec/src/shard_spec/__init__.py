@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from shard_spec.convert.dcp import CheckpointShard, dcp_state_dict
     from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication, Transfer
-    from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel
-    from shard_spec.estimate.memory import Memory
-    from shard_spec.estimate.optimizers import OptimizerState
-    from shard_spec.estimate.topology import Link, Topology, topology_preset
-    from shard_spec.layout.boxes import Box
+    from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel, Link, Topology, topology_preset
+    from shard_spec.estimate.memory import Memory, OptimizerState
+    from shard_spec.layout.intervals import Box
     from shard_spec.layout.layout import Layout
     from shard_spec.layout.mesh import MeshSpec
     from shard_spec.layout.placements import BlockShard, InterleavedShard, PlacementLike, UnevenShard
@@ -35,19 +33,21 @@ if TYPE_CHECKING:
     from shard_spec.plan.from_module import layout_of_tensor
     from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
     from shard_spec.plan.resolve import Resolution
-    from shard_spec.planners.balanced import BalancedPlanner
-    from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
+    from shard_spec.planners.base import (
+        ComposedPlanner,
+        LayoutPlanner,
+        OptimalityBound,
+        PlannedSharding,
+        ShardingPlanner,
+        compose,
+    )
     from shard_spec.planners.fully_shard import FullyShardPlanner
     from shard_spec.planners.megatron import MegatronPlanner
-    from shard_spec.planners.optimality_bound import OptimalityBound
     from shard_spec.report.diff import Change, PlanDiff
     from shard_spec.sharding_plan import ShardingPlan
     from shard_spec.specs.base import ShardingSpec
-    from shard_spec.specs.chunk import ChunkShardingSpec
-    from shard_spec.specs.devices import RemoteDevice
-    from shard_spec.specs.enumerable import EnumerableShardingSpec
-    from shard_spec.specs.sharder import Sharder
-    from shard_spec.specs.shards import ShardMetadata, TensorShards
+    from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+    from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, TensorShards
     from shard_spec.specs.torch_specs import from_torch, to_torch
 
 __all__ = [
@@ -106,7 +106,6 @@ __all__ = [
     "OptimalityBound",
     "MegatronPlanner",
     "FullyShardPlanner",
-    "BalancedPlanner",
     "OptimalPlanner",
     "Workload",
     "__version__",
@@ -116,7 +115,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "layout.mesh": ("MeshSpec",),
-        "layout.boxes": ("Box",),
+        "layout.intervals": ("Box",),
         "layout.layout": ("Layout",),
         "layout.placements": (
             "Placement",
@@ -128,57 +127,23 @@ __getattr__, __dir__ = lazy_exports(
             "InterleavedShard",
             "PlacementLike",
         ),
-        "_shared.problems": (
-            "PlanError",
-            "Problem",
-        ),
+        "_shared.problems": ("PlanError", "Problem"),
         "sharding_plan": ("ShardingPlan",),
         "plan.resolve": ("Resolution",),
         "_shared.patterns": ("Pattern",),
-        "plan.metadata": (
-            "ModelMetadata",
-            "TensorMetadata",
-            "metadata_of",
-        ),
-        "estimate.memory": ("Memory",),
-        "estimate.optimizers": ("OptimizerState",),
+        "plan.metadata": ("ModelMetadata", "TensorMetadata", "metadata_of"),
+        "estimate.memory": ("Memory", "OptimizerState"),
         "estimate.activations": ("ActivationEstimate",),
-        "estimate.communication": (
-            "Communication",
-            "Transfer",
-        ),
-        "report.diff": (
-            "PlanDiff",
-            "Change",
-        ),
+        "estimate.communication": ("Communication", "Transfer"),
+        "report.diff": ("PlanDiff", "Change"),
         "plan.from_module": ("layout_of_tensor",),
         "specs.base": ("ShardingSpec",),
-        "specs.chunk": ("ChunkShardingSpec",),
-        "specs.enumerable": ("EnumerableShardingSpec",),
-        "specs.shards": (
-            "ShardMetadata",
-            "TensorShards",
-        ),
-        "specs.devices": ("RemoteDevice",),
-        "specs.sharder": ("Sharder",),
-        "specs.torch_specs": (
-            "from_torch",
-            "to_torch",
-        ),
-        "estimate.topology": (
-            "Topology",
-            "Link",
-            "topology_preset",
-        ),
-        "estimate.cost": (
-            "CostModel",
-            "AlphaBetaCostModel",
-        ),
+        "specs.enumerable": ("ChunkShardingSpec", "EnumerableShardingSpec"),
+        "specs.shards": ("ShardMetadata", "TensorShards", "RemoteDevice", "Sharder"),
+        "specs.torch_specs": ("from_torch", "to_torch"),
+        "estimate.cost": ("Topology", "Link", "topology_preset", "CostModel", "AlphaBetaCostModel"),
         "convert.dcp": ("CheckpointShard", "dcp_state_dict"),
-        "legacy.shard_module": (
-            "shard_module",
-            "shard_parameter",
-        ),
+        "legacy.shard_module": ("shard_module", "shard_parameter"),
         "apply.apply": ("apply_plan",),
         "apply.handle": ("ShardHandle",),
         "planners.base": (
@@ -187,15 +152,11 @@ __getattr__, __dir__ = lazy_exports(
             "ComposedPlanner",
             "compose",
             "PlannedSharding",
+            "OptimalityBound",
         ),
-        "planners.optimality_bound": ("OptimalityBound",),
         "planners.megatron": ("MegatronPlanner",),
         "planners.fully_shard": ("FullyShardPlanner",),
-        "planners.balanced": ("BalancedPlanner",),
-        "optimal": (
-            "OptimalPlanner",
-            "Workload",
-        ),
+        "optimal": ("OptimalPlanner", "Workload"),
     },
     ("planners", "optimal", "specs"),
 )

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shard_spec.apply.apply import apply_plan
-from shard_spec.convert.dcp import to_dcp
-from shard_spec.convert.dtensor import to_dtensor_placements
-from shard_spec.convert.hf import from_hf_tp_plan, to_hf_tp_plan
-from shard_spec.convert.parallelize import to_parallelize_plan
+import shard_spec.apply
+import shard_spec.convert
+import shard_spec.plan
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
-from shard_spec.estimate.memory import memory
+from shard_spec.estimate.memory import memory_of
 from shard_spec.layout.mesh import MeshSpec, as_mesh
-from shard_spec.plan.compact import compact_rules
 from shard_spec.plan.content import PlanContent
-from shard_spec.plan.from_module import layouts_of_module
+from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.read import from_json, from_yaml
-from shard_spec.plan.resolve import resolve
+from shard_spec.plan.resolve import compact_rules, resolve
 from shard_spec.plan.serialize import to_json, to_yaml
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
@@ -31,18 +29,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
-    from shard_spec._shared.problems import Problem
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
     from shard_spec.estimate.activations import ActivationEstimate
-    from shard_spec.estimate.batch import Batch
     from shard_spec.estimate.communication import Communication
-    from shard_spec.estimate.cost import CostModel
-    from shard_spec.estimate.memory import Memory
-    from shard_spec.estimate.optimizers import OptimizerLike
-    from shard_spec.estimate.topology import Topology
+    from shard_spec.estimate.cost import CostModel, Topology
+    from shard_spec.estimate.memory import Memory, OptimizerLike
+    from shard_spec.estimate.roles import Batch
     from shard_spec.layout.layout import Layout
-    from shard_spec.plan.metadata import ModelMetadata
     from shard_spec.plan.resolve import Resolution
     from shard_spec.report.diff import PlanDiff
 
@@ -73,10 +67,6 @@ class ShardingPlan(PlanContent):
         return cls(
             content.plan, content.output_plan, content.return_local_tensor, mesh=content.mesh, strict=content.strict
         )
-
-    def with_mesh(self, mesh: MeshSpec | Mapping[str, int] | str | DeviceMesh) -> ShardingPlan:
-        """The same rules on another mesh."""
-        return ShardingPlan(self.plan, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
 
     def __or__(self, other: PlanContent) -> ShardingPlan:
         """This plan with the rules of ``other`` added; where both have a rule of one pattern, that of ``other``."""
@@ -126,7 +116,7 @@ class ShardingPlan(PlanContent):
         memory_limit: int | None = None,
         optimizer: Any = "adamw",
     ) -> tuple[Problem, ...]:
-        """Every problem of this plan for ``module``, in one pass; empty when there is none. Transaction nothing.
+        """Every problem of this plan for ``module``, in one pass; empty when there is none. Changes nothing.
 
         Args:
             module: The model, or its metadata.
@@ -153,7 +143,7 @@ class ShardingPlan(PlanContent):
             module: The model, or its metadata.
             batch: As in :meth:`activations`, which are counted beside; they are an estimate. None: not counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
-                :mod:`shard_spec.estimate.optimizers`), an ``OptimizerState``, a torch optimizer or its class, or None.
+                :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: Whether gradients are counted, or their dtype where it is not the parameters'.
             dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
             data_axes: As in :meth:`communication`.
@@ -162,15 +152,13 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model, or a name is not known.
         """
-        return memory(
-            self,
-            module,
-            batch,
-            optimizer=optimizer,
-            grads=grads,
-            dtype=dtype,
-            data_axes=data_axes,
-            checkpointing=checkpointing,
+        static = memory_of(resolve(self, module), optimizer=optimizer, grads=grads, dtype=dtype)
+        if batch is None:
+            return static
+        if isinstance(module, ModelMetadata):
+            raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
+        return static.with_activations(
+            estimate_activations(self, module, batch, data_axes=data_axes, dtype=dtype), checkpointing
         )
 
     def activations(
@@ -219,9 +207,8 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model, or its layouts lie on several meshes.
         """
-        return communication(
-            self, module, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
-        )
+        found = resolve(self, module)
+        return communication(found, batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model)
 
     def explain(self, name: str | None = None, module: nn.Module | ModelMetadata | None = None) -> str:
         """This plan in words; with ``name`` what it does with one tensor; with ``module`` also why and where."""
@@ -242,7 +229,7 @@ class ShardingPlan(PlanContent):
         init: Initializer | str | None = None,
         seed: int = 0,
     ) -> ShardHandle:
-        """Replace the tensors of ``module`` by their pieces on ``mesh``, all or nothing; every rank calls it.
+        """Replace the tensors of ``module`` by their shards on ``mesh``, all or nothing; every rank calls it.
 
         Tensors become DTensors, fused weights local parameters that remember their sections. See
         :func:`shard_spec.apply_plan` for the arguments.
@@ -253,7 +240,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every problem of every rank, before anything moved.
         """
-        return apply_plan(module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
+        return shard_spec.apply.apply_plan(
+            module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed
+        )
 
     # ---- files and other forms --------------------------------------------------------------------------------
 
@@ -302,7 +291,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: For each placement that a plan cannot say.
         """
-        return cls.from_layouts(layouts_of_module(module, as_mesh(mesh)))
+        return cls.from_layouts(shard_spec.plan.layouts_of_module(module, as_mesh(mesh)))
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
@@ -314,7 +303,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
         """
-        return to_dtensor_placements(self, module)
+        return shard_spec.convert.to_dtensor_placements(self, module)
 
     def to_parallelize_plan(
         self, module: nn.Module | ModelMetadata, axis: str | None = None
@@ -331,7 +320,7 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        return to_parallelize_plan(self, module, axis)
+        return shard_spec.convert.to_parallelize_plan(self, module, axis)
 
     def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
@@ -347,7 +336,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every tensor that does not lie as this plan says.
         """
-        return to_dcp(self, module, state_dict, rank)
+        return shard_spec.convert.to_dcp(self, module, state_dict, rank)
 
     def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
         """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
@@ -355,7 +344,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
         """
-        return to_hf_tp_plan(self, module, axis)
+        return shard_spec.convert.to_hf_tp_plan(self, module, axis)
 
     @classmethod
     def from_hf_tp_plan(
@@ -384,4 +373,35 @@ class ShardingPlan(PlanContent):
         """
         known = as_mesh(mesh)
         assert known is not None
-        return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
+        return cls._of(shard_spec.convert.from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
+
+    def to_distributed_config(self, module: nn.Module) -> dict[str, Any]:
+        """Arguments of a transformers ``DistributedConfig`` that lays ``module`` out as this plan does.
+
+        Sizes, and a ``tp_plan`` where the model's own is not meant. The result was imported again and compared with
+        this plan, parameter by parameter. ``DistributedConfig(**arguments)`` makes the object.
+
+        Args:
+            module: A model of transformers (on meta).
+
+        Raises:
+            PlanError: ``not-expressible`` for each parameter that would lie otherwise, or for the axes of the mesh.
+        """
+        return shard_spec.convert.to_distributed_config(self, module)
+
+    @classmethod
+    def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
+        """Return the plan of a model that transformers loads with a ``DistributedConfig``.
+
+        Its axes are ``dp_replicate``, ``fsdp`` and ``tp``, those of more than one rank. Experts are sharded over
+        ``tp``; where ``ep_size`` is greater than ``tp_size``, over ``ep`` and ``tp``, and ``fsdp`` is ``efsdp`` and
+        ``ep``. Settings that change no layout (offload, mixed precision, ``fsdp_plan``'s groups) are not in the plan.
+
+        Args:
+            config: A ``DistributedConfig`` or its ``to_dict()``; None for a plan means the model's own.
+            module: The model (on meta).
+
+        Raises:
+            PlanError: ``not-expressible`` for pipeline stages and styles that cannot be read.
+        """
+        return cls.from_layouts(shard_spec.convert.from_distributed_config(config, module)).compact(module)

@@ -30,8 +30,9 @@ def validate(
     problems = list(found.problems)
     problems += _output_problems(plan, found.metadata)
     problems += _local_problems(plan, found.metadata)
-    if world_size is not None:
-        problems += _world_problems(found, world_size)
+    if world_size is not None and found.ranks and found.ranks[-1] >= world_size:
+        text = f"the plan names ranks up to {found.ranks[-1]}, there are {world_size} ranks"
+        problems.append(Problem("mesh-too-large", found=text, hint="start more processes or use a smaller mesh"))
     if memory_limit is not None:
         problems += _memory_problems(found, memory_limit, optimizer)
     return tuple(dict.fromkeys(problems))
@@ -74,29 +75,11 @@ def _local_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]
     return problems
 
 
-def _world_problems(found: Resolution, world_size: int) -> list[Problem]:
-    outside = [rank for rank in found.ranks if rank >= world_size]
-    if not outside:
-        return []
-    return [
-        Problem(
-            "mesh-too-large",
-            found=f"the plan names ranks up to {outside[-1]}, there are {world_size} ranks",
-            hint="start more processes or use a smaller mesh",
-        )
-    ]
-
-
 def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> list[Problem]:
     memory = memory_of(found, optimizer=optimizer)
     rank, most = memory.worst_rank, memory.max_bytes
     if most <= memory_limit:
         return []
     largest = ", ".join(f"{name} ({size / 2**30:.3g} GiB)" for name, size in memory.largest(rank, 3))
-    return [
-        Problem(
-            "does-not-fit",
-            found=f"rank {rank} needs {most} bytes, {most - memory_limit} more than the limit of {memory_limit}",
-            hint=f"shard more of the largest tensors of that rank: {largest}",
-        )
-    ]
+    text = f"rank {rank} needs {most} bytes, {most - memory_limit} more than the limit of {memory_limit}"
+    return [Problem("does-not-fit", found=text, hint=f"shard more of the largest tensors of that rank: {largest}")]

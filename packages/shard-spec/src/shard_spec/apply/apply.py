@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,22 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shard_spec._shared.problems import Problem
-from shard_spec.apply.apply_checks import (
-    argument_problems,
-    device_of_mesh,
-    group_of,
-    mesh_order_problems,
-    on_mesh,
-    source_text,
-    value_problems,
-)
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.gradients import LayGradient
-from shard_spec.apply.handle import Placed, ShardHandle, no_way_back, settled, user_attributes
-from shard_spec.apply.local_parameter import LocalParameter, sharding_info
-from shard_spec.apply.sharders import install_module, run_sharders
+from shard_spec.apply.handle import ShardHandle, irreversible, mark_replaced_stale, place
 from shard_spec.apply.sources import (
+    SOURCES,
     Initializer,
     Source,
     fingerprint,
@@ -38,16 +27,127 @@ from shard_spec.apply.sources import (
     reset_problems,
     scatter_to_all,
 )
-from shard_spec.apply.tensors import TensorAction, replacing_problems, tensor_at
-from shard_spec.apply.transaction import Transaction
+from shard_spec.apply.tensors import LocalParameter, TensorAction, replacing_problems, sharding_info, tensor_at
+from shard_spec.apply.transaction import Transaction, install_module, run_sharders
+from shard_spec.distributed.mesh_cache import RankState, capture_errors, group_or_default, raise_on_all_ranks
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
-from shard_spec.distributed.rank_state import RankState, capture_errors, raise_on_all_ranks
+from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import examine
 from shard_spec.specs import as_sharder
 from shard_spec.validation import validate
+
+
+def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group of all ranks of the mesh.
+
+    Raises:
+        PlanError: ``wrong-type``: the other ranks are told where ``group`` says who they are. ``rank-outside-mesh``,
+            ``no-process-group``, ``mesh-mismatch``: no rank was told, for nobody knows where the others are.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        found = f"{mesh!r:.200} of type {type(mesh).__qualname__}"
+        hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
+        problem = Problem("wrong-type", "mesh", found=found, hint=hint)
+        if group is not None:
+            raise_on_all_ranks(group_or_default(group), RankState((), (problem,)), "apply")
+        raise PlanError(problem)
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if mesh.get_coordinate() is None:
+        found, hint = f"rank {dist.get_rank()} is not on the mesh of ranks {ranks}", "call it on ranks of the mesh only"
+        raise PlanError(Problem("rank-outside-mesh", "mesh", found=found, hint=hint))
+    if group is None and mesh.ndim == 1:
+        return mesh.get_group()
+    if group is None and len(ranks) == dist.get_world_size():
+        return group_or_default(None)
+    if group is None:
+        found = f"a mesh of {mesh.ndim} axes over {len(ranks)} of {dist.get_world_size()} ranks"
+        hint = "pass group=, a process group of all ranks of the mesh"
+        raise PlanError(Problem("no-process-group", "group", found=found, hint=hint))
+    members = sorted(dist.get_process_group_ranks(group_or_default(group)))
+    if members != ranks:
+        found, hint = f"a group of ranks {members} for a mesh of ranks {ranks}", "pass the group of the mesh's ranks"
+        raise PlanError(Problem("mesh-mismatch", "group", found=found, hint=hint))
+    return group
+
+
+def argument_problems(source: object, src_rank: object, size: int, init: object) -> list[Problem]:
+    problems = []
+    if source not in SOURCES:
+        hint = f"one of {', '.join(map(repr, SOURCES))}"
+        problems.append(Problem("invalid-argument", "source", found=repr(source), hint=hint))
+    if not isinstance(src_rank, int) or isinstance(src_rank, bool) or not 0 <= src_rank < size:
+        hint = f"a rank in the group, 0 to {size - 1}"
+        problems.append(Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint))
+    if init is not None and source != "meta":
+        found, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
+        problems.append(Problem("conflicting-arguments", "init", found=found, hint=hint))
+    if not (init is None or init == "reset_parameters" or callable(init)):
+        hint = "a function init(fqn, tensor), 'reset_parameters', or None"
+        problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
+    return problems
+
+
+def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
+    """Axes whose process group has another order than the mesh: gathers over it would be silently permuted."""
+    problems = []
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis in range(mesh.ndim):
+        index = tuple(slice(None) if at == axis else here for at, here in enumerate(coordinate))
+        along = mesh.mesh[index].tolist()
+        members = dist.get_process_group_ranks(mesh.get_group(axis))
+        if along != members:
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            found = f"ranks {along} along the axis, {members} in its process group"
+            hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
+            problems.append(Problem("mesh-mismatch", "mesh", axis=name, found=found, hint=hint))
+    return problems
+
+
+def pipeline_problems(mesh: DeviceMesh) -> list[Problem]:
+    """Axes whose ranks hold different layers: a layout says which shard a rank holds, not that it holds none."""
+    names = mesh.mesh_dim_names or ()
+    hint = "apply one stage's plan on the mesh of that stage, mesh[the other axes]"
+    found = "the stages of a pipeline hold different layers"
+    axes = [axis for axis in names if axis in PIPELINE_AXIS_NAMES and mesh[axis].size() > 1]
+    return [Problem("plan-not-executable", "mesh", axis=axis, found=found, hint=hint) for axis in axes]
+
+
+def value_problems(tensor: torch.Tensor, name: str, source: object, is_source: bool) -> list[Problem]:
+    if tensor.is_meta and (source == "local" or (source == "scatter" and is_source)):
+        hint = "load values first, or use source='meta'"
+        return [Problem("no-data", name, found="a meta tensor where values are needed", hint=hint)]
+    return []
+
+
+def on_mesh(layout: Layout, mesh: MeshSpec, name: str) -> Layout | Problem:
+    """The same layout on the ranks of the live mesh: a plan is made for axes, whichever ranks they turn out to be."""
+    same_axes = layout.mesh.axis_names == mesh.axis_names and layout.mesh.shape == mesh.shape
+    from_spec = layout.mesh.ndim == mesh.ndim == 1 and tuple(layout.mesh.ranks) == tuple(mesh.ranks)
+    if same_axes or from_spec:
+        order = [mesh.axis_names[layout.mesh.axis_names.index(axis)] for axis in layout.order]
+        return Layout(mesh, layout.specs, order)
+    found = f"{layout} on the axes {layout.mesh} of ranks {list(layout.mesh.ranks)}; the mesh has {mesh}"
+    hint = "give the plan the axes of the mesh, in its order"
+    return Problem("mesh-mismatch", name, found=found, hint=hint)
+
+
+def device_of_mesh(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def source_text(source: object, src_rank: int, init: object, seed: int) -> str:
+    if source == "scatter":
+        return f"rank {src_rank} of the group"
+    if source == "meta":
+        how = getattr(init, "__qualname__", repr(init))
+        return f"meta tensors filled by {how} with seed {seed}"
+    return "every rank's own values"
 
 
 def apply_plan(
@@ -61,7 +161,7 @@ def apply_plan(
     init: Initializer | str | None = None,
     seed: int = 0,
 ) -> ShardHandle:
-    """Replace the parameters and buffers of ``module`` by their pieces, all or nothing; see ``ShardingPlan.apply``.
+    """Replace the parameters and buffers of ``module`` by their shards, all or nothing; see ``ShardingPlan.apply``.
 
     Every tensor becomes a DTensor on ``mesh``, also those that the plan does not mention (replicated), and gradients
     are laid out like their parameters. A fused weight (``InterleavedShard`` along one axis, whole along the others)
@@ -76,10 +176,9 @@ def apply_plan(
             ``"local"``: every rank has all values; they are compared by checksum and nothing is sent.
             ``"meta"``: tensors on the meta device are made by ``init``; others are taken as with ``"local"``.
         src_rank: Rank in the group.
-        group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all
-            ranks.
+        group: A group of all ranks of the mesh. Needed only where a mesh of several axes does not hold all ranks.
         init: With ``source="meta"``: a function ``init(fqn, tensor)`` that fills a whole tensor in place, one at a
-            time; or ``"reset_parameters"``, the modules' own; or None: pieces are filled with NaN (0 where the dtype
+            time; or ``"reset_parameters"``, the modules' own; or None: shards are filled with NaN (0 where the dtype
             has none), for loading a checkpoint.
         seed: Of the random numbers ``init`` draws. They depend on it and the FQN only, so that every layout, and every
             replica, gets the same values.
@@ -109,7 +208,7 @@ def apply_plan(
         transaction.roll_back()
         raise
     transaction.commit()
-    return settled(handle)
+    return mark_replaced_stale(handle)
 
 
 # ---- planning -------------------------------------------------------------------------------------------------------
@@ -129,6 +228,7 @@ def _plan(
     spec = MeshSpec.from_device_mesh(mesh)
     problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
     problems += mesh_order_problems(mesh)
+    problems += pipeline_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
         plan = plan.on_mesh(spec)
     found = examine(plan, module)
@@ -186,12 +286,12 @@ def _stage(
     init: Initializer | str | None,
     seed: int,
 ) -> list[torch.Tensor]:
-    """This rank's pieces; only ``source="scatter"`` communicates."""
+    """This rank's shards; only ``source="scatter"`` communicates."""
     fill = reset_parameters_of(module, actions.device, seed) if isinstance(init, str) else init
-    return [_piece(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
+    return [_shard(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
 
 
-def _piece(
+def _shard(
     module: nn.Module,
     action: TensorAction,
     actions: ExecutionPlan,
@@ -201,7 +301,7 @@ def _piece(
     init: Initializer | None,
     seed: int,
 ) -> torch.Tensor:
-    """This rank's piece, as a DTensor or a local parameter."""
+    """This rank's shard, as a DTensor or a local parameter."""
     tensor, layout, device = tensor_at(module, action.names[0]), action.layout, actions.device
     assert layout is not None
     if source == "scatter":
@@ -253,20 +353,10 @@ def _install(
     placed = []
     checks: list[Callable[[], Problem | None]] = []
     for action, value in zip(actions.tensors, staged, strict=True):
-        assert action.layout is not None
-        old = tensor_at(module, action.names[0])
-        if action.kind == "parameter":
-            value.__dict__.update(user_attributes(old))
-        places = []
-        for fqn in action.names:
-            path, _, name = fqn.rpartition(".")
-            owner = module.get_submodule(path)
-            transaction.set_tensor(owner, name, value)
-            places.append((owner, name, fqn))
-        placed.append(Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape))
+        placed.append(place(module, action, tensor_at(module, action.names[0]), value, transaction))
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
-        checks.append(no_way_back(path, actions.sharders[path]))
+        checks.append(irreversible(path, actions.sharders[path]))
     hint = module.register_forward_hook(PlainInputHint(), always_call=True)
     transaction.on_rollback(hint.remove)
     return ShardHandle(plan, actions, module, group, placed, [hint.remove], checks)

@@ -12,7 +12,7 @@ import torch
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.rank_state import RankState, capture_errors
+from shard_spec.distributed.mesh_cache import RankState, capture_errors
 from shard_spec.layout.layout import Layout
 from shard_spec.specs import ShardingSpec
 
@@ -33,7 +33,7 @@ class ExecutionPlan:
         src_rank: Rank of the group whose values count.
         source: Where the values come from, as text.
         values: Checksums of the values that every rank has, where they have to be equal.
-        device: Device that this rank's pieces lie on.
+        device: Device that this rank's shards lie on.
         problems: Why it cannot be done.
     """
 
@@ -55,7 +55,7 @@ class ExecutionPlan:
     def lines(self) -> tuple[str, ...]:
         """One line for each thing that is done; equal on all ranks, or nothing is done."""
         return (
-            f"source: {self.source or f'rank {self.src_rank} of the group'}, pieces on {self.device.type}",
+            f"source: {self.source or f'rank {self.src_rank} of the group'}, shards on {self.device.type}",
             *(action.line for action in self.tensors),
             *(f"module {path or '(root)'}: sharded forward of {self.options[path]}" for path in self.forwards),
             *(f"module {path}: {type(sharder).__qualname__}" for path, sharder in self.sharders.items()),

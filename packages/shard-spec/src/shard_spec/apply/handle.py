@@ -1,10 +1,12 @@
-"""ShardHandle: what was done to a module, and the way back."""
+"""ShardHandle: the tensors that a call replaced, its report, and the way back."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,59 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.page import note, page, table
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
-from shard_spec.apply.reporting import write_report
-from shard_spec.apply.transaction import put_tensor
-from shard_spec.distributed.rank_state import RankState, capture_errors, raise_on_all_ranks
-from shard_spec.distributed.scatter import gather_pieces
+from shard_spec.apply.tensors import TensorAction
+from shard_spec.apply.transaction import Transaction, put_tensor
+from shard_spec.distributed.exchange import gather_shards
+from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
 from shard_spec.layout.layout import Layout
+
+
+def write_report(handle: Any, path: Path) -> Path:
+    """Write the tensors and actions of ``handle`` to ``path``, and return it."""
+    rows = [_row(placed) for placed in handle._placed]
+    metadata = {
+        "module": type(handle.module).__name__,
+        "digest": handle.actions.digest,
+        "actions": handle.actions.lines,
+    }
+    if path.suffix == ".json":
+        path.write_text(json.dumps({**metadata, "tensors": rows}, indent=1) + "\n", encoding="utf-8")
+    else:
+        path.write_text(_page(metadata, rows), encoding="utf-8")
+    return path
+
+
+def _row(placed: Any) -> dict[str, Any]:
+    local = placed.value.to_local() if hasattr(placed.value, "to_local") else placed.value
+    return {
+        "names": [fqn for _, _, fqn in placed.places],
+        "layout": str(placed.layout),
+        "ranks": list(placed.layout.mesh.ranks),
+        "global_shape": list(placed.shape),
+        "local_shape": list(local.shape),
+        "local_bytes": local.numel() * local.element_size(),
+    }
+
+
+def _page(metadata: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            f"<code>{escape(' = '.join(row['names']))}</code>", escape(row["layout"]),
+            str(row["global_shape"]), str(row["local_shape"]), f"{row['local_bytes']:,}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    lines = "".join(f"<li>{escape(line)}</li>" for line in metadata["actions"])
+    parts = [
+        note(f"Digest {metadata['digest']}"),
+        "<h2>Sharded tensors</h2>",
+        table(["tensor", "layout", "global shape", "local shape", "local bytes"], cells, numbers=[4]),
+        f"<h2>Actions</h2><ol>{lines}</ol>",
+    ]
+    return page(f"Sharded {metadata['module']}", parts)
 
 
 @dataclass
@@ -30,14 +78,14 @@ class Placed:
         places: ``(module, name, FQN)`` of every entry that holds it; several where it is tied.
         value: What stands there now.
         before: What stood there, while somebody else still holds it.
-        layout: Where its pieces lie.
+        layout: Where its shards lie.
         shape: Global shape.
     """
 
     places: tuple[tuple[nn.Module, str, str], ...]
     value: torch.Tensor
     before: weakref.ref[torch.Tensor]
-    layout: Layout
+    layout: Layout | None
     shape: tuple[int, ...]
 
     @property
@@ -152,7 +200,22 @@ class ShardHandle:
             assert isinstance(placed.value, DTensor)
             with torch.no_grad():
                 tensor = tensor.redistribute(placements=placed.value.placements).to_local()
-        return gather_pieces(tensor, placed.layout, placed.shape, self._group)
+        assert placed.layout is not None
+        return gather_shards(tensor, placed.layout, placed.shape, self._group)
+
+
+def place(
+    module: nn.Module, action: TensorAction, old: torch.Tensor, value: torch.Tensor, transaction: Transaction
+) -> Placed:
+    """Put ``value`` where ``old`` stood, under each of its names, with what the user set on it."""
+    value.__dict__.update(user_attributes(old))
+    places = []
+    for fqn in action.names:
+        path, _, name = fqn.rpartition(".")
+        owner = module.get_submodule(path)
+        transaction.set_tensor(owner, name, value)
+        places.append((owner, name, fqn))
+    return Placed(tuple(places), value, weakref.ref(old), action.layout, action.shape)
 
 
 def _state(value: torch.Tensor) -> str:
@@ -163,7 +226,7 @@ def _state(value: torch.Tensor) -> str:
     return f"{dtype}, with a gradient of {str(value.grad.dtype).removeprefix('torch.')}"
 
 
-def settled(handle: ShardHandle) -> ShardHandle:
+def mark_replaced_stale(handle: ShardHandle) -> ShardHandle:
     """The handle of a call that has succeeded: whoever still trains what was replaced is told."""
     for placed in handle._placed:
         whole = placed.before()
@@ -183,7 +246,7 @@ def user_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name not in _OWN_ATTRIBUTES}
 
 
-def no_way_back(path: str, sharder: object) -> Callable[[], Problem]:
+def irreversible(path: str, sharder: object) -> Callable[[], Problem]:
     """A check that always fails: what a Sharder did to a module only it knows."""
     found = f"{type(sharder).__qualname__} replaced this module; its weights may have changed since"
     problem = Problem("sharder-nesting", path, found=found, hint="keep a copy of the module to go back to")

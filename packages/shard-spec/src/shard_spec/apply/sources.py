@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.exchange import as_bytes
-from shard_spec.distributed.scatter import broadcast_, scatter, take
+from shard_spec.distributed.exchange import as_bytes, broadcast_, scatter, take
 from shard_spec.layout.layout import Layout
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
@@ -33,19 +32,19 @@ def scatter_to_all(
     src: int,
     mesh: DeviceMesh,
 ) -> torch.Tensor:
-    """This rank's piece: from ``src`` to one of each set of replicas, then from there along the axes that replicate.
+    """This rank's shard: from ``src`` to one of each set of replicas, then from there along the axes that replicate.
 
     ``src`` sends every element once, however many replicas there are.
     """
     local = scatter(full, layout, action.shape, action.dtype, device, group, src, primaries=True)
-    for axis, term in enumerate(layout.terms):
-        if term.kind == "R" and mesh.size(axis) > 1:
+    for axis, spec in enumerate(layout.specs):
+        if spec.kind == "R" and mesh.size(axis) > 1:
             broadcast_(local, mesh.get_group(axis), 0)
     return local
 
 
 def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
-    """This rank's piece of its own full tensor, in memory of its own, so that the full one can be freed."""
+    """This rank's shard of its own full tensor, in memory of its own, so that the full one can be freed."""
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
 
 
@@ -72,13 +71,13 @@ def materialize(
     init: Initializer | None,
     seed: int,
 ) -> torch.Tensor:
-    """This rank's piece of a tensor that so far has a shape only.
+    """This rank's shard of a tensor that so far has a shape only.
 
     Args:
         action: The tensor.
-        device: Where the piece goes.
+        device: Where the shard goes.
         rank: Global rank.
-        init: Fills a whole tensor, ``init(fqn, tensor)``; None: floating pieces become NaN, others 0.
+        init: Fills a whole tensor, ``init(fqn, tensor)``; None: floating shards become NaN, others 0.
         seed: The generators start from it and the FQN for each tensor: the values depend neither on the layout nor
             on the rank.
     """

@@ -1,4 +1,4 @@
-"""TensorAction: what is done to one parameter or buffer, and what may stand in the way."""
+"""TensorAction: one parameter or buffer and what may stand in the way; LocalParameter: a shard of a fused weight."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
+from shard_spec._shared.sharding_info import Section, ShardingInfo
 from shard_spec.apply.gradients import foreign_hooks
+from shard_spec.distributed.parameter_format import ParameterFormat
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.plan.resolve import Resolution
 
@@ -25,7 +28,7 @@ class TensorAction:
         shape: Global shape.
         dtype: Its dtype.
         requires_grad: Whether it gets a gradient.
-        layout: Where its pieces go; None: it stays whole and gets the source's values.
+        layout: Where its shards go; None: it stays whole and gets the source's values.
     """
 
     names: tuple[str, ...]
@@ -56,7 +59,7 @@ def tensor_at(module: nn.Module, fqn: str) -> Any:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a piece of a larger one already."""
+    """Return whether the tensor is a shard of a larger one already."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "_sharding_info")
 
 
@@ -118,3 +121,37 @@ def _sparse_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]
         return []
     hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"
     return [Problem("sparse-gradient", names[0], found="a module with sparse gradients", hint=hint)]
+
+
+class LocalParameter(nn.Parameter):
+    """A local parameter with ``_sharding_info``, which copies and pickles keep (those of ``nn.Parameter`` lose it).
+
+    ``_sharding_info`` is ``(device_mesh, placements, global_shape, global_stride, sections)`` with one
+    ``(size, unit, copies)`` for each section of the sharded dim; each section is cut on its own.
+    """
+
+    _sharding_info: ShardingInfo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalParameter:
+        if id(self) not in memo:
+            copied = LocalParameter(self.detach().clone(), self.requires_grad)
+            copied.__dict__.update(self.__dict__)
+            memo[id(self)] = copied
+        found: LocalParameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
+
+
+def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> LocalParameter:
+    parameter = LocalParameter(data, requires_grad)
+    parameter.__dict__.update(attributes)
+    return parameter
+
+
+def sharding_info(mesh: DeviceMesh, expression: ParameterFormat, shape: tuple[int, ...]) -> ShardingInfo:
+    """Return the description of a shard of a tensor of global ``shape``."""
+    stride = torch.empty(shape, device="meta").stride()
+    sections = tuple(Section(size) for size in expression.sections)
+    return ShardingInfo(mesh, expression.placements, torch.Size(shape), stride, sections)

@@ -1,4 +1,4 @@
-"""Transaction: every change that a call makes to a module, so that all of them can be taken back."""
+"""Transaction: every change that a call makes to a module, to take all of them back; Sharders within one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from shard_spec._shared.problems import PlanError, Problem
+from shard_spec.apply.execution_plan import ExecutionPlan
+from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
 
 
 class Transaction:
@@ -28,8 +33,8 @@ class Transaction:
         self._undo.append(lambda: parent._modules.__setitem__(name, old))
         parent._modules[name] = value
 
-    def set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        """Put a plain attribute of the instance in place."""
+    def set_attribute(self, module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+        """Put a plain attribute of the instance in place, and return how to take it back."""
         before = dict(module.__dict__)
 
         def undo() -> None:
@@ -40,6 +45,7 @@ class Transaction:
 
         self._undo.append(undo)
         module.__dict__[name] = value
+        return undo
 
     def overwrite(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Write ``value`` into ``tensor``; nothing happens, and nothing is kept, where it is there already."""
@@ -97,3 +103,38 @@ class Snapshot:
             for name, table in tables.items():
                 module.__dict__[name].clear()
                 module.__dict__[name].update(table)
+
+
+def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Transaction) -> None:
+    """Put ``new`` where the module at ``path`` is, everywhere it is."""
+    old = module.get_submodule(path)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                transaction.set_module(parent, name, new)
+
+
+def run_sharders(
+    module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, transaction: Transaction
+) -> dict[str, nn.Module]:
+    """Call the Sharders in the order of their FQNs; when one fails on some rank, all ranks raise."""
+    if not actions.sharders:
+        return {}
+
+    def run() -> dict[str, nn.Module]:
+        made = {}
+        for path, sharder in actions.sharders.items():
+            old = module.get_submodule(path)
+            transaction.on_rollback(Snapshot(old).restore)
+            new = sharder.shard(old)
+            if not isinstance(new, nn.Module):
+                found = f"{type(sharder).__qualname__}.shard returned {type(new).__qualname__}"
+                raise PlanError(Problem("wrong-type", path, found=found, hint="return an nn.Module"))
+            made[path] = new
+        return made
+
+    made, problems = capture_errors(run)
+    lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
+    raise_on_all_ranks(group, RankState(lines, problems), "a Sharder failed")
+    assert made is not None
+    return made

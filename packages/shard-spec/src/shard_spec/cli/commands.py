@@ -13,14 +13,13 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
 from shard_spec.estimate.activations import ActivationEstimate
+from shard_spec.estimate.cost import PRESETS, topology_preset
 from shard_spec.estimate.memory import Memory
-from shard_spec.estimate.topology import PRESETS, topology_preset
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
-from shard_spec.report.progress import progress
-from shard_spec.report.terminal import show
+from shard_spec.report.terminal import progress, show
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
@@ -174,12 +173,10 @@ def _planned(
             made.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
             made.append(planners.FullyShardPlanner(mesh, "dp" if "dp" in mesh.axis_names else mesh.axis_names[0]))
-        elif name == "balanced":
-            made.append(planners.BalancedPlanner(mesh, mesh.axis_names[0]))
         elif name == "optimal":
             made.append(_optimal(arguments, mesh))
         else:
-            raise UsageError(f"no planner {name!r}: megatron, fsdp, balanced, optimal, or auto")
+            raise UsageError(f"no planner {name!r}: megatron, fsdp, optimal, or auto")
     planner = made[0] if len(made) == 1 else planners.compose(*made)
     plan = planner.build_plan(module)
     return plan, [*plan.notes, *plan.unrecognised.values()]

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--planner",
         default="auto",
-        help="megatron, fsdp, balanced, optimal, several joined by '+', or auto: megatron on axis tp, fsdp on dp",
+        help="megatron, fsdp, optimal, several joined by '+', or auto: megatron on axis tp, fsdp on dp",
     )
     plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON or (by its suffix) YAML")
     _costs(plan)

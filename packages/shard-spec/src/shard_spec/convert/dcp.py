@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
-from shard_spec.layout.boxes import Box
+from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.from_module import layout_of_tensor
 from shard_spec.plan.resolve import resolve
@@ -62,15 +62,15 @@ class CheckpointShard(torch.Tensor):
         expected = layout.local_shape(rank, shape)
         if tuple(local.shape) != expected:
             raise PlanError(_shape_problem("", tuple(local.shape), expected, layout, rank))
-        # One element, stretched: the global shape without the global memory.
+        # One element, expanded: the global shape without the global memory.
         hollow = torch.empty((), dtype=local.dtype, device=local.device).expand(shape)
         made = torch.Tensor.as_subclass(hollow, cls)
         made.local = local.detach()
         made.boxes = layout.boxes(rank, shape)
-        made._pieces = _cut_local(made.local, layout, rank, tuple(shape))
+        made._shards = _cut_local(made.local, layout, rank, tuple(shape))
         return made
 
-    _pieces: tuple[torch.Tensor, ...]
+    _shards: tuple[torch.Tensor, ...]
 
     @classmethod
     def __torch_function__(
@@ -100,9 +100,9 @@ class CheckpointShard(torch.Tensor):
         return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box, piece in zip(self.boxes, self._pieces, strict=True):
+        for box, shard in zip(self.boxes, self._shards, strict=True):
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return piece
+                return shard
         raise ValueError(f"{index.fqn}: this rank holds no chunk at {index.offset}, only {self.boxes}")
 
 
@@ -193,7 +193,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 def _cut_local(local: torch.Tensor, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     """Views of the local tensor, one for each box, in the order of the boxes."""
     views = [local]
-    for dim, pieces in enumerate(layout.pieces(rank, shape)):
-        sizes = [size for _, size in pieces]
+    for dim, intervals in enumerate(layout.intervals(rank, shape)):
+        sizes = [size for _, size in intervals]
         views = [part for view in views for part in torch.split(view, sizes, dim)]
     return tuple(view for view in views if view.numel())

@@ -1,9 +1,8 @@
 """Hugging Face ``tp_plan``s: module names, ``*`` for layer numbers, to the names of styles.
 
-Read against transformers 5.23.
-A ``tp_plan`` says two things at once: how parameters lie, and what forward does. A sharding plan says the first. Styles
-whose forward does more than their parameters' layout implies have no place in one and are refused by name, unless the
-caller says ``forward="drop"``.
+Read against transformers 5.23. A ``tp_plan`` says two things at once: how parameters lie, and what forward does. A
+sharding plan says the first. Styles whose forward does more than their parameters' layout implies have no place in one
+and are refused by name, unless the caller says ``forward="drop"``.
 """
 
 from __future__ import annotations
@@ -14,9 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.parallelize import cut_dim, output_of, tensors_by_module
-from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
-from shard_spec.layout.intervals import REPLICATE, Term
+from shard_spec.convert.parallelize import (
+    cut_dim,
+    cut_elsewhere,
+    not_expressible,
+    output_of,
+    sharder_problems,
+    tensors_by_module,
+    the_axis,
+)
+from shard_spec.layout.intervals import REPLICATE, PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
@@ -27,21 +33,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Style -> what it does to a tensor of 1 dim and to one of 2 or more. "-2" is the dim of output features, "-1" of input.
-_STYLES: dict[str, tuple[Term, Term]] = {
-    "colwise": (Term("S", -1), Term("S", -2)),
-    "colwise_gather_output": (Term("S", -1), Term("S", -2)),
-    "colwise_rep": (Term("S", -1), Term("S", -2)),
-    "rowwise": (REPLICATE, Term("S", -1)),
-    "embedding_rowwise": (Term("S", 0), Term("S", 0)),
-    "embedding_colwise": (Term("S", 0), Term("S", 1)),
-    "packed_colwise": (Term("S", -1), Term("I", -2, 2)),
-    "packed_rowwise": (REPLICATE, Term("I", -1, 2)),
+_STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
+    "colwise": (PlacementSpec("S", -1), PlacementSpec("S", -2)),
+    "colwise_gather_output": (PlacementSpec("S", -1), PlacementSpec("S", -2)),
+    "colwise_rep": (PlacementSpec("S", -1), PlacementSpec("S", -2)),
+    "rowwise": (REPLICATE, PlacementSpec("S", -1)),
+    "embedding_rowwise": (PlacementSpec("S", 0), PlacementSpec("S", 0)),
+    "embedding_colwise": (PlacementSpec("S", 0), PlacementSpec("S", 1)),
+    "packed_colwise": (PlacementSpec("S", -1), PlacementSpec("I", -2, 2)),
+    "packed_rowwise": (REPLICATE, PlacementSpec("I", -1, 2)),
     "replicate": (REPLICATE, REPLICATE),
 }
 # Styles whose forward does something that no layout of parameters says, and how their parameters lie.
-_FORWARD_STYLES: dict[str, tuple[Term, Term]] = {
-    "rowwise_split_input": (REPLICATE, Term("S", -1)),
-    "rowwise_rep": (REPLICATE, Term("S", -1)),
+_FORWARD_STYLES: dict[str, tuple[PlacementSpec, PlacementSpec]] = {
+    "rowwise_split_input": (REPLICATE, PlacementSpec("S", -1)),
+    "rowwise_rep": (REPLICATE, PlacementSpec("S", -1)),
     "sequence_parallel": (REPLICATE, REPLICATE),
     "replicated_with_grad_allreduce": (REPLICATE, REPLICATE),
     "mla_kv_a_proj": (REPLICATE, REPLICATE),
@@ -87,8 +93,8 @@ def from_hf_tp_plan(
             if key is None:
                 continue
             used.add(key)
-            term = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]
-            exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: term}))
+            spec = {**_STYLES, **_FORWARD_STYLES}[styles[key]][min(len(tensor.shape), 2) - 1]
+            exact[alias] = rules[generic_name(alias)] = str(Layout(mesh, {axis: spec}))
     output = {}
     generic = {path: generic_name(path) for path in metadata.modules}
     for path, name in generic.items():

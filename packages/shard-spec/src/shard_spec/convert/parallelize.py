@@ -1,11 +1,12 @@
-"""A plan as the ``parallelize_plan`` of ``torch.distributed.tensor.parallel.parallelize_module``."""
+"""Conversions to torch's DTensor placements and ``parallelize_module``; refusals that all conversions share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.refuse import cut_elsewhere, not_expressible, sharder_problems, the_axis
+from shard_spec.distributed.parameter_format import dtensor_placement, dtensor_specs
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, resolve
@@ -14,8 +15,100 @@ from shard_spec.plan.values import is_spec, to_layout
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
 
     from shard_spec.plan.content import PlanContent
+    from shard_spec.plan.metadata import ModelMetadata
+
+
+def not_expressible(name: str, found: str, hint: str, dim: int | None = None, axis: str | None = None) -> Problem:
+    """The problem of something that the target has no words for."""
+    return Problem("not-expressible", name, dim, axis, found, hint)
+
+
+def the_axis(found: Resolution, axis: str | None) -> str:
+    """``axis``, or the only one along which the plan cuts anything.
+
+    Raises:
+        PlanError: ``missing-argument`` when that is not one axis.
+    """
+    meshes = {layout.mesh for layout in found.layouts.values()}
+    if len(meshes) != 1:
+        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
+    mesh = next(iter(meshes))
+    if axis is not None:
+        mesh.axis_index(axis)
+        return axis
+    cutting = cutting_axes(found.layouts.values())
+    if len(cutting) == 1:
+        return cutting[0]
+    if not cutting:
+        return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]
+    hint = "pass axis=, one of them"
+    raise PlanError(Problem("missing-argument", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint=hint))
+
+
+def cutting_axes(layouts: Iterable[Layout]) -> list[str]:
+    """Axes of more than one rank that cut something, in mesh order."""
+    found: dict[str, int] = {}
+    for layout in layouts:
+        for axis in layout.sharded_axes:
+            if layout.mesh.axis_size(axis) > 1:
+                found[axis] = layout.mesh.axis_index(axis)
+    return sorted(found, key=lambda axis: found[axis])
+
+
+def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
+    """Tensors that axes other than ``axis`` cut: a problem for targets that know one axis."""
+    problems = []
+    for name, layout in found.layouts.items():
+        for other in layout.sharded_axes:
+            if other != axis and layout.mesh.axis_size(other) > 1:
+                said = f"{layout}: {target} is about one axis, here {axis}"
+                hint = f"replicate along {other} here, and cut along it by other means (fully_shard, ...)"
+                problems.append(not_expressible(name, said, hint, axis=other))
+    return problems
+
+
+def sharder_problems(found: Resolution, target: str) -> list[Problem]:
+    """Modules that a Sharder shards: no target knows what it does."""
+    hint = "leave the Sharder out of the plan that you convert"
+    return [not_expressible(path, f"a Sharder shards it; {target} cannot say how", hint) for path in found.sharders]
+
+
+def to_dtensor_placements(
+    plan: PlanContent, module: nn.Module | ModelMetadata | None = None
+) -> dict[str, tuple[Placement, ...]]:
+    """Placements for each rule, or with ``module`` for each tensor; see ``ShardingPlan.to_dtensor_placements``."""
+    problems: list[Problem] = []
+    found: dict[str, tuple[Placement, ...]] = {}
+    if module is None:
+        problems += plan.problems
+        for rule in plan.rules:
+            if rule.layout is not None:
+                found[rule.key] = _said(rule.key, rule.layout, None, problems)
+            elif not rule.problems:
+                hint = "pass the model: placements of specs depend on shapes"
+                problems.append(not_expressible(rule.key, f"a {rule.kind}, not placements", hint))
+    else:
+        resolved = resolve(plan, module)
+        problems += sharder_problems(resolved, "a DTensor")
+        for tensor in resolved.metadata.tensors:
+            layout = resolved.layouts.get(tensor.name)
+            if layout is not None:
+                found[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
+    raise_problems(problems, "DTensor placements cannot say this plan")
+    return found
+
+
+def _said(name: str, layout: Layout, shape: tuple[int, ...] | None, problems: list[Problem]) -> tuple[Placement, ...]:
+    specs, why = dtensor_specs(layout, shape)
+    if why is not None:
+        hint = "shard-reshard moves tensors in any layout; plan.apply keeps fused weights as local parameters"
+        problems.append(not_expressible(name, f"{layout}: {why}", hint))
+        return ()
+    return tuple(dtensor_placement(spec) for spec in specs)
+
 
 _LINEAR, _EMBEDDING = "Linear", "Embedding"
 
@@ -33,7 +126,7 @@ def to_parallelize_plan(
         cut = {t.name.rsplit(".", 1)[-1]: cut_dim(found.layouts.get(t.name), t, axis) for t in tensors}
         if all(dim is None for dim in cut.values()):
             continue
-        kinds = [found.layouts[t.name].terms[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
+        kinds = [found.layouts[t.name].specs[found.layouts[t.name].mesh.axis_index(axis)].kind for t in tensors]
         wrong = _refusal(path, found.metadata.modules.get(path, ""), cut, kinds, axis)
         if wrong is not None:
             problems.append(wrong)
@@ -59,7 +152,7 @@ def cut_dim(layout: Layout | None, tensor: TensorMetadata, axis: str) -> int | N
     """The dim of ``tensor`` that ``axis`` cuts, counted from the front, or None."""
     if layout is None:
         return None
-    dim = layout.terms[layout.mesh.axis_index(axis)].dim
+    dim = layout.specs[layout.mesh.axis_index(axis)].dim
     return None if dim is None else dim % len(tensor.shape)
 
 
@@ -75,11 +168,11 @@ def output_of(plan: PlanContent, path: str, axis: str) -> str | None:
     if not is_spec(value):
         layout = to_layout(value, plan.mesh)
         others = [other for other in layout.sharded_axes if other != axis]
-        term = layout.terms[layout.mesh.axis_index(axis)] if axis in layout.mesh.axis_names else None
-        if term is not None and not others:
-            if term.kind == "R":
+        spec = layout.specs[layout.mesh.axis_index(axis)] if axis in layout.mesh.axis_names else None
+        if spec is not None and not others:
+            if spec.kind == "R":
                 return "whole"
-            if term.kind == "S" and term.dim == -1:
+            if spec.kind == "S" and spec.dim == -1:
                 return "last"
     name = f"output_plan[{path!r}]"
     raise PlanError(not_expressible(name, f"the output layout {value!s}", "write R, or S(-1), along that axis"))

@@ -1,4 +1,4 @@
-"""DeviceMeshes over the ranks of a group, in any order.
+"""DeviceMeshes over the ranks of a group, in any order, and the state that its ranks compare before they act.
 
 A ``DeviceMesh`` made from permuted ranks gets process groups in ascending order, and then gathers shards in the wrong
 order without an error. The meshes made here have groups in mesh order.
@@ -7,15 +7,17 @@ order without an error. The meshes made here have groups in mesh order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec import _torch_compat
+from shard_spec._shared.consensus import assert_consistent, problems_of
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 
@@ -150,3 +152,54 @@ def _key_of(layout: Layout) -> MeshKey:
     if len(set(names)) < len(names):
         names = tuple(f"{name}{at}" for at, name in enumerate(names))
     return MeshKey(names, layout.mesh.shape, tuple(layout.mesh.ranks))
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Result of planning on one rank.
+
+    Attributes:
+        lines: Facts about what it is about to do; they have to be equal on every rank.
+        problems: What keeps it from going on.
+    """
+
+    lines: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def group_or_default(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that was passed, or the default group.
+
+    Raises:
+        PlanError: ``no-process-group`` or ``rank-outside-mesh``; no other rank can be told.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        found = "torch.distributed is not initialized"
+        hint = "call torch.distributed.init_process_group first; planning needs no process group"
+        raise PlanError(Problem("no-process-group", found=found, hint=hint))
+    group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        found = f"rank {dist.get_rank()} is not in the process group it passed"
+        raise PlanError(Problem("rank-outside-mesh", "process_group", found=found, hint="call it on members only"))
+    return group
+
+
+def capture_errors(work: Callable[[], T]) -> tuple[T | None, tuple[Problem, ...]]:
+    """Return the value of ``work``, or its problems, so that a failing rank still meets its peers."""
+    try:
+        return work(), ()
+    except Exception as error:
+        return None, problems_of(error)
+
+
+def raise_on_all_ranks(group: dist.ProcessGroup, state: RankState, subject: str) -> None:
+    """Return when no rank found a problem and all are about to do the same; a collective.
+
+    Raises:
+        PlanError: The same on every rank: the problems of all ranks, or ``ranks-disagree`` with the lines that differ.
+    """
+    error = PlanError(state.problems) if state.problems else None
+    assert_consistent(group, subject, state.lines, error, hint="pass the same to every rank of the group")

@@ -1,15 +1,29 @@
-"""Choice of a parameter's format: a DTensor where placements describe the layout, else a local one, or a problem."""
+"""Format of a parameter: a DTensor where placements describe its layout, else a local one, or a problem."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
 from shard_spec import _torch_compat
-from shard_spec._shared.problems import Problem
-from shard_spec.layout.intervals import Term, sections
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.distributed.exchange import scatter
+from shard_spec.distributed.mesh_cache import (
+    GroupRef,
+    MeshCache,
+    RankState,
+    capture_errors,
+    group_or_default,
+    raise_on_all_ranks,
+)
+from shard_spec.layout.intervals import PlacementSpec, sections
 from shard_spec.layout.layout import Layout
-from shard_spec.layout.placements import from_term
+from shard_spec.layout.placements import to_placement
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -21,21 +35,21 @@ class ParameterFormat:
 
     Attributes:
         kind: ``"dtensor"``; or ``"local"``: a plain parameter that carries ``_sharding_info``.
-        terms: One for each mesh axis; an interleaved one only in a DTensor whose axes cut in another order than the
+        specs: One for each mesh axis; an interleaved one only in a DTensor whose axes cut in another order than the
             mesh has them, as a number of sections.
         sections: For ``"local"``: the sizes of the sections of the interleaved dim.
     """
 
     kind: str
-    terms: tuple[Term, ...]
+    specs: tuple[PlacementSpec, ...]
     sections: tuple[int, ...] = ()
 
     @property
     def placements(self) -> tuple[Placement, ...]:
         """One placement of torch's for each mesh axis; the sections of a local parameter are not in them."""
         if self.kind == "local":
-            return tuple(dtensor_placement(Term("S", t.dim) if t.kind == "I" else t) for t in self.terms)
-        return tuple(dtensor_placement(term) for term in self.terms)
+            return tuple(dtensor_placement(PlacementSpec("S", t.dim) if t.kind == "I" else t) for t in self.specs)
+        return tuple(dtensor_placement(spec) for spec in self.specs)
 
 
 def choose_format(
@@ -51,31 +65,31 @@ def choose_format(
         strided: Whether axes that cut one dim in another order than the mesh has them may become a strided shard.
     """
     plain = layout.canonical(shape)
-    kinds = {term.kind for term in plain.terms}
+    kinds = {spec.kind for spec in plain.specs}
     if layout.partial:
         return Problem("partial-value", name, found=str(layout), hint="replicate or shard what is stored")
     if kinds <= {"R", "S"} and not plain.order:
         # The axes as written, not canonical ones: an axis of one rank keeps its shard.
-        return ParameterFormat("dtensor", tuple(_written(term, len(shape)) for term in layout.terms))
+        return ParameterFormat("dtensor", tuple(_written(spec, len(shape)) for spec in layout.specs))
     if kinds <= {"R", "S"}:
         return _in_order(layout, shape, name, strided)
-    special = [at for at, term in enumerate(plain.terms) if term.kind not in "RS"]
-    term = plain.terms[special[0]]
+    special = [at for at, spec in enumerate(plain.specs) if spec.kind not in "RS"]
+    spec = plain.specs[special[0]]
     axis = layout.mesh.axis_names[special[0]]
     if (
         local
-        and term.kind == "I"
-        and all(other.kind == "R" for at, other in enumerate(plain.terms) if at != special[0])
+        and spec.kind == "I"
+        and all(other.kind == "R" for at, other in enumerate(plain.specs) if at != special[0])
     ):
-        assert term.dim is not None
-        return ParameterFormat("local", plain.terms, tuple(size for _, size in sections(term.arg, shape[term.dim])))
-    return Problem("not-expressible", name, term.dim, axis, f"{layout}: {_why(term.kind)}", _hint(term.kind, local))
+        assert spec.dim is not None
+        return ParameterFormat("local", plain.specs, tuple(size for _, size in sections(spec.arg, shape[spec.dim])))
+    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_why(spec.kind)}", _hint(spec.kind, local))
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
     """Axes that cut one dim in an order of their own, as in FSDP over tensor parallelism."""
     hint = "let the axes cut in mesh order, or turn the axes of the mesh around"
-    terms, why = dtensor_terms(layout, shape)
+    specs, why = dtensor_specs(layout, shape)
     if why is None and not strided:
         why = "this call makes DTensors that cut in mesh order only"
     if why is None and not _torch_compat.computes_with_strided_shards():
@@ -83,12 +97,12 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
         hint += "; or use torch >= 2.13"
     if why is not None:
         return Problem("not-expressible", name, found=f"{layout}: {why}", hint=hint)
-    return ParameterFormat("dtensor", terms)
+    return ParameterFormat("dtensor", specs)
 
 
-def _written(term: Term, ndim: int) -> Term:
+def _written(spec: PlacementSpec, ndim: int) -> PlacementSpec:
     """The cut as it is written, whatever kind of cut it is called."""
-    return Term("R") if term.dim is None else Term("S", term.dim % ndim)
+    return PlacementSpec("R") if spec.dim is None else PlacementSpec("S", spec.dim % ndim)
 
 
 def _why(kind: str) -> str:
@@ -109,37 +123,37 @@ def _hint(kind: str, local: bool) -> str:
     return "use Shard(dim) here; shard-reshard moves tensors in any layout"
 
 
-# ---- terms that a DTensor has placements for ----
+# ---- specs that a DTensor has placements for ----
 
 
-def dtensor_terms(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[Term, ...], str | None]:
-    """The layout in terms that have a DTensor placement (R, P, S, and I with a number of sections), or why not.
+def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[PlacementSpec, ...], str | None]:
+    """The layout in specs that have a DTensor placement (R, P, S, and I with a number of sections), or why not.
 
     Without a shape only what holds for every shape is said.
     """
     if shape is not None:
         plain = layout.canonical(shape)
-        pairs = zip(layout.terms, plain.terms, strict=True)
+        pairs = zip(layout.specs, plain.specs, strict=True)
         # Axes of one rank keep their shard as written: canonical() replicates them.
-        kept = [_from_front(term, len(shape)) if term.kind == "S" else canon for term, canon in pairs]
+        kept = [_from_front(spec, len(shape)) if spec.kind == "S" else canon for spec, canon in pairs]
         layout = Layout(layout.mesh, kept, plain.order)
-    terms = [_equal_sections(term) for term in layout.terms]
-    for term in terms:
-        if term.kind not in "RPS" and not (term.kind == "I" and isinstance(term.arg, int)):
-            return (), _WHY[term.kind]
+    specs = [_equal_sections(spec) for spec in layout.specs]
+    for spec in specs:
+        if spec.kind not in "RPS" and not (spec.kind == "I" and isinstance(spec.arg, int)):
+            return (), _WHY[spec.kind]
     if not layout.order:
-        return tuple(terms), None
+        return tuple(specs), None
     if shape is None:
         return (), "whether DTensor can say this order depends on the shape; pass the model"
-    strided = _strided(layout, terms)
+    strided = _strided(layout, specs)
     if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
         return strided, None
     return (), "DTensor cuts in mesh order, and a strided shard puts other rows on some ranks here"
 
 
-def _from_front(term: Term, ndim: int) -> Term:
-    assert term.dim is not None
-    return term._replace(dim=term.dim % ndim)
+def _from_front(spec: PlacementSpec, ndim: int) -> PlacementSpec:
+    assert spec.dim is not None
+    return spec._replace(dim=spec.dim % ndim)
 
 
 _WHY = {
@@ -149,35 +163,136 @@ _WHY = {
 }
 
 
-def _equal_sections(term: Term) -> Term:
+def _equal_sections(spec: PlacementSpec) -> PlacementSpec:
     """Sections of one size are a number of sections, whatever comes before: torch.chunk cuts them alike."""
-    if term.kind == "I" and isinstance(term.arg, tuple) and len(set(term.arg)) == 1:
-        return Term("I", term.dim, len(list(sections(term.arg, sum(term.arg)))))
-    return term
+    if spec.kind == "I" and isinstance(spec.arg, tuple) and len(set(spec.arg)) == 1:
+        return PlacementSpec("I", spec.dim, len(list(sections(spec.arg, sum(spec.arg)))))
+    return spec
 
 
-def _strided(layout: Layout, terms: list[Term]) -> tuple[Term, ...] | None:
+def _strided(layout: Layout, specs: list[PlacementSpec]) -> tuple[PlacementSpec, ...] | None:
     """Mesh order, with a strided shard on each axis that cuts after a later one."""
-    if any(term.kind == "I" for term in terms):
+    if any(spec.kind == "I" for spec in specs):
         return None
     names = layout.mesh.axis_names
-    found = list(terms)
+    found = list(specs)
     for place, axis in enumerate(layout.order):
         at = names.index(axis)
         before = [names.index(other) for other in layout.order[:place]]
-        later = [b for b in before if b > at and terms[b].dim == terms[at].dim]
+        later = [b for b in before if b > at and specs[b].dim == specs[at].dim]
         factor = 1
         for other in later:
             factor *= layout.mesh.shape[other]
         if factor > 1:
-            found[at] = Term("I", terms[at].dim, factor)
+            found[at] = PlacementSpec("I", specs[at].dim, factor)
     return tuple(found)
 
 
-def dtensor_placement(term: Term) -> Any:
-    """Torch's placement of a term; an interleaved one has a number of sections."""
-    if term.kind == "I":
-        assert term.dim is not None
-        assert isinstance(term.arg, int)
-        return _torch_compat.strided_shard(term.dim, term.arg)
-    return from_term(term)
+def dtensor_placement(spec: PlacementSpec) -> Any:
+    """Torch's placement of a spec; an interleaved one has a number of sections."""
+    if spec.kind == "I":
+        assert spec.dim is not None
+        assert isinstance(spec.arg, int)
+        return _torch_compat.strided_shard(spec.dim, spec.arg)
+    return to_placement(spec)
+
+
+def shard_tensor(
+    tensor: torch.Tensor,
+    place: Callable[[tuple[int, ...]], tuple[Layout, torch.device | None]],
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> DTensor:
+    """Scatter one tensor from ``src_rank`` of the group; a collective. The tensor itself is left alone.
+
+    Args:
+        tensor: The full tensor on the source; its shape and dtype on every rank.
+        place: Global shape -> layout over the ranks of the group, and this rank's device where one is named.
+        src_rank: Rank in the group that has the values.
+        process_group: Default: the default group.
+
+    Raises:
+        PlanError: Before anything moved, on every rank.
+    """
+    group = group_or_default(process_group)
+    planned, problems = capture_errors(lambda: _planned(tensor, place, src_rank, group))
+    lines: tuple[str, ...] = ()
+    if planned is not None:
+        layout, device = planned
+        frozen = "" if tensor.requires_grad else ", frozen"
+        where = f"{layout} on ranks {list(layout.mesh.ranks)}, source {src_rank}, on {device.type}"
+        lines = (f"tensor {tensor.dtype} {list(tensor.shape)}{frozen} -> {where}",)
+    raise_on_all_ranks(group, RankState(lines, problems), "shard")
+    assert planned is not None
+    layout, device = planned
+    shape = tuple(tensor.shape)
+    meshes = MeshCache(GroupRef(group), device.type)
+    meshes.prepare([layout])
+    full = tensor.detach() if dist.get_rank(group) == src_rank else None
+    local = scatter(full, layout, shape, tensor.dtype, device, group, src_rank)
+    value = as_dtensor(local, layout, shape, "tensor", meshes)
+    value.requires_grad_(tensor.requires_grad)
+    return value
+
+
+def _planned(
+    tensor: object,
+    place: Callable[[tuple[int, ...]], tuple[Layout, torch.device | None]],
+    src_rank: int,
+    group: dist.ProcessGroup,
+) -> tuple[Layout, torch.device]:
+    """Return where the shards go; sends nothing."""
+    if not isinstance(tensor, torch.Tensor):
+        found = f"{tensor!r:.200} of type {type(tensor).__qualname__}"
+        raise PlanError(Problem("wrong-type", "tensor", found=found, hint="give the full tensor"))
+    shape, ranks = tuple(tensor.shape), tuple(dist.get_process_group_ranks(group))
+    layout, device = place(shape)
+    problems = [*source_problems(src_rank, len(ranks)), *rank_problems("tensor", tuple(layout.mesh.ranks), ranks)]
+    expression = choose_format(layout, shape, "tensor")
+    problems += [expression] if isinstance(expression, Problem) else []
+    if tensor.is_meta and dist.get_rank(group) == src_rank:
+        hint = "give the source rank real values; only the other ranks may have meta tensors"
+        problems.append(Problem("no-data", "tensor", found="a meta tensor on src_rank", hint=hint))
+    raise_problems(problems)
+    return layout, device or (group_device(group) if tensor.is_meta else tensor.device)
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the kind of device that the group communicates on."""
+    if "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def source_problems(src_rank: object, size: int) -> list[Problem]:
+    """Return the problem of a source that is no rank of the group."""
+    if isinstance(src_rank, int) and not isinstance(src_rank, bool) and 0 <= src_rank < size:
+        return []
+    hint = f"a rank in the group, 0 to {size - 1}"
+    return [Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint)]
+
+
+def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name: str, meshes: MeshCache) -> DTensor:
+    """Return this rank's shard as a DTensor."""
+    expression = choose_format(layout, shape, name)
+    assert isinstance(expression, ParameterFormat)  # planned
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = meshes.mesh_of(layout)
+    return DTensor.from_local(
+        local, mesh, expression.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:
+    """Return the problems of a layout that does not name every rank of the group."""
+    outside = sorted(set(named) - set(ranks))
+    missing = sorted(set(ranks) - set(named))
+    problems = []
+    if outside:
+        found, hint = f"ranks {outside} are not in the group {list(ranks)}", "name global ranks of the group"
+        problems.append(Problem("rank-outside-mesh", name, found=found, hint=hint))
+    if missing:
+        found = f"ranks {missing} of the group hold nothing"
+        hint = "name every rank of the group once, or pass a smaller process_group"
+        problems.append(Problem("rank-outside-mesh", name, found=found, hint=hint))
+    return problems

@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
-from shard_spec.estimate.batch import Batch, forward_inputs
-from shard_spec.estimate.roles import data_axes_of, role
+from shard_spec.estimate.roles import Batch, data_axes_of, forward_inputs, role
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:

@@ -13,22 +13,28 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.batch import Batch, num_tokens
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
-from shard_spec.estimate.roles import data_axes_of, is_embedding, role, weight_dims
+from shard_spec.estimate.roles import (
+    EXPERT_AXIS_NAMES,
+    PIPELINE_AXIS_NAMES,
+    Batch,
+    data_axes_of,
+    expert_modules,
+    is_embedding,
+    num_tokens,
+    role,
+    uncounted_axes,
+    weight_dims,
+)
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from shard_spec.estimate.cost import CostModel
-    from shard_spec.estimate.topology import Topology
-    from shard_spec.plan.content import PlanContent
+    from shard_spec.estimate.cost import CostModel, Topology
 
 
 @dataclass(frozen=True)
@@ -110,22 +116,6 @@ class Communication:
 
 
 def communication(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    batch: Batch | None = None,
-    *,
-    topology: Topology | None = None,
-    data_axes: Iterable[str] | None = None,
-    dtype: str | None = None,
-    cost_model: CostModel | None = None,
-) -> Communication:
-    """Return what a step moves; see ``ShardingPlan.communication``."""
-    return communication_of(
-        resolve(plan, module), batch, topology=topology, data_axes=data_axes, dtype=dtype, cost_model=cost_model
-    )
-
-
-def communication_of(
     found: Resolution,
     batch: Batch | None = None,
     *,
@@ -134,17 +124,20 @@ def communication_of(
     dtype: str | None = None,
     cost_model: CostModel | None = None,
 ) -> Communication:
-    """Return what a step of a resolved plan moves."""
+    """Return what a step of a resolved plan moves; see ``ShardingPlan.communication``."""
     mesh = _one_mesh(found)
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
     transfers: list[Transfer] = []
+    experts = expert_modules(found.metadata.parameters)
     for tensor in found.metadata.parameters:
         layout = found.layouts.get(tensor.name)
+        stays = EXPERT_AXIS_NAMES if tensor.name.rpartition(".")[0] in experts else ()
         if layout is not None:
-            for axis, size in mesh.axes.items():
-                if size > 1:
-                    transfers += step.along_data(tensor, layout, axis) if axis in data else ()
+            gathered = tuple(axis for axis in data if axis not in stays)
+            for axis in (axis for axis, size in mesh.axes.items() if size > 1 and axis in data):
+                if axis in gathered or role(tensor, layout, axis) == "whole":
+                    transfers += step.along_data(tensor, layout, axis, gathered)
     if step.tokens is not None:
         transfers += _activations(found, step)
     seconds = None if topology is None else _seconds(mesh, transfers, topology, cost_model)
@@ -165,12 +158,11 @@ class _Step:
 
     @property
     def local_tokens(self) -> int:
-        parts = 1
-        for axis in self.data_axes:
-            parts *= self.mesh.axis_size(axis)
-        return -(-(self.tokens or 0) // parts)
+        return -(-(self.tokens or 0) // prod(map(self.mesh.axis_size, self.data_axes)))
 
-    def along_data(self, tensor: TensorMetadata, layout: Layout, axis: str) -> list[Transfer]:
+    def along_data(
+        self, tensor: TensorMetadata, layout: Layout, axis: str, gathered: tuple[str, ...]
+    ) -> list[Transfer]:
         """Gather before each use and scatter the gradient where cut; reduce the gradient where whole."""
         local = _largest_local_bytes(layout, tensor, self.item_bytes(tensor))
         size = self.mesh.axis_size(axis)
@@ -179,7 +171,7 @@ class _Step:
             return [Transfer(axis, "all_reduce", "gradients", tensor.name, local, 1, size)] if trains else []
         # Other data axes that cut the tensor are gathered first, from the last axis to the first.
         inner = 1
-        for other in self.data_axes:
+        for other in gathered:
             if self.mesh.axis_index(other) >= self.mesh.axis_index(axis) and role(tensor, layout, other) != "whole":
                 inner *= self.mesh.axis_size(other)
         full = local * inner
@@ -199,7 +191,7 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
         if tensor.name in found.layouts and weight_dims(tensor) is not None
     ]
     for axis, size in step.mesh.axes.items():
-        if size == 1 or axis in step.data_axes:
+        if size == 1 or axis in step.data_axes or axis in PIPELINE_AXIS_NAMES:
             continue
         roles = {tensor.name: role(tensor, layout, axis) for tensor, layout in weights}
         row_parents = {_parent(t.name) for t, _ in weights if roles[t.name] == "row" and not is_embedding(t)}
@@ -233,24 +225,16 @@ def _parent(name: str) -> str:
 
 def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int) -> int:
     """Bytes of the fullest rank's local tensor; chunks make the first rank the fullest."""
-    if all(term.kind in "RSP" for term in layout.terms):
-        numel = 1
-        for size in layout.local_shape(layout.mesh.ranks[0], tensor.shape):
-            numel *= size
-        return numel * item_bytes
+    if all(spec.kind in "RSP" for spec in layout.specs):
+        return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)) * item_bytes
     return max(local_numels(layout, tensor.shape)) * item_bytes
 
 
 def _one_mesh(found: Resolution) -> MeshSpec:
     meshes = list(dict.fromkeys(layout.mesh for layout in found.layouts.values()))
     if len(meshes) != 1:
-        raise PlanError(
-            Problem(
-                "mesh-mismatch",
-                found=f"{len(meshes)} meshes in one plan",
-                hint="communication is counted by axis: put all layouts on one mesh",
-            )
-        )
+        hint = "communication is counted by axis: put all layouts on one mesh"
+        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint=hint))
     return meshes[0]
 
 
@@ -267,7 +251,7 @@ def _seconds(
 
 
 def _assumptions(step: _Step) -> tuple[str, ...]:
-    model = [axis for axis in step.mesh.axis_names if axis not in step.data_axes]
+    model = [axis for axis in step.mesh.axis_names if axis not in (*step.data_axes, *PIPELINE_AXIS_NAMES)]
     lines = [
         f"data axes (ranks see different samples): {', '.join(step.data_axes) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model) or 'none'}",
@@ -277,4 +261,4 @@ def _assumptions(step: _Step) -> tuple[str, ...]:
         lines.append("no batch given: activations are not counted")
     else:
         lines.append(f"{step.tokens} tokens a step, {step.local_tokens} on each rank; one collective at each boundary")
-    return tuple(lines)
+    return (*lines, *uncounted_axes(step.mesh))

@@ -1,18 +1,172 @@
-"""Seconds of one collective or one matmul.
-
-The collectives follow the ring and pairwise-exchange algorithms in the alpha-beta model: a message of ``b`` bytes takes
-``latency + b / bandwidth``. Sources: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH" (IJHPCA 19(1), 2005) for all-gather, reduce-scatter and all-to-all; Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations" (JPDC 69(2), 2009) for all-reduce as
-reduce-scatter then all-gather. `nccl-tests` (`doc/PERFORMANCE.md`) uses the same byte factors for its bus bandwidth.
-"""
+"""Topology of a machine, and times of collectives and matmuls on it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from shard_spec.estimate.topology import Link, Topology
+
+@dataclass(frozen=True)
+class Link:
+    """Link between the ranks of one mesh axis.
+
+    Args:
+        size: number of ranks in the group.
+        bytes_per_second: what one rank can send while every rank of the group sends.
+        latency_seconds: time of one message that carries nothing.
+        crosses_hosts: whether some of the messages leave the host.
+    """
+
+    size: int
+    bytes_per_second: float
+    latency_seconds: float
+    crosses_hosts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"Link(size={self.size}): a group has at least one rank.")
+        _require_positive("Link", bytes_per_second=self.bytes_per_second)
+        if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
+            raise ValueError(f"Link(latency_seconds={self.latency_seconds}): give zero or more.")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A cluster of equal ranks in equal hosts.
+
+    Args:
+        hbm_bytes: memory of one rank, in bytes.
+        ranks_per_host: ranks that share the fast links; rank ``r`` lives on host ``r // ranks_per_host``.
+        intra_bw: bytes per second and direction that one rank sends within its host.
+        inter_bw: bytes per second and direction that one rank sends to other hosts (its share of the NICs).
+        latency: seconds of one empty message within a host.
+        flops: dense matmul operations per second of one rank, in the dtype that trains (peak, see
+            `AlphaBetaCostModel`).
+        inter_latency: seconds of one empty message between hosts; ``None`` takes `latency`.
+        name: what reports call it.
+
+    Raises:
+        ValueError: a quantity is not positive.
+    """
+
+    hbm_bytes: int
+    ranks_per_host: int
+    intra_bw: float
+    inter_bw: float
+    latency: float
+    flops: float
+    inter_latency: float | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            "Topology",
+            hbm_bytes=self.hbm_bytes,
+            ranks_per_host=self.ranks_per_host,
+            intra_bw=self.intra_bw,
+            inter_bw=self.inter_bw,
+            flops=self.flops,
+        )
+        for field, value in (("latency", self.latency), ("inter_latency", self.inter_latency)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Topology({field}={value}): give seconds, zero or more.")
+
+    def link(self, axes: Mapping[str, int], axis: str, ranks: Sequence[int] | None = None) -> Link:
+        """The link that the groups of `axis` have, for the slowest of them.
+
+        Ranks are numbered row-major over `axes` (the last axis varies fastest), as in a DeviceMesh. A group with ``g``
+        ranks on a host leaves it through ``g`` ranks' shares of the NICs, because collectives run one ring per NIC;
+        it is never faster than the links inside the host.
+
+        Args:
+            axes: axis name to size, in mesh order.
+            axis: which of them.
+            ranks: global rank of each mesh position, if it is not 0..n-1.
+
+        Raises:
+            ValueError: `axis` is not one of `axes`, or `ranks` has another length than the mesh.
+        """
+        if axis not in axes:
+            raise ValueError(f"Topology.link: no axis {axis!r} in a mesh of {list(axes)}.")
+        names = list(axes)
+        size = axes[axis]
+        stride = math.prod(axes[name] for name in names[names.index(axis) + 1 :])
+        world_size = math.prod(axes.values())
+        if ranks is not None and len(ranks) != world_size:
+            raise ValueError(f"Topology.link: {len(ranks)} ranks for a mesh of {world_size}.")
+        fewest_together = self._fewest_ranks_of_a_group_on_a_host(size, stride, world_size, ranks)
+        if fewest_together >= size:
+            return Link(size, self.intra_bw, self.latency)
+        latency = self.latency if self.inter_latency is None else self.inter_latency
+        return Link(size, min(self.intra_bw, self.inter_bw * fewest_together), latency, crosses_hosts=True)
+
+    def _fewest_ranks_of_a_group_on_a_host(
+        self, size: int, stride: int, world_size: int, ranks: Sequence[int] | None
+    ) -> int:
+        """Return the fewest ranks that any group has on one of its hosts."""
+        if ranks is None and stride * size <= self.ranks_per_host and self.ranks_per_host % (stride * size) == 0:
+            return size  # a whole number of groups fits in a host: no need to look at each
+        fewest = size
+        for block in range(0, world_size, stride * size):
+            for offset in range(stride):
+                on_host: dict[int, int] = {}
+                for position in range(block + offset, block + offset + stride * size, stride):
+                    rank = position if ranks is None else ranks[position]
+                    host = rank // self.ranks_per_host
+                    on_host[host] = on_host.get(host, 0) + 1
+                fewest = min(fewest, *on_host.values())
+        return fewest
+
+
+def _require_positive(owner: str, **values: float) -> None:
+    for field, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{owner}({field}={value}): must be positive and finite.")
+
+
+# ---- common machines, from their makers' data sheets ----
+#
+# Peak numbers: `AlphaBetaCostModel` says how much of them it expects to get. Bandwidths are per rank and per direction,
+# so half of what data sheets print as the two-way total. Latencies are of the order of NCCL's own tuning constants
+# (hardware latencies in its `src/graph/tuning.cc`: a few microseconds a step on NVLink and PCIe, about ten
+# over a network), not measured here. Memory is the data sheet's number of decimal gigabytes, which is a little less
+# than the driver reports and leaves room for it.
+
+PRESETS: dict[str, Topology] = {
+    # NVIDIA H100 SXM5 data sheet: 80 GB, NVLink 900 GB/s two-way, 989 TFLOP/s dense BF16. DGX H100: one 400 Gb/s NIC
+    # a GPU.
+    "h100-sxm": Topology(80 * 10**9, 8, 450e9, 50e9, 4e-6, 989e12, inter_latency=12e-6, name="h100-sxm"),
+    # NVIDIA H200 data sheet: 141 GB, links and BF16 rate of the H100.
+    "h200-sxm": Topology(141 * 10**9, 8, 450e9, 50e9, 4e-6, 989e12, inter_latency=12e-6, name="h200-sxm"),
+    # NVIDIA A100 80GB SXM data sheet: NVLink 600 GB/s two-way, 312 TFLOP/s BF16. DGX A100: one 200 Gb/s HDR NIC a GPU.
+    "a100-sxm-80gb": Topology(80 * 10**9, 8, 300e9, 25e9, 4e-6, 312e12, inter_latency=12e-6, name="a100-sxm-80gb"),
+    # The same board with 40 GB; NICs as in the first DGX A100.
+    "a100-sxm-40gb": Topology(40 * 10**9, 8, 300e9, 25e9, 4e-6, 312e12, inter_latency=12e-6, name="a100-sxm-40gb"),
+    # NVIDIA HGX B200: 180 GB usable, NVLink 1.8 TB/s two-way, 2.25 PFLOP/s dense BF16, one 400 Gb/s NIC a GPU.
+    "b200-hgx": Topology(180 * 10**9, 8, 900e9, 50e9, 4e-6, 2.25e15, inter_latency=12e-6, name="b200-hgx"),
+    # AMD MI300X data sheet: 192 GB, seven 64 GB/s one-way Infinity Fabric links, 1307 TFLOP/s dense BF16; 400 Gb/s
+    # NIC a GPU.
+    "mi300x": Topology(192 * 10**9, 8, 448e9, 50e9, 5e-6, 1307e12, inter_latency=12e-6, name="mi300x"),
+    # NVIDIA L40S data sheet: 48 GB, PCIe 4.0 x16 (64 GB/s two-way, no NVLink), 362 TFLOP/s dense BF16.
+    # NICs differ between servers: one 200 Gb/s NIC for two GPUs is assumed.
+    "l40s": Topology(48 * 10**9, 8, 32e9, 12.5e9, 5e-6, 362e12, inter_latency=15e-6, name="l40s"),
+    # Processes on one or more CPU hosts with gloo: 16 GB a rank, loopback sockets, 10 Gb/s Ethernet between hosts.
+    # The orders of magnitude of a laptop or a CI runner, to make small examples sensible; not a product.
+    "cpu-gloo": Topology(16 * 10**9, 8, 2e9, 1.25e9, 50e-6, 5e10, inter_latency=100e-6, name="cpu-gloo"),
+}
+
+
+def topology_preset(name: str) -> Topology:
+    """The preset called `name`.
+
+    Raises:
+        ValueError: there is none; the message lists those that exist.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"no topology preset {name!r}: choose one of {sorted(PRESETS)} or build a Topology yourself.")
+    return PRESETS[name]
 
 
 @runtime_checkable

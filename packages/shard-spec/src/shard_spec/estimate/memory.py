@@ -4,23 +4,101 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.activations import estimate_activations
-from shard_spec.estimate.batch import Batch
-from shard_spec.estimate.optimizers import OptimizerLike, OptimizerState, optimizer_state
+from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.formatting import joined, memory_parts
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
-from shard_spec.plan.resolve import Resolution, resolve
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
 
-    from shard_spec.plan.content import PlanContent
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """State that an optimizer keeps for each parameter with a gradient.
+
+    Attributes:
+        name: What reports call it.
+        slots: Number of tensors as large as the (local) parameter.
+        scalar_bytes: Bytes beside them for each parameter: torch counts steps in a float32 scalar. It lies on the CPU
+            unless the optimizer is ``fused`` or ``capturable``; it is counted all the same.
+        dtype: Dtype of the slots; None means that of the parameter (of the master copy where there is one).
+        master: Dtype of a second, finer copy of each floating parameter that the optimizer updates; None for none.
+    """
+
+    name: str
+    slots: int = 0
+    scalar_bytes: int = 0
+    dtype: str | None = None
+    master: str | None = None
+
+
+OptimizerLike: TypeAlias = "str | OptimizerState | torch.optim.Optimizer | type[torch.optim.Optimizer] | None"
+
+# Read off torch.optim 2.13: state tensors of the default arguments.
+OPTIMIZERS = {
+    "none": OptimizerState("none"),
+    "sgd": OptimizerState("sgd"),
+    "momentum": OptimizerState("momentum", slots=1),
+    "adam": OptimizerState("adam", slots=2, scalar_bytes=4),
+    "adamw": OptimizerState("adamw", slots=2, scalar_bytes=4),
+    "amsgrad": OptimizerState("amsgrad", slots=3, scalar_bytes=4),
+    "adamax": OptimizerState("adamax", slots=2, scalar_bytes=4),
+    "adagrad": OptimizerState("adagrad", slots=1, scalar_bytes=4),
+    "rmsprop": OptimizerState("rmsprop", slots=1, scalar_bytes=4),
+    "adadelta": OptimizerState("adadelta", slots=2, scalar_bytes=4),
+    "mixed-sgd": OptimizerState("mixed-sgd", master="float32"),
+    "mixed-momentum": OptimizerState("mixed-momentum", slots=1, master="float32"),
+    "mixed-adam": OptimizerState("mixed-adam", slots=2, scalar_bytes=4, master="float32"),
+    "mixed-adamw": OptimizerState("mixed-adamw", slots=2, scalar_bytes=4, master="float32"),
+}
+
+
+def optimizer_state(optimizer: OptimizerLike) -> OptimizerState:
+    """Return the state of ``optimizer``: by name, as stated, or from a torch optimizer's class and settings.
+
+    Raises:
+        PlanError: ``invalid-argument``, with the names that are known.
+    """
+    if isinstance(optimizer, OptimizerState):
+        return optimizer
+    if optimizer is None:
+        return OPTIMIZERS["none"]
+    if isinstance(optimizer, str):
+        found = OPTIMIZERS.get(optimizer.lower())
+    else:
+        found = _from_torch(optimizer)
+    if found is None:
+        hint = f"one of {', '.join(OPTIMIZERS)}, or OptimizerState(name, slots, scalar_bytes)"
+        raise PlanError(Problem("invalid-argument", "optimizer", found=repr(optimizer)[:200], hint=hint))
+    return found
+
+
+def _from_torch(optimizer: object) -> OptimizerState | None:
+    import torch
+
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if kind.__module__.split(".")[:2] != ["torch", "optim"]:
+        return None  # a subclass may keep anything
+    found = OPTIMIZERS.get(kind.__name__.lower())
+    if found is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return found
+    extra = 0
+    settings = optimizer.defaults
+    if found.name == "sgd" and settings.get("momentum"):
+        return OPTIMIZERS["momentum"]
+    if found.name in ("adam", "adamw") and settings.get("amsgrad"):
+        extra += 1
+    if found.name == "rmsprop":
+        extra += bool(settings.get("momentum")) + bool(settings.get("centered"))
+    return replace(found, slots=found.slots + extra)
+
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
 
@@ -76,9 +154,14 @@ class Memory:
         for tensor in self._resolution.metadata.tensors:
             layout = self._resolution.layouts.get(tensor.name)
             if layout is not None and layout.mesh.coordinate(rank) is not None:
-                numel = _numel(layout.local_shape(rank, tensor.shape))
+                numel = prod(layout.local_shape(rank, tensor.shape))
                 found.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
         return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
+
+    def with_activations(self, found: ActivationEstimate, checkpointing: bool) -> Memory:
+        """The same with activations on each rank."""
+        size = found.checkpointed_bytes if checkpointing else found.local_bytes
+        return replace(self, parts={**self.parts, "activations": (size,) * len(self.ranks)})
 
     def to_json(self) -> str:
         """The numbers as JSON."""
@@ -131,37 +214,14 @@ class MemorySettings:
         return found
 
 
-def memory(
-    plan: PlanContent,
-    module: nn.Module | ModelMetadata,
-    batch: Batch | None = None,
-    *,
-    optimizer: OptimizerLike = "adamw",
-    grads: bool | str = True,
-    dtype: str | None = None,
-    data_axes: Iterable[str] | None = None,
-    checkpointing: bool = False,
-) -> Memory:
-    """Bytes per rank of ``module`` under ``plan``; see ``ShardingPlan.memory``."""
-    static = memory_of(resolve(plan, module), optimizer=optimizer, grads=grads, dtype=dtype)
-    if batch is None:
-        return static
-    if isinstance(module, ModelMetadata):
-        raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-    found = estimate_activations(plan, module, batch, data_axes=data_axes, dtype=dtype)
-    size = found.checkpointed_bytes if checkpointing else found.local_bytes
-    return replace(static, parts={**static.parts, "activations": (size,) * len(static.ranks)})
-
-
 def memory_of(
     resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
 ) -> Memory:
     """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
     for name in (grads, dtype):
         if isinstance(name, str) and name not in ITEM_BYTES:
-            raise PlanError(
-                Problem("unsupported-dtype", "dtype", found=repr(name), hint=f"one of {', '.join(sorted(ITEM_BYTES))}")
-            )
+            hint = f"one of {', '.join(sorted(ITEM_BYTES))}"
+            raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(name), hint=hint))
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}
@@ -194,7 +254,7 @@ def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
 
     A rank's number depends only on where it lies on the axes that cut, so ranks that differ elsewhere share one answer.
     """
-    cutting = [term.dim is not None for term in layout.terms]
+    cutting = [spec.dim is not None for spec in layout.specs]
     known: dict[tuple[int, ...], int] = {}
     found = []
     for rank in layout.mesh.ranks:
@@ -202,13 +262,6 @@ def local_numels(layout: Layout, shape: tuple[int, ...]) -> list[int]:
         assert coordinate is not None
         place = tuple(at for at, cuts in zip(coordinate, cutting, strict=True) if cuts)
         if place not in known:
-            known[place] = _numel(layout.local_shape(rank, shape))
+            known[place] = prod(layout.local_shape(rank, shape))
         found.append(known[place])
     return found
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

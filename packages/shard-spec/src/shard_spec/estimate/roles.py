@@ -2,19 +2,49 @@
 
 A plan says where weights lie, not how they are used. These rules hold for how the two common ways of use work: along a
 *data* axis ranks see different samples (weights are gathered before use, gradients are reduced); along a *model* axis
-they see the same samples (weights stay where they are, activations are gathered or reduced).
+they see the same samples (weights stay where they are, activations are gathered or reduced). Along an *expert* axis
+(a data axis) experts stay where they are and tokens go to them. Along a *context* axis ranks see other tokens of the
+same samples, along a *pipeline* axis they hold other layers.
+
+A batch is what every estimate takes as one: tokens, a shape of token ids, or what forward is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
+from torch import nn
+
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.metadata import TensorMetadata
 
-DATA_AXIS_NAMES = frozenset(
-    {"dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "dp_replicate", "dp_shard", "dp_shard_cp", "batch"}
+EXPERT_AXIS_NAMES = frozenset({"ep", "expert", "experts"})
+CONTEXT_AXIS_NAMES = frozenset({"cp", "context"})
+PIPELINE_AXIS_NAMES = frozenset({"pp", "pipeline", "stage"})
+DATA_AXIS_NAMES = (
+    EXPERT_AXIS_NAMES
+    | CONTEXT_AXIS_NAMES
+    | {
+        *(
+            "dp",
+            "data",
+            "ddp",
+            "fsdp",
+            "efsdp",
+            "hsdp",
+            "replicate",
+            "shard",
+            "dp_replicate",
+            "dp_shard",
+            "dp_shard_cp",
+        ),
+        "batch",
+    }
 )
 
 # Class of module -> (dim of its weight that counts output features, dim that counts input features).
@@ -32,6 +62,26 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
     return given
 
 
+def uncounted_axes(mesh: MeshSpec) -> list[str]:
+    """Remarks on what estimates leave out along axes of more than one rank, by the axes' names."""
+    remarks = (
+        (
+            EXPERT_AXIS_NAMES,
+            "experts stay where they are; the exchange of tokens, which depends on them, is not counted",
+        ),
+        (CONTEXT_AXIS_NAMES, "tokens of one sample lie on several ranks; what attention exchanges is not counted"),
+        (PIPELINE_AXIS_NAMES, "every stage counts as planned; what stages send each other is not counted"),
+    )
+    axes = [axis for axis, size in mesh.axes.items() if size > 1]
+    return [f"{axis}: {text}" for names, text in remarks for axis in axes if axis in names]
+
+
+def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:
+    """FQNs of the modules that hold several experts in one parameter: its dim 0 counts them."""
+    owners = (tensor.name.rpartition(".")[0] for tensor in parameters if len(tensor.shape) == 3 and tensor.shape[0] > 1)
+    return frozenset(owners)
+
+
 def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
     """(output dim, input dim) of a weight that multiplies activations, or None for every other tensor."""
     if len(tensor.shape) != 2 or not tensor.name.rsplit(".", 1)[-1].startswith("weight"):
@@ -46,10 +96,63 @@ def is_embedding(tensor: TensorMetadata) -> bool:
 
 def role(tensor: TensorMetadata, layout: Layout, axis: str) -> str:
     """Return what ``axis`` shards: ``"column"`` (outputs), ``"row"`` (inputs), ``"cut"`` (else) or ``"whole"``."""
-    term = layout.terms[layout.mesh.axis_index(axis)]
-    if term.dim is None or layout.mesh.axis_size(axis) == 1:
+    spec = layout.specs[layout.mesh.axis_index(axis)]
+    if spec.dim is None or layout.mesh.axis_size(axis) == 1:
         return "whole"
     dims = weight_dims(tensor)
     if dims is None:
         return "cut"
-    return "column" if term.dim % len(tensor.shape) == dims[0] else "row"
+    return "column" if spec.dim % len(tensor.shape) == dims[0] else "row"
+
+
+Batch: TypeAlias = int | Sequence[int] | Any
+"""Numbers count the step of all ranks: tokens, or ``(sequences, length)`` of token ids. Tensors are what one rank
+passes to forward: one tensor, a tuple of arguments, or a mapping of keyword arguments."""
+
+_HINT = "give a number of tokens, (sequences, length), or what one rank passes to forward"
+
+
+def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
+    """Return the tokens of a step over all ranks: sequences times length, of a tensor its first two dims."""
+    if batch is None:
+        return None
+    if not _is_numbers(batch):
+        given = next(iter(batch.values())) if isinstance(batch, Mapping) else batch
+        given = given[0] if isinstance(given, tuple | list) else given
+        shape = getattr(given, "shape", None)
+        if not shape:
+            raise _unknown(batch)
+        batch = tuple(shape[:2])
+    else:
+        data_ranks = 1
+    tokens = data_ranks
+    for size in [batch] if isinstance(batch, int) else batch:
+        tokens *= int(size)
+    return tokens
+
+
+def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that one rank passes to ``module.forward``; token ids are zeros on the meta device.
+
+    Raises:
+        PlanError: ``invalid-argument`` for a number of tokens alone, which says no shape.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if not _is_numbers(batch):
+        return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+    if isinstance(batch, int) or len(batch) != 2:
+        raise _unknown(batch)
+    sequences = max(1, -(-batch[0] // data_ranks))
+    tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
+    if "input_ids" in inspect.signature(module.forward).parameters:
+        return (), {"input_ids": tokens}
+    return (tokens,), {}
+
+
+def _is_numbers(batch: Batch) -> bool:
+    return isinstance(batch, int) or (isinstance(batch, Sequence) and all(isinstance(each, int) for each in batch))
+
+
+def _unknown(batch: object) -> PlanError:
+    return PlanError(Problem("invalid-argument", "batch", found=f"{batch!r:.100}", hint=_HINT))

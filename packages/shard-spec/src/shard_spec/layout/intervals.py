@@ -1,27 +1,33 @@
-"""Terms: how one mesh axis cuts one dim, as plain tuples that need no torch.
+"""Placement specs: how one mesh axis shards one dim, as plain tuples that need no torch.
 
-A ``Term`` is what a placement says, stripped of its class. A layout computes with terms, so that values and plans work
-without importing ``torch.distributed.tensor`` (1 to 3 seconds); placements are made from terms where someone asks.
+A ``PlacementSpec`` is a placement without its class. A layout computes with specs, so that values and plans work
+without importing ``torch.distributed.tensor`` (1 to 3 seconds); placements are made from specs where someone asks.
 
-Vocabulary: a term is applied to a *stretch*, the part of the dim that the axes before it left on this rank. It answers
-with *pieces*: ``(offset, size)`` intervals of the stretch, in the order in which they lie in the local tensor.
+A spec is applied to what the axes before it left of the dim on this rank; the result is a list of *intervals*
+``(offset, size)`` of that, in the order in which they lie in the local tensor.
+
+A `Box` is a rectangular part of a global tensor, one interval a dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
-Piece = tuple[int, int]
+from shard_spec._shared.problems import PlanError, Problem
 
-# A rank that would hold more pieces of one dim than this was not meant; a plan from a file must not hang its reader.
-MAX_PIECES = 1 << 20
+Interval = tuple[int, int]
+
+# A rank that would hold more intervals of one dim than this was not meant; a plan from a file must not hang its reader.
+MAX_INTERVALS = 1 << 20
 MAX_SECTIONS = 1 << 16
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")
 
 
-class Term(NamedTuple):
+class PlacementSpec(NamedTuple):
     """One placement: its kind, the dim it cuts (None if none), and what else it says.
 
     ``kind`` is the letter of the text form: R replicate, P partial (arg: op), S shard, U uneven (arg: sizes),
@@ -33,30 +39,30 @@ class Term(NamedTuple):
     arg: object = None
 
 
-REPLICATE = Term("R")
+REPLICATE = PlacementSpec("R")
 
 
-def chunk(length: int, count: int, index: int) -> Piece:
-    """Piece ``index`` of ``torch.chunk``: all pieces but the last are ``ceil(length / count)`` long, some are empty."""
+def chunk(length: int, count: int, index: int) -> Interval:
+    """Interval ``index`` of ``torch.chunk``: all but the last are ``ceil(length / count)`` long, some are empty."""
     step = -(-length // count)
     start = min(index * step, length)
     return start, min(step, length - start)
 
 
-def pieces(term: Term, length: int, count: int, index: int) -> list[Piece]:
-    """The pieces of a stretch that go to rank ``index`` of ``count`` along the axis; empty ones are left out."""
-    if term.kind == "S":
-        piece = chunk(length, count, index)
-        return [piece] if piece[1] else []
-    return [piece for piece in _PIECES[term.kind](term.arg, length, count, index) if piece[1]]
+def intervals(spec: PlacementSpec, length: int, count: int, index: int) -> list[Interval]:
+    """The intervals of an interval that go to rank ``index`` of ``count`` along the axis; empty ones are left out."""
+    if spec.kind == "S":
+        interval = chunk(length, count, index)
+        return [interval] if interval[1] else []
+    return [interval for interval in _INTERVALS[spec.kind](spec.arg, length, count, index) if interval[1]]
 
 
-def _uneven(arg: object, length: int, count: int, index: int) -> Iterator[Piece]:
+def _uneven(arg: object, length: int, count: int, index: int) -> Iterator[Interval]:
     assert isinstance(arg, tuple)
     yield sum(arg[:index]), arg[index]
 
 
-def _blocks(arg: object, length: int, count: int, index: int) -> Iterator[Piece]:
+def _blocks(arg: object, length: int, count: int, index: int) -> Iterator[Interval]:
     assert isinstance(arg, tuple)
     block, cyclic = arg
     num_blocks = -(-length // block)
@@ -69,16 +75,16 @@ def _blocks(arg: object, length: int, count: int, index: int) -> Iterator[Piece]
         yield start, min(taken * block, length - start)
 
 
-def _interleaved(arg: object, length: int, count: int, index: int) -> Iterator[Piece]:
+def _interleaved(arg: object, length: int, count: int, index: int) -> Iterator[Interval]:
     for start, size in sections(arg, length):
         offset, taken = chunk(size, count, index)
         yield start + offset, taken
 
 
-_PIECES = {"U": _uneven, "B": _blocks, "I": _interleaved}
+_INTERVALS = {"U": _uneven, "B": _blocks, "I": _interleaved}
 
 
-def sections(arg: object, length: int) -> Iterator[Piece]:
+def sections(arg: object, length: int) -> Iterator[Interval]:
     """The sections of an interleaved dim: of the sizes given, or as ``torch.chunk`` cuts into that many."""
     if isinstance(arg, int):
         yield from (chunk(length, arg, at) for at in range(arg))
@@ -90,26 +96,26 @@ def sections(arg: object, length: int) -> Iterator[Piece]:
         start += size
 
 
-def fits(term: Term, length: int) -> str:
-    """Why ``term`` cannot cut a stretch of ``length``, or ``""`` when it can."""
-    if term.kind == "I" and isinstance(term.arg, int) and term.arg > MAX_SECTIONS:
+def fits(spec: PlacementSpec, length: int) -> str:
+    """Why ``spec`` cannot cut an interval of ``length``, or ``""`` when it can."""
+    if spec.kind == "I" and isinstance(spec.arg, int) and spec.arg > MAX_SECTIONS:
         return f"more than {MAX_SECTIONS} sections"
-    if term.kind == "B":
-        assert isinstance(term.arg, tuple)
-        if term.arg[1] and length > term.arg[0] * MAX_PIECES:
-            return f"more than {MAX_PIECES} blocks of {term.arg[0]}"
-    if term.kind == "U":
-        assert isinstance(term.arg, tuple)
-        if sum(term.arg) != length:
-            return f"sizes {list(term.arg)} add up to {sum(term.arg)}, there are {length} to share out"
-    if term.kind == "I" and isinstance(term.arg, tuple) and sum(term.arg) != length:
-        return f"sections {list(term.arg)} add up to {sum(term.arg)}, there are {length} to share out"
+    if spec.kind == "B":
+        assert isinstance(spec.arg, tuple)
+        if spec.arg[1] and length > spec.arg[0] * MAX_INTERVALS:
+            return f"more than {MAX_INTERVALS} blocks of {spec.arg[0]}"
+    if spec.kind == "U":
+        assert isinstance(spec.arg, tuple)
+        if sum(spec.arg) != length:
+            return f"sizes {list(spec.arg)} add up to {sum(spec.arg)}, there are {length} to share out"
+    if spec.kind == "I" and isinstance(spec.arg, tuple) and sum(spec.arg) != length:
+        return f"sections {list(spec.arg)} add up to {sum(spec.arg)}, there are {length} to share out"
     return ""
 
 
-def sizes(term: Term, length: int, count: int) -> set[int]:
-    """The different local lengths that the ranks along the axis get from a stretch of ``length``."""
-    if term.kind == "S":
+def sizes(spec: PlacementSpec, length: int, count: int) -> set[int]:
+    """The different local lengths that the ranks along the axis get from an interval of ``length``."""
+    if spec.kind == "S":
         step = -(-length // count)
         if step == 0:
             return {0}
@@ -120,15 +126,15 @@ def sizes(term: Term, length: int, count: int) -> set[int]:
             if full + 1 < count:
                 found.add(0)
         return found
-    return {sum(size for _, size in pieces(term, length, count, index)) for index in range(count)}
+    return {sum(size for _, size in intervals(spec, length, count, index)) for index in range(count)}
 
 
-def compose(outer: list[Piece], inner: list[Piece]) -> list[Piece]:
-    """Pieces of pieces: ``inner`` counts along the concatenation of ``outer``; the answer counts along the dim."""
+def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:
+    """Intervals of intervals: ``inner`` counts along the concatenation of ``outer``, the result along the dim."""
     if len(outer) == 1:
         start = outer[0][0]
         return [(start + offset, size) for offset, size in inner]
-    result: list[Piece] = []
+    result: list[Interval] = []
     for offset, size in inner:
         position = 0
         for start, length in outer:
@@ -139,12 +145,123 @@ def compose(outer: list[Piece], inner: list[Piece]) -> list[Piece]:
     return result
 
 
-def merge(found: list[Piece]) -> list[Piece]:
-    """Join pieces that follow each other both along the dim and in the local tensor."""
-    merged: list[Piece] = []
+def merge(found: list[Interval]) -> list[Interval]:
+    """Join intervals that follow each other both along the dim and in the local tensor."""
+    merged: list[Interval] = []
     for offset, size in found:
         if merged and merged[-1][0] + merged[-1][1] == offset:
             merged[-1] = (merged[-1][0], merged[-1][1] + size)
         else:
             merged.append((offset, size))
     return merged
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular shard of a global tensor: where it begins and how large it is.
+
+    Attributes:
+        offsets: First index in each dim of the global tensor.
+        sizes: Number of indices in each dim; 0 makes the box empty.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        # tuple() also turns torch.Size and lists into plain tuples, so that equal boxes compare equal.
+        object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
+        object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
+        if len(self.offsets) != len(self.sizes):
+            found = f"{len(self.offsets)} offsets and {len(self.sizes)} sizes"
+            raise PlanError(Problem("shape-mismatch", found=found, hint="give one offset and one size for each dim"))
+        if any(value < 0 for value in (*self.offsets, *self.sizes)):
+            raise PlanError(Problem("box-out-of-range", found=f"{self!r}", hint="offsets and sizes are at least 0"))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that cuts this box out of the global tensor: ``tensor[box.slices()]``."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part of two boxes, or None when they share no element."""
+        if self.ndim != other.ndim:
+            found = f"boxes of {self.ndim} and {other.ndim} dims"
+            raise PlanError(Problem("shape-mismatch", found=found, hint="intersect boxes of the same global tensor"))
+        offsets, sizes = [], []
+        for offset, size, other_offset, other_size in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            start = max(offset, other_offset)
+            length = min(offset + size, other_offset + other_size) - start
+            if length <= 0:
+                return None
+            offsets.append(start)
+            sizes.append(length)
+        return _box(tuple(offsets), tuple(sizes))
+
+    def contains(self, index: Sequence[int]) -> bool:
+        """Return whether the element at ``index`` of the global tensor lies in this box."""
+        return all(
+            offset <= at < offset + size for offset, size, at in zip(self.offsets, self.sizes, index, strict=True)
+        )
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box in the coordinates of ``outer``, which has to hold it completely."""
+        offsets = tuple(offset - start for offset, start in zip(self.offsets, outer.offsets, strict=True))
+        inside = all(
+            offset >= 0 and offset + size <= limit
+            for offset, size, limit in zip(offsets, self.sizes, outer.sizes, strict=True)
+        )
+        if not inside:
+            hint = "intersect first"
+            raise PlanError(Problem("box-out-of-range", found=f"{self!r} is not inside {outer!r}", hint=hint))
+        return _box(offsets, self.sizes)
+
+
+def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
+    """A box from values that are known to be right; skips the checks, which cost more than the box."""
+    box = object.__new__(Box)
+    object.__setattr__(box, "offsets", offsets)
+    object.__setattr__(box, "sizes", sizes)
+    return box
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is the whole tensor of ``shape``."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+    """Boxes of a grid, row-major.
+
+    Args:
+        intervals: For each dim the ``(offset, size)`` intervals, in the order in which they lie in the local tensor.
+
+    Returns:
+        One box for each combination of intervals; without the empty ones.
+    """
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for along in intervals:
+        if len(along) == 1:
+            offset, size = along[0]
+            if size == 0:
+                return ()
+            boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes]
+        else:
+            boxes = [((*offsets, offset), (*sizes, size)) for offsets, sizes in boxes for offset, size in along if size]
+    return tuple(_box(offsets, sizes) for offsets, sizes in boxes)

@@ -8,19 +8,29 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.layout.boxes import Box, grid
-from shard_spec.layout.intervals import REPLICATE, Piece, Term, compose, fits, merge, pieces, sizes
+from shard_spec.layout.intervals import (
+    REPLICATE,
+    Box,
+    Interval,
+    PlacementSpec,
+    compose,
+    fits,
+    grid,
+    intervals,
+    merge,
+    sizes,
+)
 from shard_spec.layout.mesh import MeshSpec, unknown_axis
-from shard_spec.layout.placements import PlacementLike, from_term
-from shard_spec.layout.text import format_layout, parse_layout, to_term
+from shard_spec.layout.placements import PlacementLike, to_placement
+from shard_spec.layout.text import format_layout, parse_layout, to_placement_spec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard
 
-# One axis that cuts one dim: (position of the axis on the mesh, size of the axis, term).
-Cut = tuple[int, int, Term]
+# One axis that cuts one dim: (position of the axis on the mesh, size of the axis, spec).
+Cut = tuple[int, int, PlacementSpec]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -41,7 +51,7 @@ class Layout:
     """
 
     mesh: MeshSpec
-    terms: tuple[Term, ...]
+    specs: tuple[PlacementSpec, ...]
     order: tuple[str, ...]
 
     def __init__(
@@ -50,26 +60,26 @@ class Layout:
         placements: Sequence[PlacementLike] | Mapping[str, PlacementLike] | str,
         order: Sequence[str] | None = None,
     ) -> None:
-        by_axis, text_order = _terms_by_axis(mesh, placements)
+        by_axis, text_order = _specs_by_axis(mesh, placements)
         order = text_order if order is None else tuple(order)
-        terms = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)
-        raise_problems(_axis_problems(mesh, by_axis, terms, order))
+        specs = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)
+        raise_problems(_axis_problems(mesh, by_axis, specs, order))
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "terms", terms)
-        object.__setattr__(self, "order", _plain_order(mesh, terms, order))
+        object.__setattr__(self, "specs", specs)
+        object.__setattr__(self, "order", _plain_order(mesh, specs, order))
 
     def __repr__(self) -> str:
         return f"Layout({self.mesh!r}, {str(self)!r})"
 
     def __str__(self) -> str:
-        return format_layout(self.mesh.axis_names, self.terms, self.order)
+        return format_layout(self.mesh.axis_names, self.specs, self.order)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.mesh, self.terms, self.order)
+        return type(self), (self.mesh, self.specs, self.order)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.mesh, self.terms, self.order))
+        return hash((self.mesh, self.specs, self.order))
 
     def __hash__(self) -> int:
         return self._hash
@@ -89,36 +99,31 @@ class Layout:
     @cached_property
     def placements(self) -> tuple[Placement | UnevenShard | BlockShard | InterleavedShard, ...]:
         """One placement object for each axis; imports ``torch.distributed.tensor`` for torch's own."""
-        return tuple(from_term(term) for term in self.terms)
+        return tuple(to_placement(spec) for spec in self.specs)
 
     @property
     def partial(self) -> dict[str, str]:
         """Axes along which the ranks hold parts of one value that still have to be reduced, and with which op."""
-        named = zip(self.mesh.axis_names, self.terms, strict=True)
-        return {axis: str(term.arg) for axis, term in named if term.kind == "P"}
-
-    @property
-    def replicated_axes(self) -> tuple[str, ...]:
-        """Axes along which every rank holds the same."""
-        return tuple(axis for axis, term in zip(self.mesh.axis_names, self.terms, strict=True) if term.kind == "R")
+        named = zip(self.mesh.axis_names, self.specs, strict=True)
+        return {axis: str(spec.arg) for axis, spec in named if spec.kind == "P"}
 
     @property
     def sharded_axes(self) -> dict[str, int]:
         """Axes that cut the tensor, and the dim that each cuts (as written, perhaps negative)."""
-        named = zip(self.mesh.axis_names, self.terms, strict=True)
-        return {axis: term.dim for axis, term in named if term.dim is not None}
+        named = zip(self.mesh.axis_names, self.specs, strict=True)
+        return {axis: spec.dim for axis, spec in named if spec.dim is not None}
 
     @property
     def is_replicated(self) -> bool:
         """True if every rank of the mesh holds the whole tensor."""
-        return all(term.kind == "R" for term in self.terms)
+        return all(spec.kind == "R" for spec in self.specs)
 
     @property
     def num_shards(self) -> int:
         """Number of places into which the tensor is cut, empty ones included."""
         count = 1
-        for term, size in zip(self.terms, self.mesh.shape, strict=True):
-            count *= size if term.dim is not None else 1
+        for spec, size in zip(self.specs, self.mesh.shape, strict=True):
+            count *= size if spec.dim is not None else 1
         return count
 
     # ---- what lies where --------------------------------------------------------------------------------------
@@ -141,7 +146,7 @@ class Layout:
         shape = tuple(shape)
         local = list(shape)
         for dim, cuts in _recipe(self, shape):
-            local[dim] = sum(size for _, size in _dim_pieces(cuts, shape[dim], coordinate))
+            local[dim] = sum(size for _, size in _dim_intervals(cuts, shape[dim], coordinate))
         return tuple(local)
 
     def offsets(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -154,23 +159,25 @@ class Layout:
         shape = tuple(shape)
         offsets = [0] * len(shape)
         for dim, cuts in _recipe(self, shape):
-            found = _dim_pieces(cuts, shape[dim], coordinate)
+            found = _dim_intervals(cuts, shape[dim], coordinate)
             if len(found) > 1:
-                raise PlanError(
-                    Problem(
-                        "not-a-grid",
-                        dim=dim,
-                        found=f"rank {rank} holds {len(found)} separate pieces",
-                        hint="ask boxes(rank, shape)",
-                    )
-                )
+                text = f"rank {rank} holds {len(found)} separate intervals"
+                raise PlanError(Problem("not-a-grid", dim=dim, found=text, hint="ask boxes(rank, shape)"))
             offsets[dim] = found[0][0] if found else shape[dim]
         return tuple(offsets)
 
-    def pieces(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Piece, ...], ...]:
+    def intervals(self, rank: int, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
         """For each dim, the ``(offset, size)`` intervals that ``rank`` holds, in the order of its local tensor."""
         coordinate = self._coordinate(rank)
-        return self._pieces(coordinate, tuple(shape))
+        return self._intervals(coordinate, tuple(shape))
+
+    # The names of these two in shard-reshard, which reads layouts of either version.
+    pieces = intervals
+
+    @property
+    def terms(self) -> tuple[PlacementSpec, ...]:
+        """`specs`."""
+        return self.specs
 
     def boxes(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
         """The boxes of the global tensor that ``rank`` holds, in the order in which its local tensor holds them.
@@ -184,7 +191,7 @@ class Layout:
         if coordinate is None:
             raise_problems(self.problems(shape))
             return ()
-        return grid(self._pieces(coordinate, shape))
+        return grid(self._intervals(coordinate, shape))
 
     def owners(self, index: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
         """The ranks that hold the element at ``index`` of a global tensor of ``shape``, in mesh order."""
@@ -210,7 +217,7 @@ class Layout:
     def is_primary(self, rank: int) -> bool:
         """Return whether ``rank`` is the first of its replicas, which writes, counts or sends for all of them."""
         coordinate = self._coordinate(rank)
-        return all(at == 0 for at, term in zip(coordinate, self.terms, strict=True) if term.kind == "R")
+        return all(at == 0 for at, spec in zip(coordinate, self.specs, strict=True) if spec.kind == "R")
 
     # ---- comparing --------------------------------------------------------------------------------------------
 
@@ -227,71 +234,65 @@ class Layout:
     def _coordinate(self, rank: int) -> tuple[int, ...]:
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
-            raise PlanError(
-                Problem(
-                    "rank-outside-mesh",
-                    found=f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})",
-                    hint="ask for a rank in mesh.ranks",
-                )
-            )
+            found = f"rank {rank} on a mesh of {self.mesh.world_size} ranks ({self.mesh})"
+            raise PlanError(Problem("rank-outside-mesh", found=found, hint="ask for a rank in mesh.ranks"))
         return coordinate
 
-    def _pieces(self, coordinate: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...]:
-        found: list[tuple[Piece, ...]] = [((0, size),) for size in shape]
+    def _intervals(self, coordinate: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[Interval, ...], ...]:
+        found: list[tuple[Interval, ...]] = [((0, size),) for size in shape]
         for dim, cuts in _recipe(self, shape):
-            found[dim] = tuple(_dim_pieces(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
+            found[dim] = tuple(_dim_intervals(cuts, shape[dim], coordinate)) or ((shape[dim], 0),)
         return tuple(found)
 
     def _along(self, rank: int, kind: str) -> tuple[int, ...]:
         ranks: list[list[int]] = [[]]
-        for at, term, size in zip(self._coordinate(rank), self.terms, self.mesh.shape, strict=True):
-            choices: Sequence[int] = range(size) if term.kind == kind else (at,)
+        for at, spec, size in zip(self._coordinate(rank), self.specs, self.mesh.shape, strict=True):
+            choices: Sequence[int] = range(size) if spec.kind == kind else (at,)
             ranks = [[*head, choice] for head in ranks for choice in choices]
         return tuple(self.mesh.rank_at(coordinate) for coordinate in ranks)
 
 
-def _terms_by_axis(
+def _specs_by_axis(
     mesh: MeshSpec, placements: Sequence[PlacementLike] | Mapping[str, PlacementLike] | str
-) -> tuple[dict[str, Term], tuple[str, ...]]:
+) -> tuple[dict[str, PlacementSpec], tuple[str, ...]]:
     if isinstance(placements, str):
         return parse_layout(placements, mesh.axis_names)
     if isinstance(placements, Mapping):
-        return _each_term(placements.items()), ()
+        return _each_spec(placements.items()), ()
     listed = list(placements)
     if len(listed) != mesh.ndim:
         found = f"{len(listed)} placements for the axes {', '.join(mesh.axis_names)}"
         raise PlanError(Problem("argument-count", found=found, hint="give one for each axis, or a mapping"))
-    return _each_term(zip(mesh.axis_names, listed, strict=True)), ()
+    return _each_spec(zip(mesh.axis_names, listed, strict=True)), ()
 
 
-def _each_term(pairs: object) -> dict[str, Term]:
-    terms: dict[str, Term] = {}
+def _each_spec(pairs: object) -> dict[str, PlacementSpec]:
+    specs: dict[str, PlacementSpec] = {}
     problems: list[Problem] = []
     for axis, placement in pairs:  # type: ignore[attr-defined]  # items() or zip(), made two lines above
         try:
-            terms[axis] = to_term(placement)
+            specs[axis] = to_placement_spec(placement)
         except PlanError as error:
             problems.extend(Problem(p.code, p.name, p.dim, str(axis), p.found, p.hint) for p in error.problems)
     raise_problems(problems)
-    return terms
+    return specs
 
 
 def _axis_problems(
-    mesh: MeshSpec, by_axis: Mapping[str, Term], terms: tuple[Term, ...], order: tuple[str, ...]
+    mesh: MeshSpec, by_axis: Mapping[str, PlacementSpec], specs: tuple[PlacementSpec, ...], order: tuple[str, ...]
 ) -> list[Problem]:
     problems = [unknown_axis(axis, mesh) for axis in by_axis if axis not in mesh.axis_names]
-    for axis, size, term in zip(mesh.axis_names, mesh.shape, terms, strict=True):
-        if term.kind == "U":
-            assert isinstance(term.arg, tuple)
-            if len(term.arg) != size:
-                found = f"{len(term.arg)} sizes for {size} ranks"
-                problems.append(
-                    Problem("argument-count", dim=term.dim, axis=axis, found=found, hint="one size for each rank")
-                )
+    for axis, size, spec in zip(mesh.axis_names, mesh.shape, specs, strict=True):
+        if spec.kind == "U":
+            assert isinstance(spec.arg, tuple)
+            if len(spec.arg) != size:
+                found = f"{len(spec.arg)} sizes for {size} ranks"
+                hint = "one size for each rank"
+                problems.append(Problem("argument-count", dim=spec.dim, axis=axis, found=found, hint=hint))
     for axis in order:
         if axis not in mesh.axis_names:
             problems.append(unknown_axis(axis, mesh, "order"))
-        elif terms[mesh.axis_names.index(axis)].dim is None:
+        elif specs[mesh.axis_names.index(axis)].dim is None:
             found = f"order names {axis}, which cuts no dim"
             problems.append(Problem("conflicting-arguments", "order", axis=axis, found=found, hint="leave it out"))
     if len(set(order)) != len(order):
@@ -299,11 +300,11 @@ def _axis_problems(
     return problems
 
 
-def _plain_order(mesh: MeshSpec, terms: tuple[Term, ...], order: tuple[str, ...]) -> tuple[str, ...]:
+def _plain_order(mesh: MeshSpec, specs: tuple[PlacementSpec, ...], order: tuple[str, ...]) -> tuple[str, ...]:
     """The order with every cutting axis in it, or () when it is the mesh's own."""
     if not order:
         return ()
-    own = tuple(axis for axis, term in zip(mesh.axis_names, terms, strict=True) if term.dim is not None)
+    own = tuple(axis for axis, spec in zip(mesh.axis_names, specs, strict=True) if spec.dim is not None)
     full = order + tuple(axis for axis in own if axis not in order)
     return () if full == own else full
 
@@ -322,30 +323,30 @@ def cuts_by_dim(layout: Layout, ndim: int) -> tuple[tuple[int, tuple[Cut, ...]],
     positions += [at for at in range(len(names)) if at not in positions]
     by_dim: dict[int, list[Cut]] = {}
     for at in positions:
-        term = layout.terms[at]
-        if term.dim is not None:
-            by_dim.setdefault(term.dim % ndim, []).append((at, layout.mesh.shape[at], term))
+        spec = layout.specs[at]
+        if spec.dim is not None:
+            by_dim.setdefault(spec.dim % ndim, []).append((at, layout.mesh.shape[at], spec))
     return tuple((dim, tuple(cuts)) for dim, cuts in sorted(by_dim.items()))
 
 
-def _dim_pieces(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ...]) -> list[Piece]:
-    at, count, term = cuts[0]
-    found = pieces(term, length, count, coordinate[at])
-    for at, count, term in cuts[1:]:
+def _dim_intervals(cuts: tuple[Cut, ...], length: int, coordinate: tuple[int, ...]) -> list[Interval]:
+    at, count, spec = cuts[0]
+    found = intervals(spec, length, count, coordinate[at])
+    for at, count, spec in cuts[1:]:
         if not found:
             return []
         length = sum(size for _, size in found)
-        found = compose(found, pieces(term, length, count, coordinate[at]))
+        found = compose(found, intervals(spec, length, count, coordinate[at]))
     return merge(found) if len(found) > 1 else found
 
 
 def _dim_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Problem]:
     problems = []
-    for axis, term in zip(layout.mesh.axis_names, layout.terms, strict=True):
-        if term.dim is not None and not -len(shape) <= term.dim < len(shape):
+    for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
+        if spec.dim is not None and not -len(shape) <= spec.dim < len(shape):
             found = f"a tensor of shape {shape} has {len(shape)} dims"
             hint = f"dims from {-len(shape)} to {len(shape) - 1}" if shape else "a scalar can only be replicated"
-            problems.append(Problem("dim-out-of-range", name, term.dim, axis, found, hint))
+            problems.append(Problem("dim-out-of-range", name, spec.dim, axis, found, hint))
     return problems
 
 
@@ -353,14 +354,14 @@ def _fit_problems(layout: Layout, shape: tuple[int, ...], name: str) -> list[Pro
     problems = []
     for dim, cuts in cuts_by_dim(layout, len(shape)):
         lengths = {shape[dim]}
-        for at, count, term in cuts:
-            wrong = next((why for why in (fits(term, length) for length in sorted(lengths)) if why), "")
+        for at, count, spec in cuts:
+            wrong = next((why for why in (fits(spec, length) for length in sorted(lengths)) if why), "")
             if wrong:
                 axis = layout.mesh.axis_names[at]
-                code = "shape-mismatch" if term.kind == "U" else "invalid-sections"
+                code = "shape-mismatch" if spec.kind == "U" else "invalid-sections"
                 problems.append(Problem(code, name, dim, axis, wrong, f"shape is {shape}; correct the sizes"))
                 break
-            lengths = set().union(*(sizes(term, length, count) for length in lengths))
+            lengths = set().union(*(sizes(spec, length, count) for length in lengths))
     return problems
 
 
@@ -369,25 +370,25 @@ def _owner_coordinate(layout: Layout, index: tuple[int, ...], shape: tuple[int, 
     fixed: dict[int, int] = {}
     for dim, cuts in _recipe(layout, shape):
         length, position = shape[dim], index[dim]
-        for at, count, term in cuts:
-            place, position, length = _locate(term, length, count, position)
+        for at, count, spec in cuts:
+            place, position, length = _locate(spec, length, count, position)
             fixed[at] = place
     return fixed
 
 
-def _locate(term: Term, length: int, count: int, position: int) -> tuple[int, int, int]:
-    """Return the rank that holds ``position``, the offset in its local stretch, and the stretch's length."""
+def _locate(spec: PlacementSpec, length: int, count: int, position: int) -> tuple[int, int, int]:
+    """Return the rank that holds ``position``, the offset in its local interval, and the interval's length."""
     candidates: Sequence[int] = range(count)
-    if term.kind == "S":
+    if spec.kind == "S":
         candidates = (position // -(-length // count),)
     for place in candidates:
         before = 0
-        found = pieces(term, length, count, place)
+        found = intervals(spec, length, count, place)
         for start, size in found:
             if start <= position < start + size:
                 return place, before + position - start, sum(size for _, size in found)
             before += size
-    raise AssertionError(f"{term} leaves out position {position} of {length}")
+    raise AssertionError(f"{spec} leaves out position {position} of {length}")
 
 
 # ---- canonical form, and equality by bytes --------------------------------------------------------------------------
@@ -400,20 +401,20 @@ def canonical(layout: Layout, shape: tuple[int, ...]) -> Layout:
     ``torch.chunk`` would becomes a plain shard, and an order that changes nothing is dropped.
     """
     raise_problems(layout.problems(shape))
-    terms = [_plain_dim(term, len(shape)) for term in layout.terms]
-    terms = [REPLICATE if size == 1 else term for size, term in zip(layout.mesh.shape, terms, strict=True)]
+    specs = [_plain_dim(spec, len(shape)) for spec in layout.specs]
+    specs = [REPLICATE if size == 1 else spec for size, spec in zip(layout.mesh.shape, specs, strict=True)]
     for dim, cuts in cuts_by_dim(layout, len(shape)):
         real = [cut for cut in cuts if cut[1] > 1]
         if real:
-            at, count, term = real[0]  # later cuts see stretches of several lengths: left as they are written
-            if term.kind != "S" and _cuts_like_shard(term, shape[dim], count):
-                terms[at] = Term("S", dim)
+            at, count, spec = real[0]  # later cuts see intervals of several lengths: left as they are written
+            if spec.kind != "S" and _cuts_like_shard(spec, shape[dim], count):
+                specs[at] = PlacementSpec("S", dim)
     # The order matters only among axes that still cut, and only where they cut the same dim.
     names = layout.mesh.axis_names
-    cutting = [axis for axis in (layout.order or names) if terms[names.index(axis)].dim is not None]
-    grouped = sorted(cutting, key=lambda axis: terms[names.index(axis)].dim or 0)  # stable within a dim
-    plain = sorted(grouped, key=lambda axis: (terms[names.index(axis)].dim or 0, names.index(axis)))
-    return Layout(layout.mesh, tuple(terms), None if grouped == plain else tuple(grouped))
+    cutting = [axis for axis in (layout.order or names) if specs[names.index(axis)].dim is not None]
+    grouped = sorted(cutting, key=lambda axis: specs[names.index(axis)].dim or 0)  # stable within a dim
+    plain = sorted(grouped, key=lambda axis: (specs[names.index(axis)].dim or 0, names.index(axis)))
+    return Layout(layout.mesh, tuple(specs), None if grouped == plain else tuple(grouped))
 
 
 def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:
@@ -424,12 +425,12 @@ def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layou
     if not layout.order:
         return layout
     if shape is not None and not canonical(layout, shape).order:
-        return Layout(layout.mesh, layout.terms)
+        return Layout(layout.mesh, layout.specs)
     mesh = layout.mesh
     cutting = iter(layout.order)
     names = [
-        next(cutting) if term.dim is not None else axis
-        for axis, term in zip(mesh.axis_names, layout.terms, strict=True)
+        next(cutting) if spec.dim is not None else axis
+        for axis, spec in zip(mesh.axis_names, layout.specs, strict=True)
     ]
     at = [mesh.axis_names.index(name) for name in names]
     turned = [[0] * mesh.ndim]
@@ -437,16 +438,16 @@ def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layou
         turned = [[*c[:axis], place, *c[axis + 1 :]] for c in turned for place in range(mesh.shape[axis])]
     ranks = [mesh.rank_at(coordinate) for coordinate in turned]
     axes = {name: mesh.axis_size(name) for name in names}
-    return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.terms[axis] for axis in at])
+    return Layout(MeshSpec(axes, ranks, mesh.ranks_per_host), [layout.specs[axis] for axis in at])
 
 
-def _plain_dim(term: Term, ndim: int) -> Term:
-    return term if term.dim is None else term._replace(dim=term.dim % ndim)
+def _plain_dim(spec: PlacementSpec, ndim: int) -> PlacementSpec:
+    return spec if spec.dim is None else spec._replace(dim=spec.dim % ndim)
 
 
-def _cuts_like_shard(term: Term, length: int, count: int) -> bool:
-    plain = Term("S", 0)
-    return all(pieces(term, length, count, at) == pieces(plain, length, count, at) for at in range(count))
+def _cuts_like_shard(spec: PlacementSpec, length: int, count: int) -> bool:
+    plain = PlacementSpec("S", 0)
+    return all(intervals(spec, length, count, at) == intervals(plain, length, count, at) for at in range(count))
 
 
 def equivalent(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:

@@ -125,13 +125,9 @@ class MeshSpec:
             0 <= at < size for at, size in zip(coordinate, self.shape, strict=True)
         )
         if not inside:
-            raise PlanError(
-                Problem(
-                    "index-out-of-range",
-                    found=f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}",
-                    hint="give one number for each axis, from 0 to the axis size - 1",
-                )
-            )
+            found = f"coordinate {tuple(coordinate)} on a mesh of shape {self.shape}"
+            hint = "give one number for each axis, from 0 to the axis size - 1"
+            raise PlanError(Problem("index-out-of-range", found=found, hint=hint))
         position = sum(at * stride for at, stride in zip(coordinate, self._strides, strict=True))
         return self.ranks[position]
 
@@ -146,10 +142,6 @@ class MeshSpec:
             for inner in range(stride)
         )
 
-    def host_of(self, rank: int) -> int | None:
-        """Number of the host that ``rank`` runs on, or None where ``ranks_per_host`` was not given."""
-        return None if self.ranks_per_host is None else rank // self.ranks_per_host
-
     @classmethod
     def parse(cls, text: str, ranks_per_host: int | None = None) -> MeshSpec:
         """Read ``"dp=128, tp=8"``, or ``"128x8"`` for axes called ``axis0``, ``axis1``, ...
@@ -162,9 +154,8 @@ class MeshSpec:
         for item in text.split(","):
             match = re.fullmatch(r"\s*([A-Za-z_][A-Za-z0-9_.\-]*)\s*[=:]\s*(\d+)\s*", item)
             if match is None or match[1] in axes:
-                raise PlanError(
-                    Problem("invalid-mesh", found=repr(text), hint="write each axis once, as in 'dp=128, tp=8'")
-                )
+                hint = "write each axis once, as in 'dp=128, tp=8'"
+                raise PlanError(Problem("invalid-mesh", found=repr(text), hint=hint))
             axes[match[1]] = int(match[2])
         return cls(axes, None, ranks_per_host)
 
@@ -192,22 +183,12 @@ class MeshSpec:
         from torch.distributed.device_mesh import DeviceMesh
 
         if not (dist.is_available() and dist.is_initialized()):
-            raise PlanError(
-                Problem(
-                    "no-process-group",
-                    found="torch.distributed is not initialized",
-                    hint="call torch.distributed.init_process_group first; planning needs no process group",
-                )
-            )
+            hint = "call torch.distributed.init_process_group first; planning needs no process group"
+            raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
         world = dist.get_world_size()
         if max(self.ranks) >= world:
-            raise PlanError(
-                Problem(
-                    "mesh-too-large",
-                    found=f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks",
-                    hint="start more processes or use a smaller mesh",
-                )
-            )
+            found = f"the mesh names rank {max(self.ranks)}, the default group has {world} ranks"
+            raise PlanError(Problem("mesh-too-large", found=found, hint="start more processes or use a smaller mesh"))
         ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu").view(self.shape)
         groups = [self.axis_groups(axis) for axis in self.axis_names]
         unsorted = [members for along in groups for members in along if list(members) != sorted(members)]
@@ -228,13 +209,9 @@ class MeshSpec:
 
 def unknown_axis(name: object, mesh: MeshSpec, fqn: str = "") -> Problem:
     """The problem of an axis name that ``mesh`` does not have."""
-    return Problem(
-        "unknown-axis",
-        name=fqn,
-        axis=str(name),
-        found=f"the mesh has the axes {', '.join(mesh.axis_names)}",
-        hint="use one of them, or add the axis to the mesh",
-    )
+    found = f"the mesh has the axes {', '.join(mesh.axis_names)}"
+    hint = "use one of them, or add the axis to the mesh"
+    return Problem("unknown-axis", name=fqn, axis=str(name), found=found, hint=hint)
 
 
 def _axes_problems(axes: object) -> list[Problem]:
@@ -245,13 +222,11 @@ def _axes_problems(axes: object) -> list[Problem]:
     size: object
     for name, size in axes.items():
         if not isinstance(name, str) or not _AXIS_NAME.match(name):
-            problems.append(
-                Problem("invalid-mesh", "axes", found=repr(name), hint="a name of letters, digits, '_', '-' or '.'")
-            )
+            hint = "a name of letters, digits, '_', '-' or '.'"
+            problems.append(Problem("invalid-mesh", "axes", found=repr(name), hint=hint))
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            problems.append(
-                Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint="sizes are whole numbers >= 1")
-            )
+            hint = "sizes are whole numbers >= 1"
+            problems.append(Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint=hint))
     if not problems and prod(axes.values()) > MAX_RANKS:
         hint = f"at most {MAX_RANKS} ranks"
         problems.append(Problem("mesh-too-large", "axes", found=f"{prod(axes.values())} ranks", hint=hint))
@@ -262,9 +237,8 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
     problems = []
     if ranks is not None:
         if len(ranks) != world:
-            problems.append(
-                Problem("invalid-mesh", "ranks", found=f"{len(ranks)} ranks for {world} places on the axes")
-            )
+            found = f"{len(ranks)} ranks for {world} places on the axes"
+            problems.append(Problem("invalid-mesh", "ranks", found=found))
         if len(set(ranks)) != len(ranks):
             twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
             problems.append(Problem("invalid-mesh", "ranks", found=f"ranks {twice} stand there more than once"))

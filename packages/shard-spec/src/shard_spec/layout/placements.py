@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, Term
+from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, PlacementSpec
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -23,7 +23,7 @@ _TORCH_NAMES = ("Partial", "Placement", "Replicate", "Shard")
 
 @dataclass(frozen=True)
 class UnevenShard:
-    """Cut ``dim`` into pieces of stated sizes: rank ``i`` along the axis gets ``sizes[i]`` indices.
+    """Cut ``dim`` into shards of stated sizes: rank ``i`` along the axis gets ``sizes[i]`` indices.
 
     Args:
         dim: Tensor dimension; negative ones count from the end.
@@ -65,10 +65,10 @@ class BlockShard:
 
 @dataclass(frozen=True)
 class InterleavedShard:
-    """Cut each section of ``dim`` on its own and give rank ``i`` its piece of every section.
+    """Cut each section of ``dim`` on its own and give rank ``i`` its shard of every section.
 
     This is how a fused weight (q, k and v, or gate and up, in one tensor) lies on tensor-parallel ranks. The local
-    tensor holds the pieces in the order of the sections.
+    tensor holds the shards in the order of the sections.
 
     Args:
         dim: Tensor dimension; negative ones count from the end.
@@ -88,7 +88,7 @@ class InterleavedShard:
             object.__setattr__(self, "sections", numbers)
 
 
-PlacementLike: TypeAlias = "Placement | UnevenShard | BlockShard | InterleavedShard | Term | str"
+PlacementLike: TypeAlias = "Placement | UnevenShard | BlockShard | InterleavedShard | PlacementSpec | str"
 
 
 def _check_dim(owner: str, dim: object) -> None:
@@ -104,66 +104,51 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
     numbers = tuple(values)
     wrong = [value for value in numbers if not _is_whole(value) or value < least]
     if wrong or not numbers:
-        raise PlanError(
-            Problem(
-                "invalid-layout",
-                owner,
-                found=f"{argument}={values!r}",
-                hint=f"whole numbers of at least {least}, and at least one of them",
-            )
-        )
+        hint = f"whole numbers of at least {least}, and at least one of them"
+        raise PlanError(Problem("invalid-layout", owner, found=f"{argument}={values!r}", hint=hint))
     return numbers
 
 
-def term_of(placement: object) -> Term:
-    """Return the term of a placement object; `text.to_term` takes text as well.
+def placement_spec(placement: object) -> PlacementSpec:
+    """Return the spec of a placement object; `text.to_placement_spec` takes text as well.
 
     Raises:
         PlanError: ``wrong-type`` for what is no placement, ``invalid-argument`` for a partial of an unknown op.
     """
-    if isinstance(placement, Term):
+    if isinstance(placement, PlacementSpec):
         return placement
     if isinstance(placement, UnevenShard):
-        return Term("U", placement.dim, placement.sizes)
+        return PlacementSpec("U", placement.dim, placement.sizes)
     if isinstance(placement, BlockShard):
-        return Term("B", placement.dim, (placement.block, placement.cyclic))
+        return PlacementSpec("B", placement.dim, (placement.block, placement.cyclic))
     if isinstance(placement, InterleavedShard):
-        return Term("I", placement.dim, placement.sections)
-    return _torch_term(placement)
+        return PlacementSpec("I", placement.dim, placement.sections)
+    return _torch_spec(placement)
 
 
-def _torch_term(placement: object) -> Term:
+def _torch_spec(placement: object) -> PlacementSpec:
     types: Any = sys.modules.get("torch.distributed.tensor.placement_types")
     if types is not None:  # an object cannot be torch's placement as long as nobody imported the class
         if isinstance(placement, types.Replicate):
             return REPLICATE
         if isinstance(placement, types.Partial):
             if type(placement) is not types.Partial or placement.reduce_op not in REDUCE_OPS:
-                raise PlanError(
-                    Problem(
-                        "invalid-argument",
-                        found=repr(placement),
-                        hint=f"a plain Partial of one of {', '.join(REDUCE_OPS)}",
-                    )
-                )
-            return Term("P", None, placement.reduce_op)
+                hint = f"a plain Partial of one of {', '.join(REDUCE_OPS)}"
+                raise PlanError(Problem("invalid-argument", found=repr(placement), hint=hint))
+            return PlacementSpec("P", None, placement.reduce_op)
         if isinstance(placement, types.Shard):
-            return Term("S", placement.dim)
+            return PlacementSpec("S", placement.dim)
         factor = _torch_compat.strided_shard_factor(placement)
         if factor is not None:
-            return Term("I", placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
-    raise PlanError(
-        Problem(
-            "wrong-type",
-            found=f"{placement!r} of type {type(placement).__qualname__}",
-            hint="use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text",
-        )
-    )
+            return PlacementSpec("I", placement.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard has a dim
+    found = f"{placement!r} of type {type(placement).__qualname__}"
+    hint = "use Replicate(), Shard(dim), Partial(op), UnevenShard, BlockShard, InterleavedShard or their text"
+    raise PlanError(Problem("wrong-type", found=found, hint=hint))
 
 
-def from_term(term: Term) -> Placement | UnevenShard | BlockShard | InterleavedShard:
-    """The placement object of a term; imports ``torch.distributed.tensor`` for torch's own."""
-    kind, dim, arg = term
+def to_placement(spec: PlacementSpec) -> Placement | UnevenShard | BlockShard | InterleavedShard:
+    """The placement object of a spec; imports ``torch.distributed.tensor`` for torch's own."""
+    kind, dim, arg = spec
     if kind in "UBI":
         assert dim is not None
         if kind == "U":

@@ -20,8 +20,8 @@ import re
 from collections.abc import Sequence
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, Term
-from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard, term_of
+from shard_spec.layout.intervals import REDUCE_OPS, REPLICATE, PlacementSpec
+from shard_spec.layout.placements import BlockShard, InterleavedShard, UnevenShard, placement_spec
 
 _MAX_TEXT = 1_000_000
 _LONG_NAMES = {
@@ -37,9 +37,9 @@ _NAMED = re.compile(r"([A-Za-z_][A-Za-z0-9_.\-]*)\s*:\s*(.+)", re.DOTALL)
 _HINT = "write for example 'dp:S(0), tp:R'; placements are R, P(sum), S(0), U(0,[3,5]), B(0,128), I(0,[4,2,2])"
 
 
-def format_term(term: Term) -> str:
+def format_placement(spec: PlacementSpec) -> str:
     """The text of one placement."""
-    kind, dim, arg = term
+    kind, dim, arg = spec
     if kind == "R":
         return "R"
     if kind == "P":
@@ -54,22 +54,22 @@ def format_term(term: Term) -> str:
     return f"{kind}({dim},{numbers})"
 
 
-def format_layout(axis_names: Sequence[str], terms: Sequence[Term], order: Sequence[str]) -> str:
+def format_layout(axis_names: Sequence[str], specs: Sequence[PlacementSpec], order: Sequence[str]) -> str:
     """The text of a layout; :func:`parse_layout` reads it back."""
-    text = ", ".join(f"{name}:{format_term(term)}" for name, term in zip(axis_names, terms, strict=True))
+    text = ", ".join(f"{name}:{format_placement(spec)}" for name, spec in zip(axis_names, specs, strict=True))
     return text + (f"; order={'>'.join(order)}" if order else "")
 
 
-def to_term(placement: object) -> Term:
-    """Return the term of a placement, or of its text.
+def to_placement_spec(placement: object) -> PlacementSpec:
+    """Return the spec of a placement, or of its text.
 
     Raises:
         PlanError: ``invalid-layout``, ``wrong-type`` or ``invalid-argument``.
     """
-    return parse_placement(placement) if isinstance(placement, str) else term_of(placement)
+    return parse_placement(placement) if isinstance(placement, str) else placement_spec(placement)
 
 
-def parse_placement(text: str) -> Term:
+def parse_placement(text: str) -> PlacementSpec:
     """Read one placement.
 
     Raises:
@@ -84,17 +84,17 @@ def parse_placement(text: str) -> Term:
         if kind == "P" and len(arguments) <= 1:
             op = arguments[0].strip("'\"") if arguments else "sum"
             if op in REDUCE_OPS:
-                return Term("P", None, op)
+                return PlacementSpec("P", None, op)
         elif kind == "S" and len(arguments) == 1:
-            return Term("S", _integer(arguments[0]))
+            return PlacementSpec("S", _integer(arguments[0]))
         elif kind == "U" and len(arguments) == 2:
-            return term_of(UnevenShard(_integer(arguments[0]), _integers(arguments[1])))
+            return placement_spec(UnevenShard(_integer(arguments[0]), _integers(arguments[1])))
         elif kind == "B" and len(arguments) in (2, 3):
             if len(arguments) == 2 or arguments[2] == "cyclic":
-                return term_of(BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3))
+                return placement_spec(BlockShard(_integer(arguments[0]), _integer(arguments[1]), len(arguments) == 3))
         elif kind == "I" and len(arguments) == 2:
             listed = arguments[1].startswith(("[", "("))
-            return term_of(
+            return placement_spec(
                 InterleavedShard(_integer(arguments[0]), _integers(arguments[1]) if listed else _integer(arguments[1]))
             )
     except ValueError as error:
@@ -103,8 +103,8 @@ def parse_placement(text: str) -> Term:
     raise PlanError(Problem("invalid-layout", found=repr(text[:200]), hint=_HINT))
 
 
-def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term], tuple[str, ...]]:
-    """Read a layout: the term of each axis that is named, and the order of axes.
+def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, PlacementSpec], tuple[str, ...]]:
+    """Read a layout: the spec of each axis that is named, and the order of axes.
 
     Raises:
         PlanError: With every part that cannot be read.
@@ -116,7 +116,7 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term],
     order = _order(tail.strip(), text, problems)
     items = [item for item in _split(body) if item]
     named = [_NAMED.fullmatch(item) for item in items]
-    terms: dict[str, Term] = {}
+    specs: dict[str, PlacementSpec] = {}
     if items and not any(named):
         if len(items) != len(axis_names):
             found = f"{text!r}: {len(items)} placements for the axes {', '.join(axis_names)}"
@@ -130,16 +130,16 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Term],
             else:
                 pairs.append((match[1], match[2]))
     for axis, item in pairs:
-        if axis in terms:
+        if axis in specs:
             problems.append(Problem("duplicate-name", axis=axis, found=repr(text), hint="name each axis once"))
             continue
         try:
-            terms[axis] = parse_placement(item)
+            specs[axis] = parse_placement(item)
         except PlanError as error:
             problems.extend(error.problems)
     if problems:
         raise PlanError(problems)
-    return terms, order
+    return specs, order
 
 
 def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:

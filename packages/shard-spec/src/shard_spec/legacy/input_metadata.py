@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.distributed.rank_state import RankState, raise_on_all_ranks
-from shard_spec.legacy.forward_context import ForwardContext
+from shard_spec.distributed.mesh_cache import RankState, raise_on_all_ranks
+from shard_spec.legacy.module_tracker import ForwardContext
 
 _MAX_DIMS = 8
 _FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims
@@ -71,13 +71,18 @@ def all_gather_input_metadata(
 
     Raises:
         PlanError: ``invalid-argument`` on every rank: some rank found a problem, dtypes or trailing dims differ, a
-            tensor is missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of
-            the ranks differ, ``not-sharded`` where somebody put a full parameter in the place of a shard.
+            tensor is missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of the ranks
+            differ, ``not-sharded`` where somebody put a whole parameter in the place of a shard.
     """
     group, scan = context.group.group, context.scan
     given = next(tensor for tensor in tensors if tensor is not None)
     wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(scan is not None and scan.problems)
-    line = [wrong_here, int(torch.is_grad_enabled()), _autocast(given.device.type), 0 if scan is None else scan.word]
+    line = [
+        wrong_here,
+        int(torch.is_grad_enabled()),
+        _autocast(given.device.type),
+        0 if scan is None else scan.checksum,
+    ]
     for tensor in tensors:
         line += _encode(tensor)
     table = _all_gather_line(line, group, given.device)

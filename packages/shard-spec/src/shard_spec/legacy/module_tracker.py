@@ -1,26 +1,27 @@
 """ModuleTracker: modules and parameters of a sharded module, scanned at each forward of the root.
 
 What was added after the call was not compared: its values may differ between the ranks, and its gradients are not
-summed. It is adopted once all ranks have the same: ``all_gather_input_metadata`` compares ``ModuleScan.word``.
+summed. It is adopted once all ranks have the same: ``all_gather_input_metadata`` compares ``ModuleScan.checksum``.
+
+`ForwardContext` is what the sharded modules of one ``shard_module`` call share while the model runs.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shard_spec import _torch_compat
-from shard_spec._shared.problems import Problem
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
 from shard_spec.apply.sources import fingerprint
 from shard_spec.apply.tensors import is_sharded
-from shard_spec.distributed.mesh_cache import GroupRef
-from shard_spec.distributed.rank_state import RankState
+from shard_spec.distributed.mesh_cache import GroupRef, RankState
 
 
 @dataclass
@@ -29,7 +30,7 @@ class TrackedModule:
 
     Attributes:
         module: The module itself.
-        kinds: For each of its own parameters: ``"piece"``, ``"whole"`` (its gradient is summed) or ``"other"``.
+        kinds: For each of its own parameters: ``"shard"``, ``"whole"`` (its gradient is summed) or ``"other"``.
         buffers: Names of its own buffers.
     """
 
@@ -43,13 +44,13 @@ class ModuleScan:
     """Result of one scan of the module.
 
     Attributes:
-        word: A number that is equal on ranks whose modules are alike.
+        checksum: A number that is equal on ranks whose modules are alike.
         lines: The same as text.
         untracked: What the ranks have not agreed on yet: the module, the name, and ``"whole"`` or ``"buffer"``.
         problems: What cannot be right on any rank.
     """
 
-    word: int
+    checksum: int
     lines: tuple[str, ...]
     untracked: tuple[tuple[nn.Module, str, str], ...]
     problems: tuple[Problem, ...]
@@ -80,7 +81,7 @@ class ModuleTracker:
             group: The ranks.
             root: The module.
             names: FQNs of the parameters that are whole.
-            everything: Whether the call decided about all of ``root``; else only about its pieces and ``names``.
+            everything: Whether the call decided about all of ``root``; else only about its shards and ``names``.
         """
         self.group = group
         self.everything = everything
@@ -112,7 +113,7 @@ class ModuleTracker:
                 kind = member.kinds.get(name, "") if member else ""
                 fqn, plain = path + name, not is_sharded(parameter)
                 line = f"{fqn}: {str(parameter.dtype).removeprefix('torch.')}, {_state(parameter, plain)}"
-                if kind == "piece" and plain:
+                if kind == "shard" and plain:
                     hint = "undo() first, or put the sharded parameter back"
                     problems.append(Problem("not-sharded", fqn, found="it was sharded, and is whole now", hint=hint))
                 elif plain and self._is_new(module, name, kind, parameter, first):
@@ -120,7 +121,7 @@ class ModuleTracker:
                     line += f", new, with values {fingerprint(parameter)}"
                 elif plain and kind == "whole":
                     self._hook(parameter)
-                if self.everything or kind in ("piece", "whole"):
+                if self.everything or kind in ("shard", "whole"):
                     lines.append(line)
             if self.everything and tuple(module._buffers) != (member.buffers if member else ()):
                 known = member.buffers if member else ()
@@ -129,8 +130,8 @@ class ModuleTracker:
                     if buffer is not None and name not in known and saved and not is_sharded(buffer):
                         untracked.append((module, name, "buffer"))
                         lines.append(f"{path}{name}: new, with values {fingerprint(buffer)}")
-        word = 1 << 32 | zlib.crc32("\n".join(lines).encode())
-        return ModuleScan(word, tuple(lines), tuple(untracked), tuple(problems))
+        checksum = 1 << 32 | zlib.crc32("\n".join(lines).encode())
+        return ModuleScan(checksum, tuple(lines), tuple(untracked), tuple(problems))
 
     def adopt(self, scan: ModuleScan) -> None:
         """All ranks have the same: untracked are members, and their gradients are summed from now on."""
@@ -182,12 +183,12 @@ def _managed_elsewhere(parameter: nn.Parameter, group: GroupRef) -> bool:
 
 def _kind(parameter: nn.Parameter, summed: set[int]) -> str:
     if isinstance(parameter, DTensor):
-        return "piece"
+        return "shard"
     return "whole" if id(parameter) in summed else "other"
 
 
 def _state(parameter: nn.Parameter, plain: bool) -> str:
-    return ("whole" if plain else "a piece") + ("" if parameter.requires_grad else ", frozen")
+    return ("whole" if plain else "a shard") + ("" if parameter.requires_grad else ", frozen")
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -204,3 +205,66 @@ def _walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 stack.append((f"{path}{name}.", child))
+
+
+class ForwardContext:
+    """Rows that each rank passed, to find this rank's rows again in a sharded output.
+
+    A DTensor knows its total number of rows, not who passed how many. The root module opens a frame for each of its
+    forwards; what is noted inside is kept until the next one opens, for recomputation in backward. A submodule that is
+    called on its own (no frame) keeps the last split of a total only.
+    """
+
+    def __init__(self, group: GroupRef) -> None:
+        self.group = group
+        self._splits: dict[int, list[tuple[int, ...]]] = {}
+        self._depth = 0
+        self.scan: ModuleScan | None = None
+        self._tracker: ModuleTracker | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"group": self.group, "_splits": {}, "_depth": 0, "scan": None, "_tracker": None}
+
+    def open(self, tracker: ModuleTracker, scan: ModuleScan) -> None:
+        """Begin a forward of the root module, of which ``scan`` was found."""
+        if self._depth == 0:
+            self._splits = {}
+            self.scan, self._tracker = scan, tracker
+        self._depth += 1
+
+    def agreed(self) -> None:
+        """All ranks found the same: see ``ModuleScan``."""
+        if self.scan is not None and self.scan.open:
+            assert self._tracker is not None
+            self._tracker.adopt(self.scan)
+            self.scan = replace(self.scan, untracked=())
+
+    def close(self) -> None:
+        """End a forward of the root module."""
+        self._depth = max(0, self._depth - 1)
+
+    def note(self, rows: tuple[int, ...]) -> None:
+        """Remember that the ranks passed ``rows``; every rank notes the same."""
+        splits = self._splits.setdefault(sum(rows), [])
+        if not self._depth:
+            splits.clear()
+        if rows not in splits:
+            splits.append(rows)
+
+    def rows(self, total: int, name: str) -> tuple[int, ...]:
+        """Return each rank's share of ``total`` rows that entered the sharded modules before ``name``.
+
+        Raises:
+            PlanError: On every rank: ``invalid-layout`` when no sharded module saw a batch of so many rows,
+                ``invalid-layout`` when several did and the ranks' shares differ.
+        """
+        splits = self._splits.get(total, [])
+        if len(splits) == 1:
+            return splits[0]
+        if splits:
+            hint = "pass local batches that split alike to all sharded modules, or of different total size"
+            found = f"{total} rows came as {list(splits[0])} and, in the same forward, as {list(splits[1])}"
+            raise PlanError(Problem("invalid-layout", name, found=found, hint=hint))
+        found = f"an output of {total} rows; the sharded modules saw batches of {sorted(self._splits)} rows"
+        hint = "return_local_tensor needs an output with one row for each row of the concatenated batch"
+        raise PlanError(Problem("invalid-layout", name, found=found, hint=hint))

@@ -14,14 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import eager_only
 from shard_spec.distributed.exchange import RowExchange, gather_rows, scatter_rows
-from shard_spec.distributed.mesh_cache import MeshCache
+from shard_spec.distributed.mesh_cache import MeshCache, raise_on_all_ranks
 from shard_spec.distributed.parameter_format import choose_format
-from shard_spec.distributed.rank_state import raise_on_all_ranks
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.forward_context import ForwardContext
 from shard_spec.legacy.input_metadata import all_gather_input_metadata
-from shard_spec.legacy.module_tracker import ModuleTracker
+from shard_spec.legacy.module_tracker import ForwardContext, ModuleTracker
 from shard_spec.legacy.wrapping import unwrap, whole, wrap
 from shard_spec.specs import ShardingSpec
 
@@ -121,7 +119,7 @@ class LocalRows:
         value = _one_tensor(output, self.name, "return_local_tensor")
         if not isinstance(value, DTensor):
             return value
-        cut = {term.dim % value.dim() for term in _layout_of(value).terms if term.dim is not None}
+        cut = {spec.dim % value.dim() for spec in _layout_of(value).specs if spec.dim is not None}
         if self.laid_out and cut and 0 not in cut:
             return unwrap(value)
         group = self.context.group
@@ -142,10 +140,10 @@ class LocalRows:
     def _lies_in_rows(self, value: DTensor, rows: tuple[int, ...]) -> bool:
         """Return whether every rank has exactly the rows it passed; all ranks come to the same answer."""
         layout = _layout_of(value)
-        if layout.partial or any(term.dim is not None and term.dim % value.dim() for term in layout.terms):
+        if layout.partial or any(spec.dim is not None and spec.dim % value.dim() for spec in layout.specs):
             return False
         starts = [sum(rows[:at]) for at in range(len(rows))]
-        intervals = [layout.pieces(rank, tuple(value.shape))[0] for rank in self.context.group.ranks]
+        intervals = [layout.intervals(rank, tuple(value.shape))[0] for rank in self.context.group.ranks]
         wanted = [((start, size),) for start, size in zip(starts, rows, strict=True)]
         return all(
             have == want or (have[0][1] == want[0][1] == 0) for have, want in zip(intervals, wanted, strict=True)
@@ -177,13 +175,13 @@ def _columns(value: DTensor, ranks: tuple[int, ...]) -> tuple[tuple[tuple[int, i
     """
     last = value.dim() - 1
     layout = _layout_of(value)
-    cut = {term.dim % value.dim() for term in layout.terms if term.dim is not None}
+    cut = {spec.dim % value.dim() for spec in layout.specs if spec.dim is not None}
     if last == 0 or not cut <= {last} or set(layout.partial.values()) - {"sum"} or layout.order:
         return None
-    intervals = [layout.pieces(rank, tuple(value.shape))[last] for rank in ranks]
-    if any(len(pieces) > 1 for pieces in intervals):
+    intervals = [layout.intervals(rank, tuple(value.shape))[last] for rank in ranks]
+    if any(len(shards) > 1 for shards in intervals):
         return None
-    return tuple(pieces[0] for pieces in intervals), tuple(layout.is_primary(rank) for rank in ranks)
+    return tuple(shards[0] for shards in intervals), tuple(layout.is_primary(rank) for rank in ranks)
 
 
 def _only_first(size: int) -> tuple[bool, ...]:

@@ -1,4 +1,7 @@
-"""Plan of `shard_module` for one module, decided without communication."""
+"""Plan of `shard_module` for one module, decided without communication.
+
+Modules that run with a sharded tensor are decided by their class; ranks and devices by what the specs name.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -13,18 +17,144 @@ from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.apply.tensors import TensorAction, read_tensors
-from shard_spec.distributed.shard_tensor import rank_problems, source_problems
+from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.devices import device_of
-from shard_spec.legacy.forwards.base import ShardedForward
-from shard_spec.legacy.rank_checks import layout_problems, order_problems, ranks_of
-from shard_spec.legacy.supported_modules import forward_for, unsupported_forward
+from shard_spec.legacy.forwards import ShardedEmbedding, ShardedEmbeddingBag, ShardedForward, ShardedLinear
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
-from shard_spec.specs import ShardingSpec, as_sharder, as_spec
+from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
 from shard_spec.validation import validate
+
+_FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, ShardedEmbeddingBag)
+_HINT = (
+    "shard_module runs nn.Linear, nn.Embedding and nn.EmbeddingBag; for other modules use tp-styles, or a Sharder, "
+    "or plan.apply, which leaves the forward to you"
+)
+
+
+def forward_for(module: nn.Module) -> type[ShardedForward] | None:
+    """Return the sharded forward that can replace the one of ``module``, or None."""
+    replaced = module.__dict__.get("forward")
+    if replaced is not None and not isinstance(replaced, ShardedForward):
+        return None
+    return next((each for each in _FORWARDS if type(module).forward is each.original), None)
+
+
+def unsupported_forward(root: nn.Module, fqn: str) -> Problem | None:
+    """Return why the module that has the tensor ``fqn`` cannot run with it sharded; None when it can.
+
+    A sharded forward uses the parameters that it lists and no other tensor. Any other forward may compute with each
+    tensor that it can reach, so a floating-point tensor there is refused. A table of integers or bools is taken: a
+    forward that mixes it with plain tensors is refused by torch, and one that does not gets DTensor's own result.
+    """
+    path, _, name = fqn.rpartition(".")
+    module = root.get_submodule(path)
+    forward = forward_for(module)
+    if forward is not None and "weight" not in module._parameters:
+        return _problem(fqn, f"the weight of this {type(module).__name__} is computed, by a parametrization or a hook")
+    if forward is not None and name in forward.tensors:
+        if isinstance(root.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
+            return _problem(fqn, "nn.MultiheadAttention reads this weight itself, not through the module that has it")
+        return _option_problem(module, fqn)
+    if forward is not None:
+        return None
+    if "forward" in module.__dict__:
+        return _problem(fqn, f"the forward of this {type(module).__name__} was replaced on the instance")
+    tensor = module._parameters.get(name, module._buffers.get(name))
+    assert tensor is not None
+    names = path.split(".") if path else []
+    for depth in range(len(names), -1, -1):  # the module itself, then those around it
+        reader = root.get_submodule(".".join(names[:depth]))
+        own = type(reader).forward is not nn.Module.forward
+        inexact = tensor.is_floating_point() or tensor.is_complex()
+        if own and (inexact or type(reader).__module__.startswith("torch.")):
+            return _problem(fqn, f"the forward of {type(reader).__qualname__} may compute with this tensor itself")
+        if own:
+            return None
+    return None
+
+
+def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
+    """An option of the module that its sharded forward does not have."""
+    found = ""
+    if getattr(module, "sparse", False):
+        found = f"{type(module).__name__}(sparse=True): a DTensor has no sparse gradient"
+    if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
+        found = "EmbeddingBag(scale_grad_by_freq=True) has no sharded forward"
+    return Problem("unsupported-option", fqn, found=found, hint="turn the option off") if found else None
+
+
+def _problem(fqn: str, found: str) -> Problem:
+    return Problem("module-not-shardable", fqn, found=found, hint=_HINT)
+
+
+_MANY_DIMS = 64  # a chunk spec names the same ranks whatever the shape is
+
+
+def known_layout(wanted: ShardingSpec | Layout) -> Layout | None:
+    """A layout on the mesh that an output will lie on; None where only its shape tells that mesh.
+
+    Raises:
+        PlanError: When no mesh can say what a spec says.
+    """
+    if isinstance(wanted, Layout):
+        return wanted
+    if isinstance(wanted, ChunkShardingSpec):
+        return wanted.to_layout((1,) * _MANY_DIMS)
+    if isinstance(wanted, EnumerableShardingSpec):
+        ends = [shard.box.ends for shard in wanted.shards]
+        return wanted.to_layout(tuple(max(column) for column in zip(*ends, strict=True)))
+    return None
+
+
+def order_problems(tensors: tuple[TensorAction, ...], outputs: Mapping[str, ShardingSpec | Layout]) -> list[Problem]:
+    """One order of ranks for everything in one call: a sharded output of one module is the input of the next."""
+    orders: dict[tuple[int, ...], str] = {}
+    for action in tensors:
+        if action.layout is not None:
+            orders.setdefault(tuple(action.layout.mesh.ranks), action.names[0])
+    for path, wanted in outputs.items():
+        known = known_layout(wanted)
+        if known is not None:
+            orders.setdefault(tuple(known.mesh.ranks), f"output_plan[{path!r}]")
+    if len(orders) < 2:
+        return []
+    found = "; ".join(f"{name}: {list(order)}" for order, name in orders.items())
+    hint = "name the ranks in one order in all specs of one call"
+    return [Problem("mesh-mismatch", found=found, hint=hint)]
+
+
+def device_of(
+    module: nn.Module, plan: PlanContent, found: Resolution, group: dist.ProcessGroup
+) -> tuple[torch.device, list[Problem]]:
+    """The device of this rank, and what is wrong with the devices that the specs name.
+
+    The specs name it; where there is none, it is the device of the module's tensors; where they are all on meta, the
+    kind of device that the group communicates on.
+    """
+    named: dict[str, str] = {}
+    mine: torch.device | None = None
+    for name, key in found.rule_of.items():
+        spec = as_spec(plan.plan[key]) if key and name in found.layouts else None
+        for shard in () if spec is None else spec.shards_for(found.tensor(name).shape):
+            assert shard.placement is not None
+            device = shard.placement.device()
+            named.setdefault(device.type, name)
+            if shard.rank == dist.get_rank():
+                mine = mine or device
+    if len(named) > 1:
+        text = ", ".join(f"{kind} for {name}" for kind, name in named.items())
+        hint = "name one kind of device in one call"
+        return torch.device("cpu"), [Problem("device-mismatch", found=text, hint=hint)]
+    tensors = (*module.parameters(), *module.buffers())
+    device = mine or next((tensor.device for tensor in tensors if not tensor.is_meta), None) or group_device(group)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        text = f"{device}, but this rank sees {torch.cuda.device_count()} CUDA device(s)"
+        hint = "name a device that exists on the rank"
+        return device, [Problem("device-mismatch", "placements", found=text, hint=hint)]
+    return device, []
 
 
 def plan_module(
@@ -41,14 +171,18 @@ def plan_module(
     """
     ranks = tuple(dist.get_process_group_ranks(group))
     plan = own_plan(plan, ranks)
-    found, problems = _resolve(plan, module)
-    problems += source_problems(src_rank, len(ranks))
+    if not isinstance(module, nn.Module):
+        raise PlanError(Problem("wrong-type", "module", found=type(module).__qualname__, hint="give an nn.Module"))
+    found = examine(plan, module)
+    problems = [*validate(plan, module), *source_problems(src_rank, len(ranks))]
     tensors, more = read_tensors(module, found, dist.get_rank(group), src_rank, whole)
     problems += more
     for action in tensors:
         if action.layout is not None:
-            problems += layout_problems(action, ranks)
-            problems += _reader_problems(module, action)
+            problems += rank_problems(action.names[0], tuple(action.layout.mesh.ranks), ranks)
+            expression = choose_format(action.layout, action.shape, action.names[0])
+            problems += [expression] if isinstance(expression, Problem) else []
+            problems += filter(None, (unsupported_forward(module, fqn) for fqn in action.names))
     outputs, more = _outputs(plan, ranks)
     problems += more
     problems += order_problems(tensors, outputs)
@@ -56,10 +190,11 @@ def plan_module(
     device, more = device_of(module, plan, found, group)
     problems += more
     forwards = _forwards(module, tensors)
+    owners = [(path, module.get_submodule(path)) for path in forwards]
     return ExecutionPlan(
         tensors=tensors,
         forwards=forwards,
-        options={path: _options(module.get_submodule(path)) for path in forwards},
+        options={path: f"{type(each).__name__}({each.extra_repr()})" for path, each in owners},
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         outputs=outputs,
         locals=tuple(plan.return_local_tensor or ()),
@@ -84,23 +219,6 @@ def own_plan(plan: Any, ranks: tuple[int, ...]) -> PlanContent:
     return plan
 
 
-def _resolve(plan: PlanContent, module: object) -> tuple[Resolution, list[Problem]]:
-    if not isinstance(module, nn.Module):
-        found = f"{type(module).__qualname__}"
-        raise PlanError(Problem("wrong-type", "module", found=found, hint="give an nn.Module"))
-    return examine(plan, module), list(validate(plan, module))
-
-
-def _reader_problems(module: nn.Module, action: TensorAction) -> list[Problem]:
-    problems = []
-    for fqn in action.names:
-        path, _, name = fqn.rpartition(".")
-        problem = unsupported_forward(module, path, name, fqn)
-        if problem is not None:
-            problems.append(problem)
-    return problems
-
-
 def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, ShardingSpec | Layout], list[Problem]]:
     outputs: dict[str, ShardingSpec | Layout] = {}
     problems: list[Problem] = []
@@ -112,13 +230,13 @@ def _outputs(plan: PlanContent, ranks: tuple[int, ...]) -> tuple[dict[str, Shard
         assert wanted is not None
         name = f"output_plan[{path!r}]"
         try:
-            named = ranks_of(wanted)
+            known = known_layout(wanted)
         except PlanError as error:
             problems += [replace(problem, name=name) for problem in error.problems]
             continue
         outputs[path] = in_mesh_order(wanted) if isinstance(wanted, Layout) else wanted
-        if named is not None:
-            problems += rank_problems(name, named, ranks)
+        if known is not None:
+            problems += rank_problems(name, tuple(known.mesh.ranks), ranks)
     return outputs, problems
 
 
@@ -145,19 +263,11 @@ def _forwards(module: nn.Module, tensors: tuple[TensorAction, ...]) -> dict[str,
             forward = forward_for(owner)
             if forward is None or name not in forward.tensors:
                 continue
-            path = path_of.setdefault(owner, path)
+            path, earlier = path_of.setdefault(owner, path), owner.__dict__.get("forward")
             if name == "weight":
                 forwards[path] = action.layout
+            elif isinstance(earlier, ShardedForward) and earlier.sharding is not None:
+                forwards.setdefault(path, earlier.sharding.layout)
             else:
-                forwards.setdefault(path, _earlier_layout(owner))
+                forwards.setdefault(path, None)
     return forwards
-
-
-def _options(module: nn.Module) -> str:
-    return f"{type(module).__name__}({module.extra_repr()})"
-
-
-def _earlier_layout(module: nn.Module) -> Layout | None:
-    """Return the layout of the weight after an earlier call."""
-    forward = module.__dict__.get("forward")
-    return forward.sharding.layout if isinstance(forward, ShardedForward) and forward.sharding is not None else None

@@ -1,4 +1,4 @@
-"""``shard_module`` and ``shard_parameter``: agree, scatter, then change the module, all or nothing."""
+"""``shard_module`` and ``shard_parameter``: compare, scatter, then change the module, all or nothing."""
 
 from __future__ import annotations
 
@@ -9,25 +9,127 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
-from shard_spec.apply.handle import ShardHandle, settled
-from shard_spec.apply.sharders import run_sharders
+from shard_spec.apply.handle import Placed, ShardHandle, irreversible, mark_replaced_stale, place, still_ours
 from shard_spec.apply.tensors import TensorAction, tensor_at
-from shard_spec.apply.transaction import Transaction
-from shard_spec.distributed.mesh_cache import GroupRef, MeshCache
-from shard_spec.distributed.rank_state import RankState, capture_errors, group_or_default, raise_on_all_ranks
-from shard_spec.distributed.scatter import broadcast_, scatter
-from shard_spec.distributed.shard_tensor import as_dtensor
+from shard_spec.apply.transaction import Transaction, install_module, run_sharders
+from shard_spec.distributed.exchange import broadcast_, scatter
+from shard_spec.distributed.mesh_cache import (
+    GroupRef,
+    MeshCache,
+    RankState,
+    capture_errors,
+    group_or_default,
+    raise_on_all_ranks,
+)
+from shard_spec.distributed.parameter_format import as_dtensor
 from shard_spec.layout.layout import Layout
-from shard_spec.legacy.forward_context import ForwardContext
-from shard_spec.legacy.install import install
-from shard_spec.legacy.plan_module import plan_module
-from shard_spec.legacy.rank_checks import known_layout
+from shard_spec.legacy.module_tracker import ForwardContext, ModuleTracker
+from shard_spec.legacy.outputs import LocalRows, PostForwardHook, PreForwardHook, ReshardOutput
+from shard_spec.legacy.plan_module import forward_for, known_layout, plan_module
 from shard_spec.sharding_plan import ShardingPlan
 from shard_spec.specs import ShardingSpec, as_spec
 from shard_spec.specs.torch_specs import unknown_spec
+
+
+def install(
+    module: nn.Module,
+    plan: Any,
+    actions: ExecutionPlan,
+    staged: dict[str, torch.Tensor],
+    replaced: dict[str, nn.Module],
+    context: ForwardContext,
+    meshes: MeshCache,
+    transaction: Transaction,
+) -> ShardHandle:
+    """Put everything in its place; local, and logged in ``transaction``."""
+    placed: list[Placed] = []
+    removals: list[Callable[[], None]] = []
+    checks: list[Callable[[], Problem | None]] = []
+    for action in actions.tensors:
+        if action.layout is None:
+            _install_whole(module, action, staged[action.names[0]], transaction)
+        else:
+            old, value = tensor_at(module, action.names[0]), staged[action.names[0]]
+            if action.kind == "parameter":
+                value = nn.Parameter(value, requires_grad=action.requires_grad)
+            placed.append(place(module, action, old, value, transaction))
+    for path, new in replaced.items():
+        install_module(module, path, new, transaction)
+        checks.append(irreversible(path, actions.sharders[path]))
+    for path, layout in actions.forwards.items():
+        owner = module.get_submodule(path)
+        kind = forward_for(owner)
+        assert kind is not None
+        forward = kind(owner, path, context, layout)
+        removals.append(transaction.set_attribute(owner, "forward", forward))
+        checks.append(still_ours(owner, "forward", forward, path))
+        _register(owner.register_forward_pre_hook(KeepSlowPath()), transaction, removals)
+    _install_hooks(module, actions, context, meshes, transaction, removals)
+    return ShardHandle(plan, actions, module, context.group.group, placed, removals, checks)
+
+
+def _install_whole(module: nn.Module, action: TensorAction, value: torch.Tensor, transaction: Transaction) -> None:
+    old = tensor_at(module, action.names[0])
+    if not old.is_meta:
+        transaction.overwrite(old, value.to(old.device))
+        return
+    new = nn.Parameter(value, requires_grad=action.requires_grad) if action.kind == "parameter" else value
+    place(module, action, old, new, transaction)
+
+
+def _install_hooks(
+    module: nn.Module,
+    actions: ExecutionPlan,
+    context: ForwardContext,
+    meshes: MeshCache,
+    transaction: Transaction,
+    removals: list[Callable[[], None]],
+) -> None:
+    for path, wanted in actions.outputs.items():
+        hook = ReshardOutput(path, wanted, context, meshes)
+        _register(module.get_submodule(path).register_forward_hook(hook), transaction, removals)
+    for path in actions.locals:
+        rows = LocalRows(path, context, path in actions.outputs)
+        _register(module.get_submodule(path).register_forward_hook(rows), transaction, removals)
+    names = actions.replicas or _siblings(module, actions)
+    tracker = ModuleTracker(context.group, module, names, everything=actions.everything)
+    transaction.on_rollback(tracker.remove)
+    removals.append(tracker.remove)
+    tracker.scan(module)
+    laid_out = "" in actions.outputs or "" in actions.locals or not actions.everything
+    _register(module.register_forward_pre_hook(PreForwardHook(context, tracker), prepend=True), transaction, removals)
+    _register(
+        module.register_forward_hook(PostForwardHook(context, is_laid_out=laid_out), always_call=True),
+        transaction,
+        removals,
+    )
+
+
+def _siblings(module: nn.Module, actions: ExecutionPlan) -> tuple[str, ...]:
+    """The replicated parameters of the modules that got a sharded forward."""
+    names = []
+    for path in actions.forwards:
+        for name, value in module.get_submodule(path)._parameters.items():
+            if value is not None and not isinstance(value, DTensor):
+                names.append(f"{path}.{name}" if path else name)
+    return tuple(names)
+
+
+class KeepSlowPath:
+    """A forward pre-hook that does nothing: nn.TransformerEncoderLayer reads weights past modules without hooks."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Do nothing."""
+
+
+def _register(handle: Any, transaction: Transaction, removals: list[Callable[[], None]]) -> None:
+    transaction.on_rollback(handle.remove)
+    removals.append(handle.remove)
+
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -135,13 +237,13 @@ def _act(
         transaction.roll_back()
         raise
     transaction.commit()
-    return settled(handle)
+    return mark_replaced_stale(handle)
 
 
 def _stage(
     module: nn.Module, actions: ExecutionPlan, group: dist.ProcessGroup, meshes: MeshCache
 ) -> dict[str, torch.Tensor]:
-    """Move the values: first FQN to this rank's piece as a DTensor, or to the whole tensor."""
+    """Move the values: first FQN to this rank's shard as a DTensor, or to the whole tensor."""
     staged: dict[str, torch.Tensor] = {}
     for action in actions.tensors:
         tensor = tensor_at(module, action.names[0])

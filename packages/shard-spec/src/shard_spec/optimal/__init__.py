@@ -5,14 +5,12 @@ tensors: `problem` is a sum of costs of nodes and pairs, `elimination` minimises
 inequality and proves how far from the optimum it stopped, `highs` asks a mixed-integer solver for a second opinion.
 """
 
-from shard_spec.optimal.elimination import solve_exact
 from shard_spec.optimal.highs import HighsAnswer, solve_highs
 from shard_spec.optimal.memory_cap import CappedSolution, InfeasibleError, least_memory, solve_capped
-from shard_spec.optimal.model import StepModel
+from shard_spec.optimal.model import StepModel, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
 from shard_spec.optimal.planner import OptimalPlanner, PlanCost
-from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem, Solution
-from shard_spec.optimal.workload import Workload
+from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem, Solution, solve_exact
 
 __all__ = [
     "OptimalPlanner",

@@ -1,4 +1,4 @@
-"""The pairwise model of one training step: operations with their ways along each axis, and what they cost together."""
+"""The pairwise model of one training step: operations, their strategies along each axis, and what these cost."""
 
 from __future__ import annotations
 
@@ -11,13 +11,52 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shard_spec.estimate.cost import CostModel
-from shard_spec.estimate.topology import Link, Topology
+from shard_spec.estimate.cost import CostModel, Link, Topology
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.operations import Operation
+from shard_spec.optimal.operations import Operation, Strategy, cuts, moving
 from shard_spec.optimal.problem import PairwiseBuilder, PairwiseProblem
-from shard_spec.optimal.states import Strategy, cuts, moving
-from shard_spec.optimal.workload import Workload
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step over all ranks.
+
+    Args:
+        batch: sequences of the whole step, on all ranks together.
+        sequence: tokens of a sequence.
+        recompute: whether blocks recompute their insides in backward, so that only the residual stream is kept.
+        activation_bytes: of one activation value (2: bfloat16).
+        weight_bytes: of one weight as it is communicated and multiplied.
+        state_bytes: of one weight's everything on the rank that holds it: weight, gradient, optimizer. 16 is bfloat16
+            weight and gradient, float32 master copy and two Adam moments.
+        overlap: share of the time for gathering weights and reducing gradients that hides behind matmuls.
+        causal: whether attention looks back only, which halves its operations.
+
+    Raises:
+        ValueError: a number makes no sense.
+    """
+
+    batch: int
+    sequence: int
+    recompute: bool = True
+    activation_bytes: int = 2
+    weight_bytes: int = 2
+    state_bytes: int = 16
+    overlap: float = 0.0
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "sequence", "activation_bytes", "weight_bytes", "state_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"Workload({field}={getattr(self, field)}): at least 1.")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"Workload(overlap={self.overlap}): a share between 0 and 1.")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.batch * self.sequence
+
 
 StrategyPerAxis = tuple[Strategy, ...]  # one per axis
 
@@ -45,7 +84,7 @@ class StepModel:
 
     @cached_property
     def choices(self) -> tuple[tuple[StrategyPerAxis, ...], ...]:
-        """For each operation, the combinations of ways that its sizes allow."""
+        """For each operation, the combinations of strategies that its sizes allow."""
         return tuple(tuple(self._allowed(operation)) for operation in self.operations)
 
     @cached_property
@@ -59,8 +98,8 @@ class StepModel:
             key = _alike(operation), choices
             if key not in nodes:
                 nodes[key] = (
-                    [self._seconds(operation, ways) for ways in choices],
-                    [self._bytes(operation, ways) for ways in choices],
+                    [self._seconds(operation, strategies) for strategies in choices],
+                    [self._bytes(operation, strategies) for strategies in choices],
                 )
             builder.add_node(operation.name, *nodes[key])
         for index, operation in enumerate(self.operations):
@@ -80,52 +119,56 @@ class StepModel:
     def _allowed(self, operation: Operation) -> list[StrategyPerAxis]:
         """Combinations whose batch, sequence and channels divide."""
         found = []
-        for ways in itertools.product(operation.ways, repeat=self.mesh.ndim):
+        for strategies in itertools.product(operation.strategies, repeat=self.mesh.ndim):
             pieces = dict.fromkeys("bsh", 1)
-            for way, size in zip(ways, self.mesh.shape, strict=True):
-                state = "h" if way.weight in ("column", "row") or way.reads == "h" else way.reads
+            for strategy, size in zip(strategies, self.mesh.shape, strict=True):
+                state = "h" if strategy.weight in ("column", "row") or strategy.reads == "h" else strategy.reads
                 if state in pieces:
                     pieces[state] *= size
             if self.workload.batch % pieces["b"] or self.workload.sequence % pieces["s"]:
                 continue
             if pieces["h"] > 1 and pieces["h"] not in operation.degrees:
                 continue
-            found.append(ways)
-        divided = [ways for ways in found if operation.parameters and not _redundant(ways, self.mesh.shape)]
+            found.append(strategies)
+        divided = [
+            strategies for strategies in found if operation.parameters and not _redundant(strategies, self.mesh.shape)
+        ]
         return divided or found
 
     # ---- seconds ----
 
-    def _seconds(self, operation: Operation, ways: StrategyPerAxis) -> float:
+    def _seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
         """Matmuls forward and backward, weights gathered and gradients summed."""
-        return self._compute_seconds(operation, ways) + self._weight_seconds(operation, ways)
+        return self._compute_seconds(operation, strategies) + self._weight_seconds(operation, strategies)
 
-    def _compute_seconds(self, operation: Operation, ways: StrategyPerAxis) -> float:
+    def _compute_seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
         workload = self.workload
         forward = 2.0 * workload.tokens * operation.matmul_elements
         if operation.scores:
             seen = workload.sequence / 2 if workload.causal else workload.sequence
             forward += 4.0 * workload.tokens * seen * operation.width_out
         passes = 4 if workload.recompute and not operation.kept else 3  # backward is twice forward
-        shares = math.prod(size for way, size in zip(ways, self.mesh.shape, strict=True) if way.divides_work)
+        shares = math.prod(
+            size for strategy, size in zip(strategies, self.mesh.shape, strict=True) if strategy.divides_work
+        )
         return self.cost_model.compute(forward * passes / shares, self.topology)
 
-    def _weight_seconds(self, operation: Operation, ways: StrategyPerAxis) -> float:
+    def _weight_seconds(self, operation: Operation, strategies: StrategyPerAxis) -> float:
         if not operation.matmul_elements and not operation.parameters:
             return 0.0
         seconds = 0.0
         elements = operation.num_elements or operation.matmul_elements
-        for at, (way, link) in enumerate(zip(ways, self.links, strict=True)):
-            others = [pair for k, pair in enumerate(zip(ways, self.mesh.shape, strict=True)) if k != at]
+        for at, (strategy, link) in enumerate(zip(strategies, self.links, strict=True)):
+            others = [pair for k, pair in enumerate(zip(strategies, self.mesh.shape, strict=True)) if k != at]
             cut = math.prod(size for other, size in others if other.weight in ("column", "row"))
             num_bytes = elements * self.workload.weight_bytes / cut
-            if way.weight == "fsdp":
+            if strategy.weight == "fsdp":
                 # Over several axes the first (slowest) gathers first, what the later ones still leave cut.
-                later = zip(ways[at + 1 :], self.mesh.shape[at + 1 :], strict=True)
+                later = zip(strategies[at + 1 :], self.mesh.shape[at + 1 :], strict=True)
                 num_bytes /= math.prod(size for other, size in later if other.weight == "fsdp")
                 seconds += 2 * self.cost_model.all_gather(num_bytes, link)
                 seconds += self.cost_model.reduce_scatter(num_bytes, link)
-            elif way.sums_weight_gradient:
+            elif strategy.sums_weight_gradient:
                 stored = math.prod(size for other, size in others if other.weight == "fsdp")
                 seconds += self.cost_model.all_reduce(num_bytes / stored, link)
         return seconds * (1 - self.workload.overlap)
@@ -133,7 +176,7 @@ class StepModel:
     def _moving_table(
         self, sources: Sequence[StrategyPerAxis], readers: Sequence[StrategyPerAxis], width: int, passes: int
     ) -> Tensor:
-        """``[source ways, reader ways]``: the activation forward, its gradient backward."""
+        """``[source strategies, reader strategies]``: the activation forward, its gradient backward."""
         num_bytes = float(self.workload.tokens * width * self.workload.activation_bytes)
         cache: dict[object, float] = {}
 
@@ -144,8 +187,12 @@ class StepModel:
 
         table = [
             [
-                passes * seconds(tuple(way.writes for way in source), tuple(way.reads for way in reader))
-                + seconds(tuple(way.gradient_in for way in reader), tuple(way.gradient_out for way in source))
+                passes
+                * seconds(tuple(strategy.writes for strategy in source), tuple(strategy.reads for strategy in reader))
+                + seconds(
+                    tuple(strategy.gradient_in for strategy in reader),
+                    tuple(strategy.gradient_out for strategy in source),
+                )
                 for reader in readers
             ]
             for source in sources
@@ -162,13 +209,15 @@ class StepModel:
 
     # ---- bytes ----
 
-    def _bytes(self, operation: Operation, ways: StrategyPerAxis) -> int:
+    def _bytes(self, operation: Operation, strategies: StrategyPerAxis) -> int:
         """Weights with gradients and optimizer state, and the output if it is kept for backward."""
-        stored = math.prod(size for way, size in zip(ways, self.mesh.shape, strict=True) if way.weight != "-")
+        stored = math.prod(
+            size for strategy, size in zip(strategies, self.mesh.shape, strict=True) if strategy.weight != "-"
+        )
         total = -(-operation.num_elements * self.workload.state_bytes // stored)
         if operation.width_out and (operation.kept or not self.workload.recompute):
             value_bytes = operation.output_bytes or self.workload.activation_bytes
-            written = tuple("r" if way.writes == "p" else way.writes for way in ways)
+            written = tuple("r" if strategy.writes == "p" else strategy.writes for strategy in strategies)
             total += -(-self.workload.tokens * operation.width_out * value_bytes // cuts(written, self.mesh.shape))
         return total
 
@@ -191,24 +240,28 @@ class StepModel:
         chosen = []
         for operation, choices in zip(self.operations, self.choices, strict=True):
             names = [_first_of(RECIPES[recipe[axis]], operation) for axis in self.mesh.axis_names]
-            matching = [at for at, ways in enumerate(choices) if [way.name for way in ways] == names]
+            matching = [
+                at for at, strategies in enumerate(choices) if [strategy.name for strategy in strategies] == names
+            ]
             if not matching:
                 raise ValueError(f"{operation.name} cannot be {' x '.join(names)}: its sizes do not divide.")
             chosen.append(matching[0])
         return tuple(chosen)
 
     def words(self, assignment: Sequence[int]) -> tuple[tuple[str, str], ...]:
-        """Each operation and its ways, in words."""
+        """Each operation and its strategies, in words."""
         return tuple(
             (
                 operation.name,
-                ", ".join(f"{axis}={way.name}" for axis, way in zip(self.mesh.axis_names, choices[at], strict=True)),
+                ", ".join(
+                    f"{axis}={strategy.name}" for axis, strategy in zip(self.mesh.axis_names, choices[at], strict=True)
+                ),
             )
             for operation, choices, at in zip(self.operations, self.choices, assignment, strict=True)
         )
 
 
-# Names of ways in the order of preference; the first that the operation has.
+# Names of strategies in the order of preference; the first that the operation has.
 RECIPES: dict[str, tuple[str, ...]] = {
     "data": ("batch", "whole"),
     "fsdp": ("batch+fsdp", "fsdp", "batch"),
@@ -218,18 +271,18 @@ RECIPES: dict[str, tuple[str, ...]] = {
 
 
 def _first_of(names: Sequence[str], operation: Operation) -> str:
-    have = {way.name for way in operation.ways}
+    have = {strategy.name for strategy in operation.strategies}
     return next(name for name in names if name in have)
 
 
-def _redundant(ways: StrategyPerAxis, sizes: Sequence[int]) -> bool:
+def _redundant(strategies: StrategyPerAxis, sizes: Sequence[int]) -> bool:
     """Return whether ranks do the same work with the same weight; only where nothing divides."""
-    return any(way.name == "whole" and size > 1 for way, size in zip(ways, sizes, strict=True))
+    return any(strategy.name == "whole" and size > 1 for strategy, size in zip(strategies, sizes, strict=True))
 
 
-def _kept_by(ways: StrategyPerAxis) -> tuple[bool, ...]:
+def _kept_by(strategies: StrategyPerAxis) -> tuple[bool, ...]:
     """Along which axes a table or head cuts its weight (always by rows of the vocabulary)."""
-    return tuple(way.weight != "-" for way in ways)
+    return tuple(strategy.weight != "-" for strategy in strategies)
 
 
 def _alike(operation: Operation) -> tuple[object, ...]:

@@ -1,4 +1,14 @@
-"""The operations of a model, read from its structure: a residual stream with blocks beside it."""
+"""The operations of a model, read from its structure: a residual stream with blocks beside it.
+
+Layouts of activations along one mesh axis, what operations read and write, and the cost of moving.
+
+An activation of ``[batch, sequence, channels]`` is, along each axis of the mesh, in one *state*:
+
+- ``b``: cut along the batch; ``s``: cut along the sequence; ``h``: cut along channels (heads, hidden units,
+vocabulary); - ``r``: the same on every rank; - ``p``: partial sums, still to be added.
+
+An operation takes one *strategy* along each axis: which state it reads and writes, and how it keeps its weight.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +19,108 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.optimal import states
-from shard_spec.optimal.states import Strategy
-from shard_spec.planners.base import together
-from shard_spec.planners.megatron.analysis import Analysis, analyse
-from shard_spec.planners.megatron.blocks import Cut, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Options
-from shard_spec.planners.megatron.heads import read_attribute
+from shard_spec.estimate.cost import CostModel, Link
+from shard_spec.planners.base import merge_notes
+from shard_spec.planners.megatron.blocks import Cut, Options, TPBlock, TPBlockKind
+from shard_spec.planners.megatron.linear import read_attribute
+from shard_spec.planners.megatron.planner import Analysis, analyse
+
+CUT = "bsh"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Strategy of one operation along one axis.
+
+    Attributes:
+        name: as in `OptimalityBound.choices`.
+        reads: state of its input.
+        writes: state of its output.
+        weight: ``"-"`` none or whole, ``"fsdp"`` rows stored cut and gathered when needed, ``"column"`` or ``"row"``.
+        reads_grad: state in which backward produces the input's gradient (``p`` for a column).
+        writes_grad: state in which backward needs the output's gradient (``r`` for a row).
+    """
+
+    name: str
+    reads: str
+    writes: str
+    weight: str = "-"
+    reads_grad: str = ""
+    writes_grad: str = ""
+
+    @property
+    def gradient_in(self) -> str:
+        """State of the input's gradient."""
+        return self.reads_grad or self.reads
+
+    @property
+    def gradient_out(self) -> str:
+        """State of the output's gradient."""
+        return self.writes_grad or self.writes
+
+    @property
+    def divides_work(self) -> bool:
+        """True if each rank does only its share of the operations."""
+        return self.reads in CUT or self.writes in CUT or self.weight in ("column", "row")
+
+    @property
+    def sums_weight_gradient(self) -> bool:
+        """True if ranks see different tokens with one weight, so that its gradient has to be summed over them."""
+        return self.reads in "bs"
+
+
+_TOKENS = (
+    Strategy("batch", "b", "b"),
+    Strategy("batch+fsdp", "b", "b", "fsdp"),
+    Strategy("sequence", "s", "s"),
+    Strategy("sequence+fsdp", "s", "s", "fsdp"),
+)
+_WHOLE = Strategy("whole", "r", "r")
+
+STREAM = (Strategy("batch", "b", "b"), Strategy("sequence", "s", "s"), _WHOLE)
+COLUMN = (*_TOKENS, Strategy("column", "r", "h", "column", reads_grad="p"), _WHOLE)
+ATTENTION = (Strategy("batch", "b", "b"), Strategy("heads", "h", "h"), _WHOLE)
+ROW = (*_TOKENS, Strategy("row", "h", "p", "row", writes_grad="r"), _WHOLE)
+TABLE = (*_TOKENS, Strategy("vocabulary", "r", "p", "row", writes_grad="r"), _WHOLE)
+APART = (
+    Strategy("batch", "b", "b"),
+    Strategy("batch+fsdp", "b", "b", "fsdp"),
+    Strategy("fsdp", "r", "r", "fsdp"),
+    _WHOLE,
+)
+
+
+def cuts(states: Sequence[str], sizes: Sequence[int]) -> int:
+    """Into how many pieces an activation with `states` is cut."""
+    return math.prod(size for state, size in zip(states, sizes, strict=True) if state in CUT)
+
+
+def moving(
+    before: Sequence[str], after: Sequence[str], num_bytes: float, links: Sequence[Link], model: CostModel
+) -> float:
+    """Seconds to bring an activation of `num_bytes` (all of it) from one layout to another, axis after axis."""
+    sizes = [link.size for link in links]
+    seconds = 0.0
+    now = list(before)
+    for axis, (old, new, link) in enumerate(zip(before, after, links, strict=True)):
+        others = cuts(now[:axis] + now[axis + 1 :], sizes[:axis] + sizes[axis + 1 :])
+        seconds += _moving_along(old, new, num_bytes / others, link, model)
+        now[axis] = new
+    return seconds
+
+
+def _moving_along(old: str, new: str, num_bytes: float, link: Link, model: CostModel) -> float:
+    """Along one axis; `num_bytes` is what the group holds altogether."""
+    if old == new or (old == "r" and new in CUT):
+        return 0.0  # nothing, or each rank keeps its piece of what it has
+    if old == "p":
+        return model.all_reduce(num_bytes, link) if new == "r" else model.reduce_scatter(num_bytes, link)
+    if new == "r":
+        return model.all_gather(num_bytes, link)
+    assert old in CUT, (old, new)
+    assert new in CUT, (old, new)
+    return model.all_to_all(num_bytes / link.size, link)
+
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k")
 
@@ -26,7 +131,7 @@ class Operation:
 
     Attributes:
         name: what reports call it.
-        ways: what it can do along one axis.
+        strategies: what it can do along one axis.
         cuts: its parameters, with the placement they get if it is cut like a column or row (bias cuts too).
         parameters: FQN and number of elements of what it keeps; empty if it has none or shares them.
         matmul_elements: weight elements that each token is multiplied with.
@@ -42,7 +147,7 @@ class Operation:
     """
 
     name: str
-    ways: tuple[Strategy, ...]
+    strategies: tuple[Strategy, ...]
     cuts: tuple[Cut, ...] = ()
     parameters: tuple[tuple[str, int], ...] = ()
     matmul_elements: int = 0
@@ -75,8 +180,7 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
     """The operations of `module` in the order of its modules, each after the one it reads.
 
     Blocks are what `MegatronPlanner` recognises, one after the other along the residual stream. Matmul weights that
-    belong to none stand apart: they can be stored whole or by rows, and nothing is said of the activations around
-    them.
+    belong to none stand apart: they can be stored whole or by rows, and nothing is said of the activations around them.
 
     Args:
         module: the model; the meta device is enough.
@@ -93,7 +197,7 @@ def structure_of(module: nn.Module, degrees: Sequence[int]) -> Structure:
             if unit.num_pieces % degree == 0 or unit.kind in (TPBlockKind.EMBEDDING, TPBlockKind.HEAD):
                 allowed.setdefault(unit.name, set()).add(degree)
     builder = _Builder(module, {name: frozenset(found) for name, found in allowed.items()})
-    return Structure(builder.build(base), together((*base.left_whole.values(), *base.notes)), base.unrecognised)
+    return Structure(builder.build(base), merge_notes((*base.left_whole.values(), *base.notes)), base.unrecognised)
 
 
 class _Builder:
@@ -147,7 +251,7 @@ class _Builder:
             table = self._add(
                 Operation(
                     unit.name,
-                    states.TABLE,
+                    TABLE,
                     cuts=unit.rows,
                     parameters=self._elements(unit.rows),
                     width_out=width,
@@ -159,7 +263,7 @@ class _Builder:
 
     def _stream(self, name: str, source: int, residual: int, width: int) -> int:
         return self._add(
-            Operation(name, states.STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
+            Operation(name, STREAM, width_in=width, width_out=width, kept=True, source=source, residual=residual)
         )
 
     def _block(self, unit: TPBlock, stream: int) -> int:
@@ -175,7 +279,7 @@ class _Builder:
         column = self._add(
             Operation(
                 f"{unit.name} in",
-                states.COLUMN,
+                COLUMN,
                 cuts=(*unit.columns, *unit.inner),
                 parameters=self._elements((*unit.columns, *unit.inner)),
                 matmul_elements=matmul,
@@ -190,7 +294,7 @@ class _Builder:
             inside = self._add(
                 Operation(
                     f"{unit.name} scores",
-                    states.ATTENTION,
+                    ATTENTION,
                     width_in=hidden_out,
                     width_out=hidden_in,
                     degrees=degrees,
@@ -201,7 +305,7 @@ class _Builder:
         row = self._add(
             Operation(
                 f"{unit.name} out",
-                states.ROW,
+                ROW,
                 cuts=unit.rows,
                 parameters=self._elements(unit.rows),
                 matmul_elements=int(sum(count for _, count in row_weights) * share),
@@ -220,7 +324,7 @@ class _Builder:
         self._add(
             Operation(
                 unit.name,
-                states.COLUMN,
+                COLUMN,
                 cuts=unit.columns,
                 parameters=elements,
                 matmul_elements=matmul,
@@ -235,7 +339,7 @@ class _Builder:
 
     def _apart(self, name: str) -> None:
         count = self.parameters[name].numel()
-        self._add(Operation(name, states.APART, parameters=((name, count),), matmul_elements=count))
+        self._add(Operation(name, APART, parameters=((name, count),), matmul_elements=count))
 
     def _elements(self, cuts: Iterable[Cut]) -> tuple[tuple[str, int], ...]:
         return tuple((cut.name, self.parameters[cut.name].numel()) for cut in cuts)

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.estimate.cost import AlphaBetaCostModel, CostModel
-from shard_spec.estimate.topology import PRESETS, Topology
+from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.optimal.elimination import solve_exact
 from shard_spec.optimal.memory_cap import InfeasibleError, least_memory, solve_capped
-from shard_spec.optimal.model import StepModel, StrategyPerAxis
+from shard_spec.optimal.model import StepModel, StrategyPerAxis, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
-from shard_spec.optimal.workload import Workload
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike
-from shard_spec.planners.optimality_bound import OptimalityBound
+from shard_spec.optimal.problem import solve_exact
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, OptimalityBound
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +141,7 @@ class OptimalPlanner(LayoutPlanner):
         axes = [
             axis
             for at, axis in enumerate(self.mesh.axis_names)
-            if chosen and all(ways[at].weight == "fsdp" for ways in chosen)
+            if chosen and all(strategies[at].weight == "fsdp" for strategies in chosen)
         ]
         if not axes:
             return {}
@@ -158,18 +155,12 @@ class OptimalPlanner(LayoutPlanner):
             return PlanError(Problem("does-not-divide", found=found, hint="choose another batch or another mesh"))
         over = error.least_bytes - self.memory_limit
         changes = [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
-        return PlanError(
-            Problem(
-                "does-not-fit",
-                "memory_limit",
-                found=f"the smallest plan needs {error.least_bytes:,} bytes on rank {self.mesh.ranks[0]}, and as much "
-                f"on every other: {over:,} more than the limit of {self.memory_limit:,}",
-                hint="would fit: " + "; ".join(changes),
-            )
-        )
+        found = f"the smallest plan needs {error.least_bytes:,} bytes on rank {self.mesh.ranks[0]}, and as much "
+        found += f"on every other: {over:,} more than the limit of {self.memory_limit:,}"
+        return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
-        """Transaction that were tried and do fit."""
+        """Changes that were tried and do fit."""
         fitting = []
         structures: dict[tuple[int, ...], Structure] = {}
 
@@ -197,7 +188,7 @@ class OptimalPlanner(LayoutPlanner):
         return fitting
 
 
-def layouts_of(operation: Operation, ways: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
+def layouts_of(operation: Operation, strategies: StrategyPerAxis, mesh: MeshSpec) -> dict[str, Layout]:
     """The layouts of an operation's parameters.
 
     Columns and rows cut first, in mesh order. Then rows are stored cut, by the last axis first, so that the first
@@ -205,18 +196,18 @@ def layouts_of(operation: Operation, ways: StrategyPerAxis, mesh: MeshSpec) -> d
     """
     placements = {cut.name: cut.placement for cut in operation.cuts}
     layouts = {}
-    named = list(zip(mesh.axis_names, ways, strict=True))
-    parallel = [axis for axis, way in named if way.weight in ("column", "row")]
-    stored = [axis for axis, way in reversed(named) if way.weight == "fsdp"]
+    named = list(zip(mesh.axis_names, strategies, strict=True))
+    parallel = [axis for axis, strategy in named if strategy.weight in ("column", "row")]
+    stored = [axis for axis, strategy in reversed(named) if strategy.weight == "fsdp"]
     names = dict.fromkeys([*placements, *(name for name, _ in operation.parameters)])
     for name in names:
-        terms: dict[str, str] = {}
+        specs: dict[str, str] = {}
         pieces = 1
         for axis in parallel:
-            terms[axis] = _smaller(placements[name], pieces)
+            specs[axis] = _smaller(placements[name], pieces)
             pieces *= mesh.axis_size(axis)
-        terms.update(dict.fromkeys(stored, "S(0)"))
-        layouts[name] = Layout(mesh, terms, [axis for axis in (*parallel, *stored) if axis in terms])
+        specs.update(dict.fromkeys(stored, "S(0)"))
+        layouts[name] = Layout(mesh, specs, [axis for axis in (*parallel, *stored) if axis in specs])
     return layouts
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import Section, ShardingInfo, sharding_info_of
-from shard_spec.layout.intervals import Term
+from shard_spec.layout.intervals import PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 
@@ -39,8 +39,9 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
     if plain:
         mesh = mesh or _widest(meshes)
         if mesh is None:
+            hint = "pass mesh="
             raise PlanError(
-                Problem("missing-mesh", found="no tensor of the model says which ranks there are", hint="pass mesh=")
+                Problem("missing-mesh", found="no tensor of the model says which ranks there are", hint=hint)
             )
         layouts.update({name: Layout.replicated(mesh) for name in plain})
     return {name: layouts[name] for name, _ in named}
@@ -84,12 +85,12 @@ def _layout_of_info(info: ShardingInfo) -> Layout:
 
 def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Section]) -> Layout:
     """Sections of the one dim that is cut: each is cut on its own, between units, each part held ``copies`` times."""
-    cutting = [at for at, term in enumerate(layout.terms) if term.dim is not None]
+    cutting = [at for at, spec in enumerate(layout.specs) if spec.dim is not None]
     if len(cutting) != 1:
         found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that cut ({layout})"
         raise _not_said(found, "sections are of the dim that one axis cuts")
     (at,) = cutting
-    dim = layout.terms[at].dim
+    dim = layout.specs[at].dim
     assert dim is not None
     if not -len(shape) <= dim < len(shape) or sum(each.size for each in sections) != shape[dim]:
         found = f"sections {[tuple(each) for each in sections]} of dim {dim} of a tensor of shape {shape}"
@@ -99,10 +100,10 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
         found = f"sections {[tuple(each) for each in sections]}: some rows on more ranks than others"
         raise _not_said(found, "keep sections with other copies in a weight of their own")
     layout, at = _with_copies(layout, at, copies.pop())
-    if layout.terms[at].dim is None:
+    if layout.specs[at].dim is None:
         return layout
-    term = _term_of(dim, sections, layout.mesh.shape[at])
-    return Layout(layout.mesh, [term if place == at else other for place, other in enumerate(layout.terms)])
+    spec = _spec_of(dim, sections, layout.mesh.shape[at])
+    return Layout(layout.mesh, [spec if place == at else other for place, other in enumerate(layout.specs)])
 
 
 def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
@@ -113,24 +114,26 @@ def _with_copies(layout: Layout, at: int, copies: int) -> tuple[Layout, int]:
     if size % copies:
         raise _not_said(f"{copies} copies over {size} ranks", "copies have to divide the ranks of the axis")
     if copies == size:
-        return Layout(mesh, [Term("R") if place == at else term for place, term in enumerate(layout.terms)]), at
+        return Layout(
+            mesh, [PlacementSpec("R") if place == at else spec for place, spec in enumerate(layout.specs)]
+        ), at
     name = mesh.axis_names[at]
     axes: dict[str, int] = {}
     for axis, length in mesh.axes.items():
         axes.update({f"{name}.part": size // copies, f"{name}.copy": copies} if axis == name else {axis: length})
-    terms = [*layout.terms[: at + 1], Term("R"), *layout.terms[at + 1 :]]
-    return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), terms), at
+    specs = [*layout.specs[: at + 1], PlacementSpec("R"), *layout.specs[at + 1 :]]
+    return Layout(MeshSpec(axes, mesh.ranks, mesh.ranks_per_host), specs), at
 
 
-def _term_of(dim: int, sections: list[Section], count: int) -> Term:
+def _spec_of(dim: int, sections: list[Section], count: int) -> PlacementSpec:
     """The placement that cuts each section into ``count`` parts between units."""
     even = all(each.unit == 1 or each.size // each.unit % count == 0 for each in sections)
     if len(sections) == 1:
-        return Term("S", dim) if even else Term("B", dim, (sections[0].unit, False))
+        return PlacementSpec("S", dim) if even else PlacementSpec("B", dim, (sections[0].unit, False))
     if not even:
         found = f"sections {[tuple(each) for each in sections]} over {count} ranks: units that do not divide"
         raise _not_said(found, "a number of units in each section that the ranks divide")
-    return Term("I", dim, tuple(each.size for each in sections))
+    return PlacementSpec("I", dim, tuple(each.size for each in sections))
 
 
 def _not_said(found: str, hint: str) -> PlanError:
@@ -139,14 +142,14 @@ def _not_said(found: str, hint: str) -> PlanError:
 
 def _with_order(layout: Layout, placements: object, shape: tuple[int, ...]) -> Layout:
     """DTensor says "tp cuts first, then dp" by a strided shard; say it by an order where that is the same."""
-    interleaved = [at for at, term in enumerate(layout.terms) if term.kind == "I"]
+    interleaved = [at for at, spec in enumerate(layout.specs) if spec.kind == "I"]
     if not interleaved:
         return layout
     names = layout.mesh.axis_names
-    terms = [Term("S", term.dim) if term.kind == "I" else term for term in layout.terms]
-    later = [names[at] for at, term in enumerate(terms) if term.dim is not None and at not in interleaved]
+    specs = [PlacementSpec("S", spec.dim) if spec.kind == "I" else spec for spec in layout.specs]
+    later = [names[at] for at, spec in enumerate(specs) if spec.dim is not None and at not in interleaved]
     order = [*later, *(names[at] for at in interleaved)]
-    plain = Layout(layout.mesh, terms, order)
+    plain = Layout(layout.mesh, specs, order)
     return plain if plain.equivalent_to(layout, shape) else layout
 
 

@@ -1,9 +1,10 @@
-"""Facts: what a plan needs to know about a model, read once, without touching a tensor's data."""
+"""Metadata: what a plan needs to know about a model, read once, without touching a tensor's data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem
@@ -13,26 +14,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 ITEM_BYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "uint16": 2,
-    "int16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "uint32": 4,
-    "int32": 4,
-    "float32": 4,
-    "complex32": 4,
-    "uint64": 8,
-    "int64": 8,
-    "float64": 8,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu",), 1),
+    **dict.fromkeys(("uint16", "int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("uint32", "int32", "float32", "complex32"), 4),
+    **dict.fromkeys(("uint64", "int64", "float64", "complex64"), 8),
     "complex128": 16,
 }
 
@@ -63,9 +49,8 @@ class TensorMetadata:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         object.__setattr__(self, "aliases", tuple(self.aliases) or (self.name,))
         if self.dtype not in ITEM_BYTES:
-            raise PlanError(
-                Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=f"one of {', '.join(ITEM_BYTES)}")
-            )
+            hint = f"one of {', '.join(ITEM_BYTES)}"
+            raise PlanError(Problem("unsupported-dtype", self.name, found=repr(self.dtype), hint=hint))
 
     @property
     def item_bytes(self) -> int:
@@ -80,10 +65,7 @@ class TensorMetadata:
     @property
     def numel(self) -> int:
         """Number of elements of the global tensor."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,7 @@ class ModelMetadata:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> ModelMetadata:
-        """Facts of parameters that are known by name and shape only."""
+        """Metadata of parameters that are known by name and shape only."""
         return cls(tuple(TensorMetadata(name, tuple(shape), dtype) for name, shape in shapes.items()))
 
 
@@ -156,14 +138,8 @@ def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Itera
 
     for tensor, kind, names, module_type in entries:
         if is_lazy(tensor):
-            problems.append(
-                Problem(
-                    "uninitialized-parameter",
-                    names[0],
-                    found="its shape is not known yet",
-                    hint="run one forward pass (a lazy module learns its shapes there), then plan",
-                )
-            )
+            hint = "run one forward pass (a lazy module learns its shapes there), then plan"
+            problems.append(Problem("uninitialized-parameter", names[0], found="its shape is not known yet", hint=hint))
             continue
         yield TensorMetadata(
             name=names[0],

@@ -10,8 +10,7 @@ from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
 from shard_spec.plan.untrusted_input import json_values, yaml_values
-from shard_spec.specs.chunk import ChunkShardingSpec
-from shard_spec.specs.enumerable import EnumerableShardingSpec
+from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
 from shard_spec.specs.shards import ShardMetadata
 
 MAX_RULES = 1_000_000
@@ -71,13 +70,9 @@ def from_document(document: Any) -> PlanContent:
         raise _bad(f"no object with 'format': '{FORMAT}'")
     version = document.get("version")
     if type(version) is not int or version != VERSION:
-        raise PlanError(
-            Problem(
-                "invalid-plan",
-                found=f"format version {version!r:.60}, this release reads {VERSION}",
-                hint="install the release of shard-spec that wrote the file, or write it again",
-            )
-        )
+        found = f"format version {version!r:.60}, this release reads {VERSION}"
+        hint = "install the release of shard-spec that wrote the file, or write it again"
+        raise PlanError(Problem("invalid-plan", found=found, hint=hint))
     if set(document) != _KEYS:
         odd = sorted(set(document) ^ _KEYS)
         raise _bad(f"unknown or missing keys: {', '.join(map(repr, odd))[:300]}")

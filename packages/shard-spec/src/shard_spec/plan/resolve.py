@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.content import Rule
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
-from shard_spec.plan.rules import Rule
 from shard_spec.plan.values import spec_layout
 
 if TYPE_CHECKING:
     from torch import nn
 
     from shard_spec.plan.content import PlanContent
+    from shard_spec.plan.metadata import ModelMetadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,12 +107,13 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     decided: dict[str, tuple[Rule | None, Layout | None]] = {}
     matched: dict[str, tuple[str, ...]] = {}
     for tensor in metadata.tensors:
-        rules = _matching(index, tensor)
+        by_alias = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
+        rules = {alias: found for alias, found in by_alias.items() if found}
         matched[tensor.name] = tuple(dict.fromkeys(rule.key for group in rules.values() for rule in group))
         if _taken_by_sharder(tensor, rules, sharders, problems):
             continue
         decided[tensor.name] = _decide(tensor, rules, made, plan.strict, problems)
-    problems += _unmatched(index, metadata)
+    problems += [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
     mesh = plan.mesh or _common_mesh(layout for _, layout in decided.values())
     default = None if mesh is None else Layout.replicated(mesh)
     if default is None and not problems and any(rule is None for rule, _ in decided.values()):
@@ -175,18 +179,15 @@ class _Layouts:
             return layout
         wrong = list(layout.problems(tensor.shape, tensor.name))
         if layout.partial:
-            wrong.append(_partial(tensor, layout))
+            found = f"a stored {tensor.kind} with the layout {layout}"
+            hint = "partial values come out of computations; replicate or shard what is stored"
+            axis = next(iter(layout.partial))
+            wrong.append(Problem("partial-value", tensor.name, axis=axis, found=found, hint=hint))
         self.problems.extend(wrong)
         if wrong:
             return None
         self.good.add((layout, tensor.shape))
         return layout
-
-
-def _matching(index: _RuleIndex, tensor: TensorMetadata) -> dict[str, list[Rule]]:
-    """For each name of the tensor that some rule mentions, those rules."""
-    found = {alias: index.matching(alias, tensor.kind) for alias in tensor.aliases}
-    return {alias: rules for alias, rules in found.items() if rules}
 
 
 def _decide(
@@ -195,14 +196,8 @@ def _decide(
     """The rule that decides about ``tensor`` and its layout; (None, None) where no rule mentions it."""
     if not rules:
         if strict and tensor.kind == "parameter":
-            problems.append(
-                Problem(
-                    "unmatched-pattern",
-                    tensor.name,
-                    found="no rule mentions it, and the plan is strict",
-                    hint="add a rule; 'R' replicates it",
-                )
-            )
+            text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
+            problems.append(Problem("unmatched-pattern", tensor.name, found=text, hint=hint))
         return None, None
     winners = {alias: _most_specific(alias, found, problems) for alias, found in rules.items()}
     winners = {  # a rule for one name of a tied tensor also has to beat the more general ones for its other names
@@ -216,14 +211,8 @@ def _decide(
         both = layout is not None and layouts[first] is not None
         if both and layout != layouts[first] and not layout.equivalent_to(layouts[first], tensor.shape):  # type: ignore[union-attr, arg-type]  # `both` says neither is None
             found = f"{first} -> {layouts[first]} by rule {winners[first].key!r}, but {alias} -> {layout}"
-            problems.append(
-                Problem(
-                    "tied-weights",
-                    alias,
-                    found=f"{found} by rule {winners[alias].key!r}",
-                    hint="these names are one tensor: give both the same layout, or only one of them a rule",
-                )
-            )
+            hint = "these names are one tensor: give both the same layout, or only one of them a rule"
+            problems.append(Problem("tied-weights", alias, found=f"{found} by rule {winners[alias].key!r}", hint=hint))
     return winners[first], layouts[first]
 
 
@@ -237,14 +226,9 @@ def _most_specific(name: str, rules: list[Rule], problems: list[Problem]) -> Rul
             return rule
     best = [rule for rule in rules if not any(other is not rule and _beats(other, rule) for other in rules)]
     if any(not _same_value(rule, best[0]) for rule in best):
-        problems.append(
-            Problem(
-                "ambiguous-pattern",
-                name,
-                found="matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific",
-                hint="add an exact rule for this name, or narrow one of the patterns",
-            )
-        )
+        found = "matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific"
+        hint = "add an exact rule for this name, or narrow one of the patterns"
+        problems.append(Problem("ambiguous-pattern", name, found=found, hint=hint))
     return best[0]
 
 
@@ -269,20 +253,6 @@ def _same_value(rule: Rule, other: Rule) -> bool:
     return rule.value is other.value or bool(rule.value == other.value)
 
 
-def _partial(tensor: TensorMetadata, layout: Layout) -> Problem:
-    return Problem(
-        "partial-value",
-        tensor.name,
-        axis=next(iter(layout.partial)),
-        found=f"a stored {tensor.kind} with the layout {layout}",
-        hint="partial values come out of computations; replicate or shard what is stored",
-    )
-
-
-def _unmatched(index: _RuleIndex, metadata: ModelMetadata) -> list[Problem]:
-    return [_matches_nothing(rule.key, metadata) for rule in index.rules if rule.key not in index.used]
-
-
 def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
     if key in metadata.modules:
         hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
@@ -305,9 +275,8 @@ def _place_sharders(rules: list[Rule], metadata: ModelMetadata, problems: list[P
             hint = "name a submodule; the root cannot be replaced in place"
             problems.append(Problem("sharder-nesting", rule.key, found="a Sharder for the root module", hint=hint))
         elif not paths:
-            problems.append(
-                Problem("unknown-name", rule.key, found="no module for this Sharder", hint="name a submodule's FQN")
-            )
+            hint = "name a submodule's FQN"
+            problems.append(Problem("unknown-name", rule.key, found="no module for this Sharder", hint=hint))
         for path in paths:
             if path and path in placed:
                 found = "two Sharders match this module"
@@ -331,14 +300,9 @@ def _taken_by_sharder(
     if not any(owners.values()):
         return False
     if len(set(owners.values())) > 1:
-        problems.append(
-            Problem(
-                "tied-weights",
-                tensor.name,
-                found=f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some",
-                hint="untie it, or give the Sharder a module that holds all of its names",
-            )
-        )
+        text = f"tied as {', '.join(tensor.aliases)}, of which a Sharder takes only some"
+        hint = "untie it, or give the Sharder a module that holds all of its names"
+        problems.append(Problem("tied-weights", tensor.name, found=text, hint=hint))
     for alias, found in rules.items():
         exact = found[0].pattern is not None and found[0].pattern.is_exact
         if owners[alias] is not None and exact:
@@ -354,3 +318,31 @@ def _common_mesh(layouts: Iterable[Layout | None]) -> MeshSpec | None:
         return meshes[0] if meshes else None
     ranks = sorted({rank for mesh in meshes for rank in mesh.ranks})
     return MeshSpec({"ranks": len(ranks)}, ranks)
+
+
+def compact_rules(plan: PlanContent, module: nn.Module | ModelMetadata) -> tuple[dict[str, Any], MeshSpec | None]:
+    """Return rules with globs that mean the same for ``module``, and their mesh."""
+    found = resolve(plan, module)
+    names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
+    groups: dict[str, list[str]] = {}
+    rules = {}
+    for tensor in found.metadata.tensors:
+        layout = found.layouts.get(tensor.name)
+        if layout is None:
+            continue
+        if tensor.kind == "parameter":
+            stem = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", tensor.name)
+            groups.setdefault(stem, []).append(tensor.name)
+        elif not layout.is_replicated:
+            rules[tensor.name] = layout
+    for stem, members in groups.items():
+        layouts = {found.layouts[name] for name in members}
+        same = len(members) > 1 and len(layouts) == 1
+        if same and set(filter(Pattern(stem).matches, names)) == set(members):
+            rules[stem] = next(iter(layouts))
+        else:
+            rules.update({name: found.layouts[name] for name in members})
+    meshes = {layout.mesh for layout in rules.values()}
+    mesh = plan.mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
+    values = {key: str(layout) if layout.mesh == mesh else layout for key, layout in rules.items()}
+    return {**values, **found.sharders}, mesh

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.layout.text import format_term, to_term
+from shard_spec.layout.text import format_placement, to_placement_spec
 from shard_spec.plan.values import PlanValue, as_placements, is_sharder, is_spec
 from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.chunk import ChunkShardingSpec
-from shard_spec.specs.enumerable import EnumerableShardingSpec
+from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
 from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
@@ -144,8 +143,10 @@ def _layout_text(value: Any, mesh: MeshSpec | None) -> str:
     if isinstance(value, str):
         return value  # which axes it means is known with the mesh
     if isinstance(value, Mapping):
-        return ", ".join(f"{axis}:{format_term(to_term(placement))}" for axis, placement in value.items())
-    return ", ".join(format_term(to_term(placement)) for placement in as_placements(value))
+        return ", ".join(
+            f"{axis}:{format_placement(to_placement_spec(placement))}" for axis, placement in value.items()
+        )
+    return ", ".join(format_placement(to_placement_spec(placement)) for placement in as_placements(value))
 
 
 def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
@@ -160,12 +161,6 @@ def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
             ]
         }
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    problems.append(
-        Problem(
-            "invalid-plan",
-            key,
-            found=f"a spec of the user-defined type {name}",
-            hint="write the layouts it stands for: ShardingPlan.from_resolution(plan.resolve(model))",
-        )
-    )
+    hint = "write the layouts it stands for: ShardingPlan.from_resolution(plan.resolve(model))"
+    problems.append(Problem("invalid-plan", key, found=f"a spec of the user-defined type {name}", hint=hint))
     return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}

@@ -15,7 +15,7 @@ from shard_spec.specs.torch_specs import from_torch
 
 if TYPE_CHECKING:
     from shard_spec.layout.placements import PlacementLike
-    from shard_spec.specs.sharder import Sharder
+    from shard_spec.specs.shards import Sharder
 
 LayoutLike: TypeAlias = "Layout | str | PlacementLike | Sequence[PlacementLike] | Mapping[str, PlacementLike]"
 PlanValue: TypeAlias = "LayoutLike | ShardingSpec | Sharder | Any"
@@ -55,19 +55,11 @@ def to_layout(value: PlanValue, mesh: MeshSpec | None) -> Layout:
         return value
     known = is_placement(value) or isinstance(value, str | Mapping | Sequence)
     if not known:
-        raise PlanError(
-            Problem(
-                "wrong-type",
-                found=f"{value!r:.200} of type {type(value).__qualname__}",
-                hint="give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder",
-            )
-        )
+        hint = "give placements, a Layout, text such as 'dp:R, tp:S(0)', a ShardingSpec or a Sharder"
+        raise PlanError(Problem("wrong-type", found=f"{value!r:.200} of type {type(value).__qualname__}", hint=hint))
     if mesh is None:
-        raise PlanError(
-            Problem(
-                "missing-mesh", found=f"{value!r:.200}", hint="pass mesh= to the plan, or a Layout that has its own"
-            )
-        )
+        hint = "pass mesh= to the plan, or a Layout that has its own"
+        raise PlanError(Problem("missing-mesh", found=f"{value!r:.200}", hint=hint))
     return Layout(mesh, as_placements(value))
 
 

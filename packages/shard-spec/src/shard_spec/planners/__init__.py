@@ -1,10 +1,15 @@
 """Planners: from a module to a `ShardingPlan`. All are `ShardingPlanner`s; `compose` puts them one after the other."""
 
-from shard_spec.planners.balanced import BalancedPlanner
-from shard_spec.planners.base import ComposedPlanner, LayoutPlanner, PlannedSharding, ShardingPlanner, compose
+from shard_spec.planners.base import (
+    ComposedPlanner,
+    LayoutPlanner,
+    OptimalityBound,
+    PlannedSharding,
+    ShardingPlanner,
+    compose,
+)
 from shard_spec.planners.fully_shard import FullyShardPlanner
 from shard_spec.planners.megatron import MegatronPlanner
-from shard_spec.planners.optimality_bound import OptimalityBound
 
 __all__ = [
     "ShardingPlanner",
@@ -15,5 +20,4 @@ __all__ = [
     "OptimalityBound",
     "MegatronPlanner",
     "FullyShardPlanner",
-    "BalancedPlanner",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,13 +14,127 @@ from torch import nn
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
-from shard_spec.planners.rules import pattern_of, rules_of
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shard_spec.planners.optimality_bound import OptimalityBound
+
+@dataclass(frozen=True)
+class OptimalityBound:
+    """Proof of an optimising planner about its plan, under its own cost model.
+
+    Attributes:
+        objective: modelled cost of the plan (seconds a step, or bytes for balancing).
+        lower_bound: no plan of the same search space costs less.
+        unit: of both.
+        method: how the bound was found.
+        memory_bytes: bytes that the modelled part of a step needs on the fullest rank, where memory was modelled.
+        memory_limit: the cap that was kept, if there was one.
+        choices: name of each node of the model to the strategy that was chosen.
+    """
+
+    objective: float
+    lower_bound: float
+    unit: str = "s"
+    method: str = "exact"
+    memory_bytes: int | None = None
+    memory_limit: int | None = None
+    choices: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """Largest distance from the best plan, as a share of the objective; 0 means proven optimal."""
+        if self.objective == self.lower_bound:
+            return 0.0
+        return (self.objective - self.lower_bound) / abs(self.objective)
+
+    def __str__(self) -> str:
+        proven = "optimal" if self.gap == 0 else f"at most {self.gap:.2%} above the best"
+        text = f"{self.objective:.6g} {self.unit}, {proven} (bound {self.lower_bound:.6g} {self.unit}, {self.method})"
+        if self.memory_limit is not None:
+            text += f"; {self.memory_bytes:,} of {self.memory_limit:,} bytes"
+        return text
+
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
+
+
+def rules_of(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, str]:
+    """Rules that give each of `layouts` its text and mention no other of `names`.
+
+    Numbers in a path become ``*`` where every parameter with such a path has the same layout; others are listed by
+    name.
+
+    Args:
+        layouts: FQN to layout; fully replicated ones need no rule and get none.
+        names: FQNs of all parameters of the model, each tensor once.
+    """
+    texts = {name: short_text(layout) for name, layout in layouts.items() if not layout.is_replicated}
+    groups: dict[str, list[str]] = {}
+    for name in dict.fromkeys((*names, *texts)):
+        groups.setdefault(pattern_of(name), []).append(name)
+    rules: dict[str, str] = {}
+    for pattern, members in groups.items():
+        rules.update(_rules_of_group(pattern, members, texts))
+    return rules
+
+
+def _rules_of_group(pattern: str, members: list[str], texts: Mapping[str, str]) -> dict[str, str]:
+    """Rules for all the names that `pattern` matches: one if they are alike, else as few as are easily found."""
+    said = {texts.get(name) for name in members}
+    if said == {None}:
+        return {}
+    if len(said) == 1 and len(members) > 1:
+        return {pattern: texts[members[0]]}
+    by_position = _split_at_one_number(members, texts)
+    if by_position is not None:
+        return by_position
+    # The most frequent text becomes the pattern if every member has one; an exact name beats it.
+    spoken = {text for text in said if text is not None}
+    usual = min(spoken, key=lambda text: (-sum(texts.get(name) == text for name in members), text))
+    if None in said or len(members) <= 3:
+        return {name: texts[name] for name in members if name in texts}
+    return {pattern: usual, **{name: texts[name] for name in members if texts[name] != usual}}
+
+
+def _split_at_one_number(members: list[str], texts: Mapping[str, str]) -> dict[str, str] | None:
+    """Rules with one of the numbers written out (``layers.*.mlp.2.weight``), if that makes each of them true."""
+    num_numbers = len(_NUMBER.findall(members[0]))
+    best: dict[str, str] | None = None
+    for position in range(num_numbers if num_numbers > 1 else 0):
+        parts: dict[str, set[str | None]] = {}
+        for name in members:
+            parts.setdefault(_pattern_but_one(name, position), set()).add(texts.get(name))
+        if all(len(said) == 1 for said in parts.values()):
+            rules = {part: text for part, (text,) in parts.items() if text is not None}
+            if best is None or len(rules) < len(best):
+                best = rules
+    return best
+
+
+def _pattern_but_one(name: str, position: int) -> str:
+    """``*`` for every number but the one at `position`."""
+    seen = itertools.count()
+    return _NUMBER.sub(lambda match: match[0] if next(seen) == position else "*", name)
+
+
+def pattern_of(name: str) -> str:
+    """`name` with ``*`` for every path component that is a number."""
+    return _NUMBER.sub("*", name)
+
+
+def short_text(layout: Layout) -> str:
+    """The layout's text without the axes that replicate."""
+    parts, _, order = str(layout).partition(";")
+    kept = [part for part in _axis_texts(parts) if not part.endswith(":R")]
+    return ", ".join(kept) + (f";{order}" if order else "")
+
+
+def _axis_texts(text: str) -> list[str]:
+    """Splits at commas outside of parentheses."""
+    return [part.strip() for part in re.split(r",\s*(?![^()]*\))", text)]
+
 
 MeshLike = MeshSpec | Mapping[str, int] | str
 
@@ -32,8 +148,7 @@ class ShardingPlanner(abc.ABC):
 
         Args:
             module: the module; a planner reads its structure, shapes and configuration, never its values, so that it
-                may
-                be on the meta device. It is not changed.
+                may be on the meta device. It is not changed.
 
         Returns:
             The plan: a layout for each parameter that is not replicated.
@@ -125,14 +240,9 @@ class ComposedPlanner(LayoutPlanner):
             raise ValueError("compose() needs at least one planner.")
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
-            raise PlanError(
-                Problem(
-                    "mesh-mismatch",
-                    "planners",
-                    found=" and ".join(repr(mesh) for mesh in meshes),
-                    hint="give all planners that are composed the same mesh; each says which axes it uses",
-                )
-            )
+            found = " and ".join(repr(mesh) for mesh in meshes)
+            hint = "give all planners that are composed the same mesh; each says which axes it uses"
+            raise PlanError(Problem("mesh-mismatch", "planners", found=found, hint=hint))
         super().__init__(meshes[0])
         self.planners = tuple(planners)
 
@@ -162,7 +272,7 @@ def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedS
     return PlannedSharding(rules_of(decisions.layouts, names), mesh, decisions)
 
 
-def together(notes: Iterable[Problem]) -> tuple[Problem, ...]:
+def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
     """One remark for all layers it is true of: numbers in names become ``*`` where there are several."""
     groups: dict[Problem, list[Problem]] = {}
     for note in notes:
@@ -189,9 +299,9 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             hint = "give each planner its own axes"
             problems.append(Problem("duplicate-name", name, axis=twice[0], found=found, hint=hint))
             continue
-        added = zip(layout.mesh.axis_names, layout.terms, strict=True)
-        terms = {axis: term for axis, term in added if term.dim is not None}
-        both = [terms.get(axis, term) for axis, term in zip(before.mesh.axis_names, before.terms, strict=True)]
+        added = zip(layout.mesh.axis_names, layout.specs, strict=True)
+        specs = {axis: spec for axis, spec in added if spec.dim is not None}
+        both = [specs.get(axis, spec) for axis, spec in zip(before.mesh.axis_names, before.specs, strict=True)]
         shared = set(before.sharded_axes.values()) & set(layout.sharded_axes.values())
         order = (*before.sharded_axes, *layout.sharded_axes) if shared else None
         layouts[name] = Layout(layout.mesh, both, order)

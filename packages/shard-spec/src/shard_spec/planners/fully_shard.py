@@ -10,7 +10,7 @@ from torch import nn
 from shard_spec._shared.patterns import Pattern
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
-from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merged, together
+from shard_spec.planners.base import Decisions, LayoutPlanner, MeshLike, merge_notes, merged
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +76,7 @@ class FullyShardPlanner(LayoutPlanner):
                 layouts[name] = cut
         if uneven and self.uneven == "refuse":
             raise PlanError(uneven, f"{len(uneven)} parameters do not divide")
-        notes = together(uneven) if self.uneven == "replicate" else ()
+        notes = merge_notes(uneven) if self.uneven == "replicate" else ()
         return Decisions(layouts, notes)
 
     def _unevenness(self, name: str, shape: tuple[int, ...], layout: Layout) -> Problem | None:
@@ -85,14 +85,9 @@ class FullyShardPlanner(LayoutPlanner):
         if layout.local_shape(first, shape) == layout.local_shape(last, shape):
             return None
         ranks = " x ".join(f"{axis}={self.mesh.axis_size(axis)}" for axis in self.axes)
-        return Problem(
-            "uneven-shards",
-            name,
-            dim=0,
-            axis=self.axes[0],
-            found=f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}",
-            hint="pad it, keep it whole, or allow it with uneven='shard'",
-        )
+        found = f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}"
+        hint = "pad it, keep it whole, or allow it with uneven='shard'"
+        return Problem("uneven-shards", name, dim=0, axis=self.axes[0], found=found, hint=hint)
 
     def _require_matches(self, parameters: Mapping[str, nn.Parameter]) -> None:
         problems = [

@@ -30,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """Transaction from one plan to another.
+    """Changes from one plan to another.
 
     Attributes:
         settings: Mesh, strictness, output plan and local outputs that differ.
@@ -61,19 +61,12 @@ class PlanDiff:
         lines = []
         for title, changes in (("setting", self.settings), ("rule", self.rules), ("tensor", self.tensors)):
             if changes:
-                rows = [
-                    [c.name, c.before if c.before is not None else "-", c.after if c.after is not None else "-"]
-                    for c in changes
-                ]
+                rows = [[c.name, *("-" if side is None else side for side in (c.before, c.after))] for c in changes]
                 lines.append(table([title, "before", "after"], rows))
         if self.memory is not None:
             before, after = self.memory
             lines.append(f"parameters on the fullest rank: {human_bytes(before)} -> {human_bytes(after)}")
         return "\n\n".join(lines) if self or self.rules else "no difference"
-
-
-def _shown(side: str | None) -> str:
-    return "-" if side is None else side
 
 
 def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadata | None = None) -> PlanDiff:
@@ -84,23 +77,16 @@ def diff(plan: PlanContent, other: PlanContent, module: nn.Module | ModelMetadat
         for key in ("mesh", "strict", "output_plan", "return_local_tensor")
         if before[key] != after[key]
     )
-    rules = _rule_changes(dict(before["rules"]), dict(after["rules"]))
+    old_rules, new_rules = dict(before["rules"]), dict(after["rules"])
+    texts = ((key, _text(old_rules.get(key)), _text(new_rules.get(key))) for key in sorted({*old_rules, *new_rules}))
+    rules = tuple(Change(key, old, new) for key, old, new in texts if old != new)
     if module is None:
         return PlanDiff(settings, rules)
     return PlanDiff(settings, rules, *_model_changes(plan, other, module))
 
 
-def _rule_changes(before: dict[str, Any], after: dict[str, Any]) -> tuple[Change, ...]:
-    changes = []
-    for key in sorted({*before, *after}):
-        old, new = (_text(side[key]) if key in side else None for side in (before, after))
-        if old != new:
-            changes.append(Change(key, old, new))
-    return tuple(changes)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 def _model_changes(

@@ -9,9 +9,9 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.formatting import Parts, Table, human_ranks, joined, table
 from shard_spec.layout.layout import Layout
+from shard_spec.plan.content import Rule
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
-from shard_spec.plan.rules import Rule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,12 +106,12 @@ def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
 
 def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
     lines = [f"layout {layout} on mesh {layout.mesh}"]
-    for axis, term in zip(layout.mesh.axis_names, layout.terms, strict=True):
+    for axis, spec in zip(layout.mesh.axis_names, layout.specs, strict=True):
         size = layout.mesh.axis_size(axis)
-        if term.dim is None:
+        if spec.dim is None:
             lines.append(f"  along {axis}: the same on all {size} ranks")
         else:
-            lines.append(f"  along {axis}: dim {term.dim % len(tensor.shape)} is shared out to {size} ranks")
+            lines.append(f"  along {axis}: dim {spec.dim % len(tensor.shape)} is shared out to {size} ranks")
     ranks = list(layout.mesh.ranks)
     for rank in ranks[:8]:
         boxes = layout.boxes(rank, tensor.shape)

@@ -177,7 +177,7 @@ def _cell(
         return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#bbb">{title}</rect>'
     colours = []
     for at, (axis, size) in enumerate(layout.mesh.axes.items()):
-        if layout.terms[at].dim is not None and size > 1:
+        if layout.specs[at].dim is not None and size > 1:
             shade = 36 + round(36 * coordinate[at] / (size - 1))
             colours.append(f"hsl({hues[axis]} 55% {shade}%)")
     stripes = []

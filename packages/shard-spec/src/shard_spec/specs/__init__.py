@@ -1,11 +1,8 @@
 """Sharding specs: what a user writes about one tensor, in the words of ``torch.distributed._shard``."""
 
 from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.chunk import ChunkShardingSpec
-from shard_spec.specs.devices import DeviceLike, RemoteDevice
-from shard_spec.specs.enumerable import EnumerableShardingSpec
-from shard_spec.specs.sharder import Sharder
-from shard_spec.specs.shards import ShardMetadata, TensorShards
+from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.shards import DeviceLike, RemoteDevice, Sharder, ShardMetadata, TensorShards
 from shard_spec.specs.torch_specs import TorchShardingSpec, as_sharder, as_spec, from_torch, to_torch
 
 __all__ = [

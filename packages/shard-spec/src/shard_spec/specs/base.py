@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+import shard_spec.distributed
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.distributed.shard_tensor import shard_tensor
-from shard_spec.layout.boxes import Box
-from shard_spec.layout.intervals import chunk
+from shard_spec.layout.intervals import Box, chunk
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.layout.placements import PlacementLike, UnevenShard
-from shard_spec.specs.geometry import Interval, cover_problems, grid_of, overlap_problems
-from shard_spec.specs.shards import ShardMetadata, TensorShards
+from shard_spec.specs.shards import Interval, ShardMetadata, TensorShards, cover_problems, grid_of, overlap_problems
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +52,10 @@ class ShardingSpec(abc.ABC):
         problems = cover_problems(boxes, shape)
         if not any(problem.code == "shape-mismatch" for problem in problems):
             problems += overlap_problems(boxes)
-        problems += [_no_rank(shard.placement) for shard in shards if shard.rank is None]
+        for shard in shards:
+            if shard.rank is None:
+                hint = "name the rank that holds the shard, as in 'rank:0/cuda:0'"
+                problems.append(Problem("invalid-layout", "placements", found=f"{shard.placement}", hint=hint))
         raise_problems(problems, f"{type(self).__name__} does not fit a tensor of shape {tuple(shape)}")
         return shards
 
@@ -83,7 +84,21 @@ class ShardingSpec(abc.ABC):
         Raises:
             PlanError: ``not-a-grid`` or ``invalid-layout`` when no mesh can say it.
         """
-        return _grid_layout(self, shape)
+        shape = tuple(shape)
+        held = box_of_each_rank(self, shape)
+        found = grid_of(list(held.values()), shape)
+        if found is None:
+            text = f"{len(held)} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns"
+            hint = "cut each dim at the same places everywhere; free boxes are moved by shard-reshard, not by a mesh"
+            raise PlanError(Problem("not-a-grid", "shards", found=text, hint=hint))
+        ranks, (cuts, order) = tuple(held), found
+        cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
+        if not cut_dims:
+            return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])
+        # One mesh axis for each dim that is cut, ranks in the order of their shards.
+        axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
+        placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
+        return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
         """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
@@ -92,45 +107,12 @@ class ShardingSpec(abc.ABC):
             own = [each.placement for each in self.shards_for(shape) if each.rank == dist.get_rank()]
             return self.to_layout(shape), own[0].device() if own and own[0] is not None else None
 
-        return shard_tensor(tensor, place, src_rank, process_group)
+        return shard_spec.distributed.shard_tensor(tensor, place, src_rank, process_group)
 
 
 def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
     kept = {rank: tuple(sorted((box for box in held if box.numel), key=str)) for rank, held in boxes.items()}
     return {rank: held for rank, held in kept.items() if held}
-
-
-def _no_rank(placement: object) -> Problem:
-    return Problem(
-        "invalid-layout",
-        "placements",
-        found=f"{placement}",
-        hint="name the rank that holds the shard, as in 'rank:0/cuda:0'",
-    )
-
-
-def _grid_layout(spec: ShardingSpec, shape: Sequence[int]) -> Layout:
-    """The layout of a tensor of ``shape`` under ``spec``: one mesh axis ``shard<dim>`` for each dim that is cut.
-
-    Ranks lie on the mesh in the order of their shards, so a chunk spec with permuted devices gives a permuted mesh.
-    Cuts as ``torch.chunk`` makes them become ``Shard``, others ``UnevenShard``.
-
-    Raises:
-        PlanError: ``invalid-layout`` or ``not-a-grid`` when no mesh can say it.
-    """
-    shape = tuple(shape)
-    held = box_of_each_rank(spec, shape)
-    ranks = tuple(held)
-    found = grid_of(list(held.values()), shape)
-    if found is None:
-        raise PlanError(_not_a_grid(shape, len(ranks)))
-    cuts, order = found
-    cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]
-    if not cut_dims:
-        return Layout(MeshSpec({"shard0": 1}, ranks), ["S(0)" if shape else "R"])
-    axes = {f"shard{dim}": len(cuts[dim]) for dim in cut_dims}
-    placements = [_placement(dim, cuts[dim], shape[dim]) for dim in cut_dims]
-    return Layout(MeshSpec(axes, [ranks[at] for at in order]), placements)
 
 
 def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Box]:
@@ -142,7 +124,8 @@ def box_of_each_rank(spec: ShardingSpec, shape: tuple[int, ...]) -> dict[int, Bo
     held = spec.boxes(shape)
     crowded = [rank for rank, boxes in held.items() if len(boxes) > 1]
     if crowded:
-        raise PlanError(_several_shards(crowded))
+        found = f"ranks {', '.join(map(str, crowded))} hold more than one shard"
+        raise PlanError(Problem("invalid-layout", "placements", found=found, hint="name each rank once"))
     return {rank: box for rank, (box,) in held.items()}
 
 
@@ -150,21 +133,3 @@ def _placement(dim: int, intervals: Sequence[Interval], length: int) -> Placemen
     sizes = tuple(size for _, size in intervals)
     plain = tuple(chunk(length, len(sizes), at)[1] for at in range(len(sizes)))
     return f"S({dim})" if sizes == plain else UnevenShard(dim, sizes)
-
-
-def _several_shards(ranks: Sequence[int]) -> Problem:
-    return Problem(
-        "invalid-layout",
-        "placements",
-        found=f"ranks {', '.join(map(str, ranks))} hold more than one shard",
-        hint="name each rank once",
-    )
-
-
-def _not_a_grid(shape: tuple[int, ...], count: int) -> Problem:
-    return Problem(
-        "not-a-grid",
-        "shards",
-        found=f"{count} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns",
-        hint="cut each dim at the same places everywhere; free boxes are moved by shard-reshard, not by a mesh",
-    )

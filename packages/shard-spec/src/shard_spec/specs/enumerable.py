@@ -1,4 +1,4 @@
-"""EnumerableShardingSpec: every shard written down."""
+"""ChunkShardingSpec and EnumerableShardingSpec."""
 
 from __future__ import annotations
 
@@ -7,9 +7,98 @@ from dataclasses import dataclass
 from typing import Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.geometry import cover_problems, overlap_problems
-from shard_spec.specs.shards import ShardMetadata, TensorShards
+from shard_spec.layout.intervals import Box, chunk
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.specs.base import ShardingSpec, box_of_each_rank
+from shard_spec.specs.shards import (
+    DeviceLike,
+    RemoteDevice,
+    ShardMetadata,
+    TensorShards,
+    cover_problems,
+    overlap_problems,
+)
+
+
+@dataclass(frozen=True, init=False)
+class ChunkShardingSpec(ShardingSpec):
+    """Cut ``dim`` into as many chunks as there are devices; chunk ``i`` lies on ``placements[i]``.
+
+    All chunks but the last are ``ceil(length / count)`` long, as in ``torch.chunk``: 9 rows on 8 devices are
+    2, 2, 2, 2, 1, 0, 0, 0 at offsets 0, 2, 4, 6, 8, 9, 9, 9.
+
+    Args:
+        dim: Tensor dimension; negative ones count from the end.
+        placements: Devices (not DTensor placements), for example ``["rank:0/cuda:0", "rank:1/cuda:1"]``, in the
+            order of the chunks. Torch's remote devices are welcome. The sequence is copied.
+
+    Raises:
+        PlanError: ``invalid-layout``, ``missing-argument`` or ``invalid-layout``, all of them at once.
+    """
+
+    dim: int
+    placements: tuple[RemoteDevice, ...]
+
+    def __init__(self, dim: int, placements: Sequence[DeviceLike]) -> None:
+        problems: list[Problem] = []
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            problems.append(Problem("invalid-layout", "dim", found=repr(dim), hint="a dim is a whole number"))
+        if isinstance(placements, str):
+            placements = [placements]
+        devices = []
+        for given in placements:
+            try:
+                devices.append(RemoteDevice(given))
+            except PlanError as error:
+                problems.extend(error.problems)
+        if not problems and not devices:
+            hint = "name at least one device, as in ['rank:0/cpu']"
+            problems.append(Problem("missing-argument", "placements", found="an empty list", hint=hint))
+        raise_problems(problems)
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "placements", tuple(devices))
+
+    def normalized(self, ndim: int) -> ChunkShardingSpec:
+        """The same spec with a dim from 0 to ``ndim - 1``.
+
+        Raises:
+            PlanError: ``dim-out-of-range`` when a tensor of ``ndim`` dims has no such dim.
+        """
+        if not -ndim <= self.dim < ndim:
+            hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be cut"
+            found = f"dim {self.dim} of a tensor of {ndim} dims"
+            raise PlanError(Problem("dim-out-of-range", "dim", dim=self.dim, found=found, hint=hint))
+        return ChunkShardingSpec(self.dim % ndim, self.placements)
+
+    def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
+        """See ``ShardingSpec.build_metadata``; offsets never leave the tensor."""
+        shape = tuple(tensor_sizes)
+        dim = self.normalized(len(shape)).dim
+        shards = [
+            ShardMetadata(box.offsets, box.sizes, device)
+            for index, device in enumerate(self.placements)
+            for box in [self._box(index, dim, shape)]
+        ]
+        return TensorShards(shards, shape, tensor_properties)
+
+    def boxes_on(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
+        """See ``ShardingSpec.boxes_on``; looks at this rank's chunks only."""
+        shape = tuple(shape)
+        dim = self.normalized(len(shape)).dim
+        mine = [index for index, device in enumerate(self.placements) if device.rank() == rank]
+        return tuple(box for box in (self._box(index, dim, shape) for index in mine) if box.numel)
+
+    def to_layout(self, shape: Sequence[int]) -> Layout:
+        """See ``ShardingSpec.to_layout``; permuted devices give a permuted mesh."""
+        shape = tuple(shape)
+        dim, ranks = self.normalized(len(shape)).dim, tuple(box_of_each_rank(self, shape))
+        return Layout(MeshSpec({f"shard{dim}": len(ranks)}, ranks), [f"S({dim})"])
+
+    def _box(self, index: int, dim: int, shape: tuple[int, ...]) -> Box:
+        start, length = chunk(shape[dim], len(self.placements), index)
+        offsets = tuple(start if at == dim else 0 for at in range(len(shape)))
+        return Box(offsets, (*shape[:dim], length, *shape[dim + 1 :]))
 
 
 @dataclass(frozen=True, init=False)
@@ -37,14 +126,8 @@ class EnumerableShardingSpec(ShardingSpec):
             ]
         ndims = sorted({len(shard.shard_sizes) for shard in self.shards})
         if len(ndims) > 1:
-            return [
-                Problem(
-                    "shape-mismatch",
-                    "shards",
-                    found=f"shards of {ndims} dims",
-                    hint="all shards are pieces of one tensor",
-                )
-            ]
+            hint = "all shards are shards of one tensor"
+            return [Problem("shape-mismatch", "shards", found=f"shards of {ndims} dims", hint=hint)]
         return overlap_problems([shard.box for shard in self.shards], "shards")
 
     def build_metadata(self, tensor_sizes: Sequence[int], tensor_properties: object = None) -> TensorShards:
@@ -59,11 +142,5 @@ def _as_shard(given: object) -> ShardMetadata:
     if all(hasattr(given, name) for name in ("shard_offsets", "shard_sizes", "placement")):
         torch_shard: Any = given
         return ShardMetadata(torch_shard.shard_offsets, torch_shard.shard_sizes, torch_shard.placement)
-    raise PlanError(
-        Problem(
-            "wrong-type",
-            "shards",
-            found=f"{given!r} of type {type(given).__qualname__}",
-            hint="give ShardMetadata(shard_offsets, shard_sizes, placement)",
-        )
-    )
+    hint = "give ShardMetadata(shard_offsets, shard_sizes, placement)"
+    raise PlanError(Problem("wrong-type", "shards", found=f"{given!r} of type {type(given).__qualname__}", hint=hint))

@@ -1,13 +1,112 @@
-"""ShardMetadata: one shard of a tensor, and what a spec makes of a whole tensor."""
+"""Devices, shards with their boxes, how boxes cover a tensor; and Sharder."""
 
 from __future__ import annotations
 
+import abc
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shard_spec._shared.problems import Problem, raise_problems
-from shard_spec.layout.boxes import Box
-from shard_spec.specs.devices import DeviceLike, RemoteDevice
+import torch
+
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.layout.intervals import Box
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+_RANK = re.compile(r"rank:(\d+)\Z")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class RemoteDevice:
+    """A device of one rank, in the words of torch's sharding specs.
+
+    Written ``"rank:<global rank>/<device>"``, ``"<worker>/<device>"`` or ``"<device>"``; the device may be left out
+    after a rank or a worker and is then ``cpu``. Ranks are ranks of the default group, as in torch.
+
+    Args:
+        remote_device: The text, a ``torch.device``, another ``RemoteDevice``, or torch's own remote device.
+
+    Raises:
+        PlanError: ``invalid-layout`` when it is none of these.
+    """
+
+    text: str
+
+    def __init__(self, remote_device: DeviceLike) -> None:
+        object.__setattr__(self, "text", _normal_text(remote_device))
+
+    def __repr__(self) -> str:
+        return f"RemoteDevice({self.text!r})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.text,)
+
+    def rank(self) -> int | None:
+        """The global rank, or None where the text names a worker or only a device."""
+        match = _RANK.match(self._owner)
+        return int(match[1]) if match else None
+
+    def worker_name(self) -> str | None:
+        """The worker, or None where the text names a rank or only a device."""
+        return None if not self._owner or _RANK.match(self._owner) else self._owner
+
+    def device(self) -> torch.device:
+        """The device on its rank or worker."""
+        return torch.device(self.text.rpartition("/")[2])
+
+    @property
+    def _owner(self) -> str:
+        return self.text.rpartition("/")[0]
+
+
+# What stands for torch's remote device here: anything with its three methods, so that its class is not imported.
+DeviceLike: TypeAlias = "str | torch.device | RemoteDevice | Any"
+
+
+def _normal_text(given: object) -> str:
+    if isinstance(given, RemoteDevice):
+        return given.text
+    if isinstance(given, torch.device):
+        return str(given)
+    if all(callable(getattr(given, name, None)) for name in ("rank", "worker_name", "device")):
+        return _normal_text(str(given))
+    if not isinstance(given, str):
+        raise PlanError(_bad(given))
+    owner, slash, device = given.rpartition("/")
+    if not slash:
+        return given if _is_device(given) else _with_owner(given, "cpu", given)
+    return _with_owner(owner, device, given)
+
+
+def _with_owner(owner: str, device: str, given: str) -> str:
+    named_rank = _RANK.match(owner)
+    if not owner or not _is_device(device) or "/" in owner or (":" in owner and not named_rank):
+        raise PlanError(_bad(given))
+    if named_rank:
+        owner = f"rank:{int(named_rank[1])}"
+    return f"{owner}/{torch.device(device)}"
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _bad(given: object) -> Problem:
+    hint = "write 'rank:0/cuda:0', 'rank:0', 'worker/cpu' or 'cuda:0', or give a torch.device"
+    return Problem("invalid-layout", found=repr(given), hint=hint)
 
 
 @dataclass(frozen=True, init=False)
@@ -39,19 +138,13 @@ class ShardMetadata:
     def _problems(self) -> list[Problem]:
         problems = []
         if len(self.shard_offsets) != len(self.shard_sizes):
-            problems.append(
-                Problem(
-                    "shape-mismatch",
-                    "shard_sizes",
-                    found=f"{len(self.shard_offsets)} offsets and {len(self.shard_sizes)} sizes",
-                    hint="give one offset and one size for each dim",
-                )
-            )
+            found = f"{len(self.shard_offsets)} offsets and {len(self.shard_sizes)} sizes"
+            hint = "give one offset and one size for each dim"
+            problems.append(Problem("shape-mismatch", "shard_sizes", found=found, hint=hint))
         for name, values in (("shard_offsets", self.shard_offsets), ("shard_sizes", self.shard_sizes)):
             if any(value < 0 for value in values):
-                problems.append(
-                    Problem("box-out-of-range", name, found=f"{list(values)}", hint="offsets and sizes are at least 0")
-                )
+                hint = "offsets and sizes are at least 0"
+                problems.append(Problem("box-out-of-range", name, found=f"{list(values)}", hint=hint))
         return problems
 
     @property
@@ -61,7 +154,7 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The piece of the global tensor, without the device."""
+        """The shard of the global tensor, without the device."""
         return Box(self.shard_offsets, self.shard_sizes)
 
 
@@ -85,3 +178,96 @@ class TensorShards:
         object.__setattr__(self, "shards_metadata", tuple(shards_metadata))
         object.__setattr__(self, "size", tuple(int(length) for length in size))
         object.__setattr__(self, "tensor_properties", tensor_properties)
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None. Sweeps along the dim with the most different offsets."""
+    full = [box for box in boxes if box.numel]
+    if len(full) < 2:
+        return None
+    if not full[0].ndim:
+        return full[0], full[1]
+    dim = max(range(full[0].ndim), key=lambda at: len({box.offsets[at] for box in full}))
+    active: list[Box] = []
+    for box in sorted(full, key=lambda each: each.offsets[dim]):
+        active = [other for other in active if other.ends[dim] > box.offsets[dim]]
+        for other in active:
+            if other.intersect(box) is not None:
+                return other, box
+        active.append(box)
+    return None
+
+
+def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
+    """A problem that names two boxes which share elements; empty when none do."""
+    pair = overlap(boxes)
+    if pair is None:
+        return []
+    found = f"{pair[0]!r} and {pair[1]!r} share elements"
+    return [Problem("boxes-overlap", name, found=found, hint="give every element to one shard")]
+
+
+def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -> list[Problem]:
+    """Return why ``boxes`` (without overlaps) do not tile a tensor of ``shape``."""
+    shape = tuple(shape)
+    if any(box.ndim != len(shape) for box in boxes):
+        found = f"shards of {sorted({box.ndim for box in boxes})} dims for a tensor of shape {shape}"
+        return [Problem("shape-mismatch", name, found=found, hint=f"give {len(shape)} offsets and sizes")]
+    outside = [box for box in boxes if any(end > length for end, length in zip(box.ends, shape, strict=True))]
+    problems = [
+        Problem("box-out-of-range", name, found=f"{box!r} of a tensor of shape {shape}", hint="stay inside the tensor")
+        for box in outside
+    ]
+    covered = sum(box.numel for box in boxes)
+    if not outside and covered < prod(shape):
+        found = f"the shards hold {covered} of {prod(shape)} elements of shape {shape}"
+        problems.append(Problem("boxes-incomplete", name, found=found, hint="give every element to one shard"))
+    return problems
+
+
+Interval = tuple[int, int]
+
+
+def grid_of(
+    boxes: Sequence[Box], shape: Sequence[int]
+) -> tuple[tuple[tuple[Interval, ...], ...], tuple[int, ...]] | None:
+    """The grid whose cells ``boxes`` are, or None when they are none.
+
+    Returns:
+        For each dim its ``(offset, size)`` intervals in ascending order (one where nobody cuts it), and the positions
+        of the boxes in row-major order of their cells. Empty boxes at the end of a dim are cells too, also several of
+        them when only one dim is cut, so that a rank without elements keeps its place.
+    """
+    cells = [tuple(zip(box.offsets, box.sizes, strict=True)) for box in boxes]
+    ndim = len(tuple(shape))
+    order = tuple(sorted(range(len(boxes)), key=lambda at: cells[at]))
+    intervals = [tuple(sorted({cell[dim] for cell in cells})) for dim in range(ndim)]
+    varying = [dim for dim in range(ndim) if len(intervals[dim]) > 1]
+    if len(varying) == 1:
+        intervals[varying[0]] = tuple(cells[at][varying[0]] for at in order)
+    elif len(set(cells)) < len(cells) or len(cells) != prod(map(len, intervals)):
+        return None
+    for found, length in zip(intervals, shape, strict=True):
+        if (
+            found[0][0] != 0
+            or sum(found[-1]) != length
+            or any(sum(left) != right[0] for left, right in pairwise(found))
+        ):
+            return None
+    assert set(cells) == set(product(*intervals))  # as many different cells as the grid has, each made of its intervals
+    return tuple(intervals), order
+
+
+class Sharder(abc.ABC):
+    """Sharding of a full module by its own code: takes a module, returns its replacement.
+
+    In a plan its key is the FQN of a submodule. ``shard_module`` calls ``shard`` on every rank, in the order of the
+    FQNs, and puts what it returns where the submodule was.
+    """
+
+    @abc.abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Return the sharded version of ``module``: a new module, or ``module`` itself after changing it.
+
+        May communicate; every rank calls it.
+        """

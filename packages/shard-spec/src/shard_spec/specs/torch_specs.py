@@ -9,11 +9,8 @@ from typing import Any
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.specs.base import ShardingSpec
-from shard_spec.specs.chunk import ChunkShardingSpec
-from shard_spec.specs.devices import RemoteDevice
-from shard_spec.specs.enumerable import EnumerableShardingSpec
-from shard_spec.specs.sharder import Sharder
-from shard_spec.specs.shards import ShardMetadata, TensorShards
+from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
+from shard_spec.specs.shards import RemoteDevice, Sharder, ShardMetadata, TensorShards
 
 
 @dataclass(frozen=True)
@@ -106,12 +103,8 @@ def as_sharder(value: object) -> Sharder | None:
 
 def unknown_spec(name: str, value: object) -> Problem:
     """The problem of an object that is no spec."""
-    return Problem(
-        "wrong-type",
-        name,
-        found=f"{value!r} of type {type(value).__qualname__}",
-        hint="use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module",
-    )
+    hint = "use ChunkShardingSpec, EnumerableShardingSpec, your own ShardingSpec, or a Sharder for a module"
+    return Problem("wrong-type", name, found=f"{value!r} of type {type(value).__qualname__}", hint=hint)
 
 
 def _shard(shard: Any) -> ShardMetadata:

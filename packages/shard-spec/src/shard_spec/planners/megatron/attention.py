@@ -8,13 +8,30 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
+from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
-from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Context, FusedOrder, from_library, leaf, parent
-from shard_spec.planners.megatron.heads import DeclaredHeads, declared_heads
+from shard_spec.planners.megatron.blocks import (
+    Context,
+    Cut,
+    Evidence,
+    Found,
+    FusedOrder,
+    TPBlock,
+    TPBlockKind,
+    from_library,
+    leaf,
+    parent,
+)
 from shard_spec.planners.megatron.inner import Inner, doubt, inner_parameters
-from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
-from shard_spec.planners.megatron.probe import Slices, probe
+from shard_spec.planners.megatron.linear import (
+    DeclaredHeads,
+    Heads,
+    LinearView,
+    as_linear,
+    declared_heads,
+    join,
+    linear_children,
+)
 
 # How library classes arrange the outputs of their fused projection: all of q, then k, then v ("sections"), q, k and v
 # of each head together ("heads"), or a group of query heads with its k and v together ("groups").
@@ -49,15 +66,6 @@ class Projections:
         return len(self.inputs) == 1
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Head counts that fit the shapes."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 def find_attention(context: Context, name: str) -> Found | None:
     """Decide about the attention whose q, k and v are direct children of the module called `name`."""
     projections = _projections(context, name)
@@ -66,9 +74,9 @@ def find_attention(context: Context, name: str) -> Found | None:
     context.claim(*projections.inputs, projections.out)
     heads = _heads(context, projections)
     if isinstance(heads, Problem):
-        return _whole(projections, heads)
+        return kept_replicated(heads, *projections.inputs, projections.out)
     if (problem := _sharing_problem(context, projections, heads)) is not None:
-        return _whole(projections, problem)
+        return kept_replicated(problem, *projections.inputs, projections.out)
     inner = inner_parameters(context, projections.holder, (*projections.inputs, projections.out), heads)
     decide = _fused if projections.fused else _separate
     return decide(context, projections, heads, inner)
@@ -86,12 +94,9 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
         if one.unit is None or borrower is None or one.unit.kind is not TPBlockKind.ATTENTION:
             kept.append(one)
             continue
-        problem = Problem(
-            "heads-not-recognised",
-            one.unit.name,
-            found=f"layers such as {borrower} have no keys and values of their own and read those of others",
-            hint="cut the heads of all of these layers by hand, or of none",
-        )
+        text = f"layers such as {borrower} have no keys and values of their own and read those of others"
+        hint = "cut the heads of all of these layers by hand, or of none"
+        problem = Problem("heads-not-recognised", one.unit.name, found=text, hint=hint)
         kept.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
     return kept
 
@@ -174,12 +179,9 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     declared = declared_heads(list(context.chain(projections.holder)))
     where = projections.scope
     if declared.num_heads is None:
-        return Problem(
-            "missing-argument",
-            where,
-            found="no attribute or config says how many heads there are",
-            hint=f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}",
-        )
+        found = "no attribute or config says how many heads there are"
+        hint = f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}"
+        return Problem("missing-argument", where, found=found, hint=hint)
     width = projections.out.in_features
     if width % declared.num_heads:
         return _mismatch(projections, declared, f"the output projection reads {width} channels")
@@ -203,32 +205,23 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
 
 
 def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> Problem:
-    return Problem(
-        "heads-not-recognised",
-        projections.scope,
-        found=f"{declared.num_heads} heads are declared, but {found}",
-        hint="not multi-head attention as this planner knows it; write its rules by hand",
-    )
+    found = f"{declared.num_heads} heads are declared, but {found}"
+    hint = "not multi-head attention as this planner knows it; write its rules by hand"
+    return Problem("heads-not-recognised", projections.scope, found=found, hint=hint)
 
 
 def _sharing_problem(context: Context, projections: Projections, heads: Heads) -> Problem | None:
     """Why the heads cannot be shared out."""
     tp_size = context.options.tp_size
     if heads.num_heads % tp_size:
-        return Problem(
-            "does-not-divide",
-            projections.scope,
-            found=f"num_heads={heads.num_heads} with tp={tp_size}",
-            hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}",
-        )
+        found = f"num_heads={heads.num_heads} with tp={tp_size}"
+        hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}"
+        return Problem("does-not-divide", projections.scope, found=found, hint=hint)
     if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
         more = "; the fused projection cannot keep k and v whole" if projections.fused else ", or kv_replicate=True"
-        return Problem(
-            "does-not-divide",
-            projections.scope,
-            found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}",
-            hint=f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}",
-        )
+        found = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
+        hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}"
+        return Problem("does-not-divide", projections.scope, found=found, hint=hint)
     return None
 
 
@@ -243,15 +236,17 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
     q, k, v = projections.inputs
     share_kv = heads.num_kv_heads % context.options.tp_size == 0
     columns = (q, k, v) if share_kv else (q,)
-    slices = {view: _even(view.out_features, context.options.tp_size) for view in columns}
+    slices = {view: even_slices(view.out_features, context.options.tp_size) for view in columns}
     if not share_kv:
         slices.update({view: [torch.arange(view.out_features)] * context.options.tp_size for view in (k, v)})
     evidence = _evidence(context, projections, slices, inner, heads.head_dim)
     if isinstance(evidence, Problem):
-        return _whole(projections, evidence)
-    notes = _notes(projections, inner, evidence)
+        return kept_replicated(evidence, *projections.inputs, projections.out)
+    notes = unverified(projections.scope, evidence)
     if not share_kv:
-        notes = (*notes, _kv_replicated(projections, heads, context.options.tp_size))
+        text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay whole"
+        hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
+        notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
     cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
     whole = () if share_kv else tuple(name for view in (k, v) for name in parameter_names(view))
     return Found(_unit(projections, heads, cuts, inner, evidence, whole), notes=notes)
@@ -273,18 +268,14 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
             q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
             pattern = f"I({{dim}}, [{q}, {kv}, {kv}])"
         cuts = column_cuts(fused, pattern)
-        return Found(_unit(projections, heads, cuts, inner, evidence), notes=_notes(projections, inner, evidence))
+        return Found(_unit(projections, heads, cuts, inner, evidence), notes=unverified(projections.scope, evidence))
     assert refused is not None
     if known or refused.code == "slices-mix":
-        return _whole(projections, refused)
-    return _whole(
-        projections,
-        Problem(
-            "heads-not-recognised",
-            projections.scope,
-            found=f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}",
-            hint='say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)',
-        ),
+        return kept_replicated(refused, *projections.inputs, projections.out)
+    found = f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}"
+    hint = 'say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
+    return kept_replicated(
+        Problem("heads-not-recognised", projections.scope, found=found, hint=hint), *projections.inputs, projections.out
     )
 
 
@@ -319,9 +310,9 @@ def fused_slices(order: FusedOrder, heads: Heads, tp_size: int) -> Slices:
     """For each rank, the output channels of a fused projection in `order`."""
     q, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     if order != "sections":
-        return _even(q + 2 * kv, tp_size)
+        return even_slices(q + 2 * kv, tp_size)
     starts = [(0, q), (q, kv), (q + kv, kv)]
-    parts = [[start + piece for piece in _even(size, tp_size)] for start, size in starts]
+    parts = [[start + piece for piece in even_slices(size, tp_size)] for start, size in starts]
     return [torch.cat([part[rank] for part in parts]) for rank in range(tp_size)]
 
 
@@ -338,19 +329,16 @@ def _evidence(
     library = from_library(holder) and (known is Evidence.LIBRARY or not projections.fused)
     if not library and context.options.probe:
         scope = context.modules[projections.scope]
-        row_slices = _even(projections.out.in_features, context.options.tp_size)
+        row_slices = even_slices(projections.out.in_features, context.options.tp_size)
         within = f"{projections.scope}." if projections.scope else ""
         doubts = {one.name.removeprefix(within): one for one in inner.doubts if one.name.startswith(within)}
-        verdict = probe(scope, slices, projections.out, row_slices, head_dim, doubts)
+        verdict = simulate_block(scope, slices, projections.out, row_slices, head_dim, doubts)
         if verdict.separate:  # a norm before q, k and v, or what comes after the output, is none of the region's
             return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:
-            return Problem(
-                "slices-mix",
-                projections.scope,
-                found=f"its forward was probed: {verdict.reason}",
-                hint="its heads cannot be computed apart; leave it whole",
-            )
+            found = f"its forward was probed: {verdict.reason}"
+            hint = "its heads cannot be computed apart; leave it whole"
+            return Problem("slices-mix", projections.scope, found=found, hint=hint)
         reason = verdict.reason
     else:
         reason = "it was not probed"
@@ -389,35 +377,16 @@ def _unit(
     )
 
 
-def _notes(projections: Projections, inner: Inner, evidence: Evidence) -> tuple[Problem, ...]:
-    notes = []
-    if evidence is Evidence.NAMED:
-        notes.append(unverified(projections.scope))
-    return tuple(notes)
+def unverified(scope: str, evidence: Evidence) -> tuple[Problem, ...]:
+    """The remark on a unit that was recognised by names and shapes alone."""
+    found = "recognised by names and shapes; its forward could not be run on its own"
+    hint = "compare one step with the unsharded module before you trust it"
+    return (Problem("unverified", scope, found=found, hint=hint),) if evidence is Evidence.NAMED else ()
 
 
-def unverified(scope: str) -> Problem:
-    """The remark that a unit was recognised by names and shapes alone."""
-    return Problem(
-        "unverified",
-        scope,
-        found="recognised by names and shapes; its forward could not be run on its own",
-        hint="compare one step with the unsharded module before you trust it",
-    )
-
-
-def _kv_replicated(projections: Projections, heads: Heads, tp_size: int) -> Problem:
-    return Problem(
-        "kv-replicated",
-        projections.scope,
-        found=f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}: k and v stay whole on every rank",
-        hint="each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis",
-    )
-
-
-def _whole(projections: Projections, problem: Problem) -> Found:
-    names_ = [name for view in (*projections.inputs, projections.out) for name in parameter_names(view)]
-    return Found(left_whole=tuple((name, problem) for name in names_))
+def kept_replicated(problem: Problem, *views: LinearView) -> Found:
+    """Linears that stay replicated, and the reason."""
+    return Found(left_whole=tuple((name, problem) for view in views for name in parameter_names(view)))
 
 
 def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
@@ -431,9 +400,3 @@ def column_cuts(view: LinearView, pattern: str) -> tuple[Cut, ...]:
 def parameter_names(view: LinearView) -> tuple[str, ...]:
     """FQNs of a linear's parameters."""
     return (view.weight_name, view.bias_name) if view.has_bias else (view.weight_name,)
-
-
-def _even(num_channels: int, tp_size: int) -> Slices:
-    """The channels of each rank, cut as ``torch.chunk`` cuts."""
-    step = -(-num_channels // tp_size)
-    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.megatron.blocks import Cut
-from shard_spec.planners.megatron.context import Context, from_library
-from shard_spec.planners.megatron.linear import LinearView, join
+from shard_spec.planners.megatron.blocks import Context, Cut, from_library
+from shard_spec.planners.megatron.linear import Heads, LinearView, join
 
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
 
 _ONE_PER_HEAD = ("sinks",)  # of library classes
 # Library classes that keep the norm after their output projection beside q, k and v.
 _AFTER_THE_OUTPUT = {"AlbertAttention": ("LayerNorm.weight", "LayerNorm.bias")}
-
-
-class HeadCounts(Protocol):
-    """Head counts and sizes of one attention."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -49,10 +36,11 @@ class Inner:
     doubts: tuple[Problem, ...] = ()
 
 
-def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, ...], heads: HeadCounts) -> Inner:
+def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, ...], heads: Heads) -> Inner:
     """Sorts every other parameter of the module `holder`."""
     known = {id(parameter) for view in linears for parameter in view.module.parameters()}
     cuts, replicated, numbers, doubts = [], [], [], []
+    after_the_output = _AFTER_THE_OUTPUT.get(type(context.modules[holder]).__name__, ())
     for name, parameter in context.modules[holder].named_parameters():
         if id(parameter) in known:
             continue
@@ -77,7 +65,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
             cuts.append(Cut(fqn, f"S({head_dims[0]})"))  # a number, or a vector, per head
         elif shape == (heads.num_kv_heads, heads.head_dim):
             cuts.append(Cut(fqn, "S(0)"))  # a vector per key-value head
-        elif from_library(context.modules[holder]) and name in _after_the_output(context.modules[holder]):
+        elif from_library(context.modules[holder]) and name in after_the_output:
             continue
         elif others == [heads.head_dim] and len(shape) == 1:
             replicated.append(fqn)  # one vector for all heads
@@ -88,11 +76,7 @@ def inner_parameters(context: Context, holder: str, linears: tuple[LinearView, .
     return Inner(tuple(cuts), tuple(replicated), tuple(numbers), tuple(doubts))
 
 
-def _after_the_output(holder: nn.Module) -> tuple[str, ...]:
-    return _AFTER_THE_OUTPUT.get(type(holder).__name__, ())
-
-
-def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool:
+def _is_input_norm(name: str, shape: tuple[int, ...], heads: Heads) -> bool:
     """Return whether a vector is clearly a norm before q, k and v (its size is not that of all heads)."""
     return (
         len(shape) == 1
@@ -104,9 +88,6 @@ def _is_input_norm(name: str, shape: tuple[int, ...], heads: HeadCounts) -> bool
 
 def doubt(fqn: str, shape: tuple[int, ...]) -> Problem:
     """Why an attention with this parameter stays whole."""
-    return Problem(
-        "partial-gradient",
-        fqn,
-        found=f"a parameter of shape {shape} beside q, k and v that may act across heads",
-        hint="if every head can be computed apart, write the rules of this attention by hand",
-    )
+    found = f"a parameter of shape {shape} beside q, k and v that may act across heads"
+    hint = "if every head can be computed apart, write the rules of this attention by hand"
+    return Problem("partial-gradient", fqn, found=found, hint=hint)

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from shard_spec._shared.problems import Problem
+from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
-from shard_spec.planners.megatron.attention import column_cuts, parameter_names, unverified
-from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Context, from_library
+from shard_spec.planners.megatron.attention import column_cuts, kept_replicated, unverified
+from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library
 from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
-from shard_spec.planners.megatron.probe import Slices, probe
 
 # Modules that act on each channel alone, or not at all.
 _ELEMENTWISE = (
@@ -129,7 +128,11 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
     context.claim(*block.columns, block.row)
     tp_size, width = context.options.tp_size, block.row.in_features
     if width < tp_size:
-        return _whole(block, Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}"))
+        return kept_replicated(
+            Problem("does-not-divide", block.scope, found=f"{width} channels with tp={tp_size}"),
+            *block.columns,
+            block.row,
+        )
     doubt = _parameters_between(context, block, known)
     refused: Problem | None = doubt
     for pattern, slices in _arrangements(context, block, known):
@@ -137,7 +140,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         if isinstance(evidence, Problem):
             refused = evidence
             continue
-        notes = [unverified(block.scope)] if evidence is Evidence.NAMED else []
+        notes = list(unverified(block.scope, evidence))
         if width % tp_size:
             notes.append(uneven(block.scope, width, tp_size))
         unit = TPBlock(
@@ -151,7 +154,7 @@ def _decide(context: Context, block: FeedForward, known: Evidence | None) -> Fou
         )
         return Found(unit, notes=tuple(notes))
     assert refused is not None
-    return _whole(block, refused)
+    return kept_replicated(refused, *block.columns, block.row)
 
 
 def _arrangements(
@@ -186,16 +189,12 @@ def _evidence(
     reason = "it was not probed"
     if known is None and context.options.probe:
         row_slices = even_slices(block.row.in_features, context.options.tp_size)
-        verdict = probe(context.modules[block.scope], slices, block.row, row_slices)
+        verdict = simulate_block(context.modules[block.scope], slices, block.row, row_slices)
         if verdict.separate:
             return Evidence.PROBED
         if verdict.separate is False:
-            return Problem(
-                "slices-mix",
-                block.scope,
-                found=f"its forward was probed: {verdict.reason}",
-                hint="what stands between its linears acts across channels; leave it whole",
-            )
+            hint = "what stands between its linears acts across channels; leave it whole"
+            return Problem("slices-mix", block.scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
         reason = verdict.reason
     if doubt is not None:
         return doubt
@@ -205,12 +204,8 @@ def _evidence(
         return Evidence.NAMED
     if block.fused and context.options.fused is not None:
         return Evidence.USER_SPECIFIED
-    return Problem(
-        "heads-not-recognised",
-        block.scope,
-        found=f"linears whose shapes look like a feed-forward block; {reason}",
-        hint="write its rules by hand",
-    )
+    found = f"linears whose shapes look like a feed-forward block; {reason}"
+    return Problem("heads-not-recognised", block.scope, found=found, hint="write its rules by hand")
 
 
 def _parameters_between(context: Context, block: FeedForward, known: Evidence | None) -> Problem | None:
@@ -224,31 +219,13 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
         # Of a library's class only a norm is to be feared, of others anything that meets the hidden channels.
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
-            return Problem(
-                "partial-gradient",
-                join(block.scope, name),
-                found=f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block",
-                hint="a norm over the hidden channels needs all of them; leave the block whole",
-            )
+            found = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
+            hint = "a norm over the hidden channels needs all of them; leave the block whole"
+            return Problem("partial-gradient", join(block.scope, name), found=found, hint=hint)
     return None
 
 
 def uneven(scope: str, width: int, tp_size: int) -> Problem:
     """The remark that ranks hold different amounts."""
-    return Problem(
-        "uneven-shards",
-        scope,
-        found=f"{width} over tp={tp_size} does not divide: the first ranks hold more",
-        hint="pad it, or choose a tp size that divides it",
-    )
-
-
-def _whole(block: FeedForward, problem: Problem) -> Found:
-    listed = [name for view in (*block.columns, block.row) for name in parameter_names(view)]
-    return Found(left_whole=tuple((name, problem) for name in listed))
-
-
-def even_slices(num_channels: int, tp_size: int) -> Slices:
-    """The channels of each rank, cut as ``torch.chunk`` cuts."""
-    step = -(-num_channels // tp_size)
-    return [torch.arange(min(r * step, num_channels), min((r + 1) * step, num_channels)) for r in range(tp_size)]
+    found = f"{width} over tp={tp_size} does not divide: the first ranks hold more"
+    return Problem("uneven-shards", scope, found=found, hint="pad it, or choose a tp size that divides it")

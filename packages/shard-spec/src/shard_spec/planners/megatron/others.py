@@ -7,10 +7,8 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts
-from shard_spec.planners.megatron.blocks import Cut, Evidence, Found, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.context import Context, from_library, leaf
-from shard_spec.planners.megatron.heads import declared_vocab_sizes
-from shard_spec.planners.megatron.linear import LinearView, as_linear, join
+from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library, leaf
+from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, join
 from shard_spec.planners.megatron.mlp import uneven
 
 # Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
@@ -27,12 +25,8 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
     width, tp_size = module.embed_dim, context.options.tp_size
     if module.num_heads % tp_size:
         valid = ", ".join(str(n) for n in range(1, module.num_heads + 1) if module.num_heads % n == 0)
-        problem = Problem(
-            "does-not-divide",
-            name,
-            found=f"num_heads={module.num_heads} with tp={tp_size}",
-            hint=f"valid tp sizes: {valid}",
-        )
+        found = f"num_heads={module.num_heads} with tp={tp_size}"
+        problem = Problem("does-not-divide", name, found=found, hint=f"valid tp sizes: {valid}")
         return Found(left_whole=tuple((join(name, parameter), problem) for parameter in own))
     sections = f"I(0, [{width}, {width}, {width}])"
     placements = {
@@ -63,19 +57,15 @@ def find_experts(context: Context, name: str) -> Found | None:
     transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
     known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not known:
-        problem = Problem(
-            "heads-not-recognised",
-            name,
-            found="three-dimensional expert weights whose arrangement nobody says",
-            hint="shard whole experts with expert_axis=, or write the rules by hand",
-        )
+        found = "three-dimensional expert weights whose arrangement nobody says"
+        hint = "shard whole experts with expert_axis=, or write the rules by hand"
+        problem = Problem("heads-not-recognised", name, found=found, hint=hint)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)
     width = down.shape[in_dim]
     if gate_up.shape[out_dim] != 2 * width or width % context.options.tp_size:
-        problem = Problem(
-            "does-not-divide", name, found=f"{width} channels an expert with tp={context.options.tp_size}"
-        )
+        found = f"{width} channels an expert with tp={context.options.tp_size}"
+        problem = Problem("does-not-divide", name, found=found)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     concatenated = getattr(module, "is_concatenated", True)
     pattern = f"I({{dim}}, [{width}, {width}])" if concatenated else "B({dim}, 2)"

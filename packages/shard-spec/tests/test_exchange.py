@@ -12,8 +12,7 @@ from shard_spec.apply.gradients import masked_identity
 from shard_spec.distributed.exchange import RowExchange, gather_rows, scatter_rows
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.forwards.lookup import look_up
-from shard_spec.legacy.weight_sharding import WeightSharding
+from shard_spec.legacy.forwards import WeightSharding, look_up
 from torch.nn import functional as F
 
 
@@ -37,22 +36,22 @@ def test_gather_and_scatter_rows(ranks: Ranks) -> None:
         dtype = dtypes[number % len(dtypes)]
         batch = (8 * torch.rand(sum(rows), *middle, width, generator=generator)).to(dtype)
         start, (first, size) = sum(rows[:me]), columns[me]
-        wide = gather_rows(batch[start : start + rows[me]], exchange)
-        assert torch.equal(wide, batch[..., first : first + size])
+        column_sharded = gather_rows(batch[start : start + rows[me]], exchange)
+        assert torch.equal(column_sharded, batch[..., first : first + size])
         parts = [(4 * torch.rand(sum(rows), *middle, c[1], generator=generator)).to(dtype) for c in columns]
         total = torch.zeros(sum(rows), *middle, width, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
         for part, (at, length), counts in zip(parts, columns, primary, strict=True):
             if counts:
                 total[..., at : at + length] += part
-        tall = scatter_rows(parts[me], exchange)
-        assert torch.equal(tall, total[start : start + rows[me]].to(dtype))
-        assert tall.dtype == dtype
+        row_sharded = scatter_rows(parts[me], exchange)
+        assert torch.equal(row_sharded, total[start : start + rows[me]].to(dtype))
+        assert row_sharded.dtype == dtype
         compared += 2
         if dtype == torch.float64:
             own = batch[start : start + rows[me]].clone().requires_grad_()
             gather_rows(own, exchange).backward(parts[me])
             assert own.grad is not None
-            assert torch.equal(own.grad, tall)
+            assert torch.equal(own.grad, row_sharded)
             compared += 1
     assert compared > 60
 
@@ -63,10 +62,10 @@ def test_nothing_is_read_back_from_the_device() -> None:
         columns = ((0, 3), (3, 3))
         exchange = RowExchange(dist.group.WORLD, (2, 4), columns, 6, (True, True))  # type: ignore[arg-type]  # initialized
         x = torch.randn(4, 6, device=device)
-        wide = gather_rows(x, exchange)
-        assert (wide.shape, wide.device) == ((6, 3), device)
-        assert scatter_rows(wide, exchange).shape == (4, 6)
-        assert masked_identity(wide, forward=False, backward=True).device == device
+        column_sharded = gather_rows(x, exchange)
+        assert (column_sharded.shape, column_sharded.device) == ((6, 3), device)
+        assert scatter_rows(column_sharded, exchange).shape == (4, 6)
+        assert masked_identity(column_sharded, forward=False, backward=True).device == device
         table, ids = torch.randn(5, 3, device=device), torch.randint(0, 9, (6, 2), device=device)
         for option in (False, True):
             found = look_up(ids, table, (5, 4), 9, 7, option)

@@ -366,7 +366,7 @@ def test_device_meshes_of_permuted_ranks_gather_in_mesh_order(ranks: Ranks) -> N
         for placements in ([Shard(0)] * mesh.ndim, last, [Shard(1)] * mesh.ndim):
             layout = Layout(spec, placements)
             mine = rows
-            for dim, intervals in enumerate(layout.pieces(ranks.rank, (7, 2))):
+            for dim, intervals in enumerate(layout.intervals(ranks.rank, (7, 2))):
                 mine = torch.cat([mine.narrow(dim, *interval) for interval in intervals], dim)
             value = DTensor.from_local(
                 mine.contiguous(), mesh, placements, run_check=False, shape=rows.shape, stride=rows.stride()
@@ -463,3 +463,11 @@ def test_reports(ranks: Ranks, tmp_path: Any) -> None:
     assert "tied.weight" in page
     assert "[10, 6]" in page
     assert "[5, 6]" in page
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_axis_is_refused_by_name(ranks: Ranks) -> None:
+    model = block()
+    with pytest.raises(PlanError, match=r"\[plan-not-executable\] mesh, axis 'pp'"):
+        ShardingPlan({}, mesh={"pp": 2, "tp": 1}).apply(model, ranks.mesh((2, 1), ("pp", "tp")))
+    assert all(not isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -119,7 +119,7 @@ def take_away(net: Any) -> None:
 
 
 FAULTS: dict[Callable[[Any], None], tuple[str, ...]] = {
-    freeze: ("ranks-disagree", "rank 1: 2.weight: float32, a piece, frozen"),
+    freeze: ("ranks-disagree", "rank 1: 2.weight: float32, a shard, frozen"),
     freeze_whole: ("ranks-disagree", "4.weight: float32, whole, frozen"),
     change_dtype: ("ranks-disagree", "3.weight: float64"),
     replace_weight: ("not-sharded", "0.weight", "on rank 1"),

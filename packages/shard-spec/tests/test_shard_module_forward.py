@@ -264,11 +264,11 @@ def test_output_layouts(ranks: Ranks) -> None:
             shape = tuple(expected.shape)
             if local:
                 layout = wanted if isinstance(wanted, Layout) else wanted.to_layout(shape)
-                keeps_rows = any(term.dim is not None for term in layout.terms) and not any(
-                    term.dim in (0, -2) for term in layout.terms
+                keeps_rows = any(spec.dim is not None for spec in layout.specs) and not any(
+                    spec.dim in (0, -2) for spec in layout.specs
                 )
                 start = sum(each.numel() for each in ids[:me])
-                held = [slice(pieces[0][0], sum(pieces[0])) for pieces in layout.pieces(me, shape)]
+                held = [slice(pieces[0][0], sum(pieces[0])) for pieces in layout.intervals(me, shape)]
                 index = tuple(held) if keeps_rows else (slice(start, start + 1 + me),)
                 assert not isinstance(got, DTensor)
                 torch.testing.assert_close(got, expected[index].detach(), **CLOSE)

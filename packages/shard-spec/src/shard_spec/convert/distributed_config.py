@@ -1,0 +1,152 @@
+"""transformers' ``DistributedConfig``: sizes of parallelism and the plans of a model, to layouts and back.
+
+Read against transformers 5.23. Its dense mesh is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp,
+ep)`` over the same ranks, with ``efsdp * ep == fsdp * tp``. Both are views of one finer mesh, since ``tp`` divides
+``ep``: ``(dp_replicate, efsdp, ep, tp)``, where ``fsdp`` is ``(efsdp, ep)`` and an expert group is ``(ep, tp)``. Where
+``ep_size`` is ``tp_size`` or 1 that is ``(dp_replicate, fsdp, tp)``. Axes of one rank are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec.convert.hf import from_hf_tp_plan, generic_name, to_hf_tp_plan
+from shard_spec.convert.parallelize import not_expressible
+from shard_spec.layout.intervals import PlacementSpec
+from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
+from shard_spec.plan.content import PlanContent
+from shard_spec.plan.metadata import TensorMetadata, metadata_of
+from shard_spec.plan.resolve import resolve
+
+_SIZES = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
+
+
+def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layout]:
+    """Layouts of a model's parameters; see ``ShardingPlan.from_distributed_config``."""
+    given: Any = config if isinstance(config, Mapping) else vars(config)
+    pp, replicas, fsdp, tp, ep = (int(given.get(name) or 1) for name in _SIZES)
+    if pp > 1:
+        hint = "import the plan of one stage"
+        raise PlanError(not_expressible("pp_size", f"{pp} stages; which layers each holds is not in it", hint))
+    if ep > 1 and (ep % tp or (fsdp * tp) % ep):
+        hint = "ep_size is a multiple of tp_size and divides fsdp_size * tp_size"
+        raise PlanError(Problem("invalid-mesh", "ep_size", found=f"ep {ep}, tp {tp}, fsdp {fsdp}", hint=hint))
+    inner = max(ep // tp, 1)  # ranks along the axis that experts have beside tp
+    sizes = {"dp_replicate": replicas, "efsdp" if inner > 1 else "fsdp": fsdp // inner, "ep": inner, "tp": tp}
+    mesh = MeshSpec({name: size for name, size in sizes.items() if size > 1} or {"tp": 1})
+    dense = MeshSpec({"dp_replicate": replicas, "fsdp": fsdp, "tp": tp})
+    data = [name for name in ("fsdp", "efsdp", "ep") if name in mesh.axis_names]
+    expert_styles = _plan_of(module, given, "ep_plan") if ep > 1 else {}
+    styles = _plan_of(module, given, "tp_plan") if tp > 1 else {}
+    is_expert = re.compile("|".join(rf"{re.escape(name)}(\..+)?" for name in expert_styles) or "(?!)").fullmatch
+    styles = {name: style for name, style in styles.items() if not is_expert(name)}
+    along_tp = _layouts_along_tp(styles, module, MeshSpec({"tp": tp}))
+    layouts, problems = {}, []
+    for tensor in metadata_of(module).parameters:
+        shape, names = tensor.shape, [generic_name(alias) for alias in tensor.aliases]
+        if any(expert_styles.get(name) == "grouped_gemm" for name in names):
+            # An expert group first, then the copies of the group: FSDP2 shards what expert parallelism left.
+            axes = [name for name in ("ep", "tp", "efsdp", "fsdp") if name in mesh.axis_names]
+            layouts[tensor.name] = Layout(mesh, dict.fromkeys(axes, "S(0)"), axes if len(axes) > 1 else None)
+            continue
+        spec = along_tp.get(tensor.name, PlacementSpec("R"))
+        sharded = data if shape else []  # FSDP2 takes no tensor without dims
+        placements: dict[str, PlacementSpec] = {"tp": spec} if tp > 1 else {}
+        placements.update(dict.fromkeys(sharded, PlacementSpec("S", 0)))
+        order = [name for name in ("tp", *sharded) if name in placements and placements[name].dim is not None]
+        layouts[tensor.name] = Layout(mesh, placements, order if len(order) > 1 else None)
+        wanted = Layout(
+            dense,
+            {"tp": spec, **({"fsdp": "S(0)"} if sharded else {})},
+            ["tp", "fsdp"] if spec.dim is not None and sharded else None,
+        )
+        if len(sharded) > 1 and not layouts[tensor.name].equivalent_to(wanted, shape):
+            found = f"{shape[0]} rows over fsdp={fsdp}, of which expert parallelism takes {inner}, do not divide"
+            problems.append(not_expressible(tensor.name, found, "choose sizes that divide its rows"))
+    raise_problems(problems, "one mesh cannot say both views of the ranks")
+    return layouts
+
+
+def _plan_of(module: nn.Module, config: Mapping[str, Any], name: str) -> dict[str, str]:
+    """The model's own plan with the rules of the config, as transformers merges them."""
+    own, given = dict(getattr(module, name, None) or {}), config.get(name)
+    if not isinstance(given, Mapping):
+        return own
+    metadata = metadata_of(module)
+    known = {*map(generic_name, metadata.modules), *own}
+    known |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
+    hint = "use the names of modules and parameters, '*' for layer numbers"
+    unknown = [
+        Problem("unmatched-pattern", str(key), found=f"in {name}", hint=hint) for key in given if key not in known
+    ]
+    raise_problems(unknown, "the config does not fit the model")
+    return {} if name == "tp_plan" and not given else {**own, **given}
+
+
+def _layouts_along_tp(styles: Mapping[str, str], module: nn.Module, mesh: MeshSpec) -> dict[str, PlacementSpec]:
+    metadata = metadata_of(module)
+    names = {generic_name(path) for path in metadata.modules}
+    names |= {generic_name(alias) for tensor in metadata.parameters for alias in tensor.aliases}
+    used = {name: style for name, style in styles.items() if name in names}  # a model's own plan may name more
+    content = from_hf_tp_plan(used, metadata, mesh, forward="drop")
+    return {name: layout.specs[0] for name, layout in resolve(content, metadata).parameters.items()}
+
+
+def to_distributed_config(plan: PlanContent, module: nn.Module) -> dict[str, Any]:
+    """Arguments of a ``DistributedConfig``; see ``ShardingPlan.to_distributed_config``."""
+    wanted = resolve(plan, module).parameters
+    meshes = {layout.mesh for layout in wanted.values()}
+    if len(meshes) != 1:
+        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
+    mesh = meshes.pop()
+    axes = {name: size for name, size in mesh.axes.items() if size > 1}
+    if list(axes) != [name for name in ("dp_replicate", "fsdp", "efsdp", "ep", "tp") if name in axes] or mesh.rank_list:
+        hint = "name the axes dp_replicate, fsdp (or efsdp, ep), tp, in this order, with ranks from 0"
+        raise PlanError(not_expressible("mesh", f"the mesh {mesh!r}", hint))
+    tp, inner = axes.get("tp", 1), axes.get("ep", 1)
+    sizes = {
+        "dp_replicate_size": axes.get("dp_replicate", 1),
+        "fsdp_size": axes.get("fsdp", axes.get("efsdp", 1)) * inner,
+        "tp_size": tp,
+    }
+    # Whatever is returned was imported again and compared: the model's own plans first, then rules for every module.
+    differing: list[str] = []
+    for ep in dict.fromkeys((1, tp) if inner == 1 else (inner * tp,)):
+        for own_rules in (True, False) if tp > 1 else (True,):
+            config: dict[str, Any] = {**sizes, "ep_size": ep}
+            try:
+                if not own_rules:
+                    config["tp_plan"] = _tp_rules(wanted, module, differing)
+                found = from_distributed_config(config, module)
+            except PlanError:
+                continue
+            differing = [
+                tensor.name
+                for tensor in metadata_of(module).parameters
+                if not _equal(found[tensor.name], wanted[tensor.name], tensor)
+            ]
+            if not differing:
+                return config
+    hint = "FSDP shards dim 0 of every parameter, a tp_plan by its styles, an ep_plan experts by dim 0"
+    problems = [not_expressible(name, str(wanted[name]), hint) for name in differing or list(wanted)[:1]]
+    raise PlanError(problems, "a DistributedConfig cannot say this plan")
+
+
+def _tp_rules(wanted: Mapping[str, Layout], module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """Rules along tp for parameters that the model's own plan lays out otherwise."""
+    specs = {name: wanted[name].specs[wanted[name].mesh.axis_index("tp")] for name in names}
+    mesh = MeshSpec({"tp": wanted[names[0]].mesh.axis_size("tp")})
+    along = {name: str(Layout(mesh, {"tp": spec})) for name, spec in specs.items() if spec.dim is not None}
+    replicated = {generic_name(name.rpartition(".")[0]): "replicate" for name in names if name not in along}
+    return {**replicated, **to_hf_tp_plan(PlanContent(along, mesh=mesh), module, "tp")}
+
+
+def _equal(one: Layout, other: Layout, tensor: TensorMetadata) -> bool:
+    ranks = one.mesh.world_size == other.mesh.world_size
+    return ranks and one.equivalent_to(other, tensor.shape)

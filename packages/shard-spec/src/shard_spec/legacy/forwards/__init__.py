@@ -1,1 +1,0 @@
-"""The forwards of sharded modules: local batches in, the outputs of the concatenated batch out."""
