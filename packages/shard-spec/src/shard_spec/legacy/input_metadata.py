@@ -71,8 +71,8 @@ def all_gather_input_metadata(
 
     Raises:
         PlanError: ``invalid-argument`` on every rank: some rank found a problem, dtypes or trailing dims differ, a
-            tensor is missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of the ranks
-            differ, ``not-sharded`` where somebody put a whole parameter in the place of a shard.
+            tensor is missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of
+            the ranks differ, ``not-sharded`` where somebody put a full parameter in the place of a shard.
     """
     group, scan = context.group.group, context.scan
     given = next(tensor for tensor in tensors if tensor is not None)
