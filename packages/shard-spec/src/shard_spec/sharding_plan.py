@@ -259,7 +259,7 @@ class ShardingPlan(PlanContent):
         """Read what :meth:`to_json` wrote; safe on files from anywhere.
 
         Raises:
-            PlanError: ``invalid-plan``, ``invalid-plan``.
+            PlanError: ``invalid-plan``.
         """
         return cls._of(from_json(text))
 

@@ -166,7 +166,7 @@ def trace_step(
 
     Raises:
         PlanError: When the step cannot be traced (code ``not-traceable``), carries gradients or Python state from one
-            call to the next (``python-state``, ``python-state``), changes hyperparameters
+            call to the next (``python-state``), changes hyperparameters
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
             number that is not part of its result (``value-kept``).
     """
