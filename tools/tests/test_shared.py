@@ -34,7 +34,7 @@ from shared.stale_parameters import current_parameter, is_stale, mark_current, m
 
 def test_problem_text_and_pickle() -> None:
     problem = Problem("uneven-shards", "fc.weight", dim=0, axis="tp", found="10 rows on 4 ranks", hint="pad it")
-    assert str(problem) == "[uneven] fc.weight, dim 0, axis 'tp': 10 rows on 4 ranks -> pad it"
+    assert str(problem) == "[uneven-shards] fc.weight, dim 0, axis 'tp': 10 rows on 4 ranks -> pad it"
     error = PlanError([problem, Problem("other")])
     assert str(error).splitlines() == ["2 problems", str(problem), "[other]"]
     copied = pickle.loads(pickle.dumps(error))
