@@ -86,7 +86,7 @@ def local_tensors(layout: ShardMap, rank: int, full: torch.Tensor) -> list[torch
     if rank not in layout.rank_set:
         return []
     local = full
-    for dim, intervals in enumerate(layout.layout.pieces(rank, layout.shape)):
+    for dim, intervals in enumerate(layout.layout.intervals(rank, layout.shape)):
         local = torch.cat([local.narrow(dim, start, size) for start, size in intervals], dim)
     return [local.clone()]
 

@@ -197,7 +197,7 @@ def locals_of(plan: Any, rank: Any, values: Any) -> Any:
     state = {}
     for name, shape in SHAPES.items():
         state[name] = values(name)
-        for dim, pieces in enumerate(found[name].pieces(rank, shape)):
+        for dim, pieces in enumerate(found[name].intervals(rank, shape)):
             index = [i for offset, size in pieces for i in range(offset, offset + size)]
             state[name] = state[name].index_select(dim, torch.tensor(index, dtype=torch.int64))
     return state

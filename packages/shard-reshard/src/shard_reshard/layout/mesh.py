@@ -25,7 +25,7 @@ class MeshShardMap(ShardMap):
         problems = layout.problems(self.shape)
         if problems:
             raise PlanError(problems)
-        self._axes = tuple(zip(layout.mesh.axis_names, layout.mesh.shape, layout.terms, strict=True))
+        self._axes = tuple(zip(layout.mesh.axis_names, layout.mesh.shape, layout.specs, strict=True))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MeshShardMap) and (self.shape, self.layout) == (other.shape, other.layout)
@@ -74,7 +74,7 @@ class MeshShardMap(ShardMap):
         if found is None:
             found = ()
             if rank in self.rank_set:
-                found = (tuple(sum(size for _, size in dim) for dim in self.layout.pieces(rank, self.shape)),)
+                found = (tuple(sum(size for _, size in dim) for dim in self.layout.intervals(rank, self.shape)),)
             if len(self._local_shapes) < 8:  # a process asks for its own rank, again and again
                 self._local_shapes[rank] = found
         return found
@@ -87,7 +87,7 @@ class MeshShardMap(ShardMap):
         if rank not in self.rank_set:
             return ()
         dims: list[list[tuple[int, int, int]]] = []
-        for intervals in self.layout.pieces(rank, self.shape):
+        for intervals in self.layout.intervals(rank, self.shape):
             local = 0
             dims.append([])
             for start, size in intervals:
@@ -184,7 +184,7 @@ class MeshShardMap(ShardMap):
         for place in product(*(range(size) for _, size, _ in cutting)):
             flat = sum(at * self._strides[name] for at, (name, _, _) in zip(place, cutting, strict=True))
             local = 0
-            for start, size in self.layout.pieces(ranks[flat], self.shape)[dim]:
+            for start, size in self.layout.intervals(ranks[flat], self.shape)[dim]:
                 if size:
                     segments.append((start, start + size, local, flat))
                 local += size

@@ -151,7 +151,7 @@ def _averaged(layout: ShardMap) -> int:
     assert isinstance(layout, MeshShardMap)
     return prod(
         size
-        for size, term in zip(layout.layout.mesh.shape, layout.layout.terms, strict=True)
+        for size, term in zip(layout.layout.mesh.shape, layout.layout.specs, strict=True)
         if term.kind == "P" and term.arg == "avg"
     )
 

@@ -171,14 +171,6 @@ class Layout:
         coordinate = self._coordinate(rank)
         return self._intervals(coordinate, tuple(shape))
 
-    # The names of these two in shard-reshard, which reads layouts of either version.
-    pieces = intervals
-
-    @property
-    def terms(self) -> tuple[PlacementSpec, ...]:
-        """`specs`."""
-        return self.specs
-
     def boxes(self, rank: int, shape: Sequence[int]) -> tuple[Box, ...]:
         """The boxes of the global tensor that ``rank`` holds, in the order in which its local tensor holds them.
 
