@@ -325,6 +325,9 @@ def _torchrun_integration(session: nox.Session, ranks: int) -> None:
     workplace = Path(session.create_tmp()) / "integration"
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(ROOT / "integration_tests", workplace, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copytree(
+        ROOT / "docs" / "howto", workplace.parent / "docs" / "howto", dirs_exist_ok=True
+    )  # pages that tests hold
     session.chdir(workplace)
     session.run(
         "python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",

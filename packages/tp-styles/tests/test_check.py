@@ -323,7 +323,7 @@ def test_planted_mistakes(ranks: Ranks) -> None:
         try:
             model(tokens().requires_grad_(kind != "leaves"))
         except tp.PlanError as error:
-            found[name] = kind if kind in str(error.problems[0].code) else str(error)
+            found[name] = kind if kind in f"{error.problems[0].code} {error.problems[0].found}" else str(error)
         except Exception as error:
             found[name] = repr(error)
     assert found == {name: kind for name, (_, _, kind) in PLANTED.items()}

@@ -590,7 +590,7 @@ def _problem(scope: Scope, difference: Difference) -> Problem:
     code = {"shard-leaves": "shard-leaves", "raises": "check-raises"}.get(difference.kind, "check-mismatch")
     found = f"{difference.kind} off by {difference.error:.2g} of the original module, run on full weights"
     if difference.detail:
-        found = f"{difference.detail}" + ("" if difference.kind == "shard-leaves" else ", run on full weights")
+        found = f"{difference.kind}: {difference.detail}, run on full weights"
     if difference.kind == "shard-leaves":
         found = f"a shard leaves the model as a plain tensor: {difference.detail}"
     if difference.kind == "raises":
