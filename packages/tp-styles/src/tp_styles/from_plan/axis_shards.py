@@ -84,7 +84,7 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     """Return one parameter's split along the axis, None if it is replicated, or the reason that there is neither."""
     if axis not in layout.mesh.axis_names:
         return None, None
-    term = layout.terms[layout.mesh.axis_names.index(axis)]
+    term = layout.specs[layout.mesh.axis_names.index(axis)]
     if term.kind == "R":
         return None, None
     hint = "styles know Shard, BlockShard and InterleavedShard"
