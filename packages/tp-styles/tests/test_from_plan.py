@@ -73,7 +73,7 @@ def test_what_has_no_style() -> None:
 
     assert codes({"norm.*": "tp:S(0)", "**.up.weight": "tp:S(0)", "**.down.*": "tp:S(0)"}) == ["layout-mismatch"] * 3
     assert codes({"head.weight": {"tp": UnevenShard(0, (10, 7))}}) == ["layout-mismatch"] * 2
-    assert codes({"**.up.*": "dp:S(0), tp:S(0)"}) == ["invalid-layout"]  # dp's slices are cut by tp: not tp's rows
+    assert set(codes({"**.up.*": "dp:S(0), tp:S(0)"})) == {"invalid-layout"}  # dp's slices are cut by tp: not tp's rows
     assert codes({}, output_plan={"head": "tp:R"}, return_local_tensor=["head"]) == [
         "invalid-argument",
         "invalid-argument",
