@@ -46,7 +46,8 @@ def data() -> TensorDataset:
 
 
 def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(rows), rows.roll(1, -1)[:, : model(rows).shape[-1]])
+    out = model(rows)
+    return F.mse_loss(out, rows.roll(1, -1)[:, : out.shape[-1]])
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
