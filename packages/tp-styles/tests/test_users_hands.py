@@ -197,6 +197,12 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
         assert all(torch.equal(p.grad, value) for p, value in zip(weights, before, strict=True))  # type: ignore[arg-type]  # it is there
         tp.clip_grad_norm_(model.parameters(), 1e-3)
         step()
+
+    def closure() -> float:
+        return float(nn.utils.clip_grad_norm_(weights, 1e-3))
+
+    with pytest.raises(tp.PlanError, match="local-shard-as-full"):
+        step(closure)
     # A norm written out is seen at steps 1, 2, 4 ...
     model.zero_grad()
     model(x64(3, 8)).square().sum().backward()

@@ -51,7 +51,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A scheduler's or a sampler's period is seldom a power of two, and a norm that is exceeded comes early.
     if step & (step - 1) == 0 and step <= LAST:
         _compare_replicas(shards)
-    ShardParameter.in_step = True
+    # A closure may compute norms: it gets gradients that refuse them, at some host time. `args` begins with the optimizer.
+    ShardParameter.in_step = len(args) == 1 and not kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
