@@ -63,8 +63,6 @@ def test_a_peer_that_never_comes(ranks: Ranks, call: Callable[[DeviceMesh], Any]
     group, _ = dist.new_subgroups_by_enumeration(pairs, timeout=datetime.timedelta(seconds=2))
     mesh = DeviceMesh.from_group(group, ranks.device.type, mesh_dim_names=("x",))
     if ranks.rank % 2 == 0:
-        with pytest.raises(
-            RuntimeError, match=rf"\w+.*rank {ranks.rank}\b(?s:.*)rank died,? or made no"
-        ):
+        with pytest.raises(RuntimeError, match=rf"\w+.*rank {ranks.rank}\b(?s:.*)rank died,? or made no"):
             call(mesh)
     dist.barrier()

@@ -51,7 +51,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A scheduler's or a sampler's period is seldom a power of two, and a norm that is exceeded comes early.
     if step & (step - 1) == 0 and step <= LAST:
         _compare_replicas(shards)
-    # A closure may compute norms: it gets gradients that refuse them, at some host time. `args` begins with the optimizer.
+    # A closure may compute norms: its gradients refuse them, at some host time. `args` holds the optimizer too.
     ShardParameter.in_step = len(args) == 1 and not kwargs
 
 
