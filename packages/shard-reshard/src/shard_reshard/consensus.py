@@ -131,9 +131,10 @@ def all_gather_header(members: GroupInfo, topic: Topic, payload: bytes) -> Calla
 
 def _failed(members: GroupInfo, topic: Topic) -> RuntimeError:
     what = topic.name.lower().replace("_", " ")
+    # The rank of the world: it is the one that the launcher's logs name.
     return RuntimeError(
-        f"all_gather of what ranks compare before they reshard (about: {what}) failed on rank {members.rank}: another "
-        "rank died or made no such call; nothing was moved"
+        f"all_gather of what ranks compare before they reshard (about: {what}) failed on rank {dist.get_rank()}: "
+        "another rank died or made no such call; nothing was moved"
     )
 
 
