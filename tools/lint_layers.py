@@ -14,7 +14,7 @@ from pathlib import Path
 import repo
 
 # Public submodules: what a design names as an address of its own beside the top level.
-PUBLIC_SUBMODULES = ("accelerate", "legacy", "optimal", "planners", "specs")
+PUBLIC_SUBMODULES = ("accelerate", "legacy", "optimal", "planners", "specs", "vllm")
 
 
 def contracts() -> str:

@@ -161,14 +161,12 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kep
         return "stayed away"
     except (PlanError, RuntimeError) as error:
         kept["e"] = error
-        if fault.atomic and any(not torch.equal(out[name], value) for name, value in before.items()):
-            return f"wrong: an error after which out is another: {error}"
-        if fault.atomic and state_version(out) != version:
-            return "wrong: an error after which the version is another"
-        if not fault.atomic and state_version(out) is not None and isinstance(error, RuntimeError):
-            changed = any(not torch.equal(out[name], value) for name, value in before.items())
-            if changed:
-                return "wrong: a version on values that are mixed"
+        changed = any(not torch.equal(out[name], value) for name, value in before.items())
+        whole = fault.atomic or isinstance(error, PlanError)  # what ranks refuse they refuse before anything moves
+        if whole and (changed or state_version(out) != version):
+            return f"wrong: an error after which out or its version is another: {error}"
+        if changed and state_version(out) is not None:
+            return "wrong: a version on values that are mixed"
         return "refused" if isinstance(error, PlanError) else "failed"
     finally:
         if odd:

@@ -183,6 +183,22 @@ def test_an_engine_on_other_ranks_and_on_meta(ranks: Ranks) -> None:
     bare = record_layouts(Engine(ranks.rank, 2, "meta"), checkpoint(0))
     assert bare.layouts == record_layouts(Engine(ranks.rank, 2), checkpoint(0)).layouts
     assert all(value.is_meta for value in bare.out.values())
+    # Given memory later, it is filled with constants and what moves, and nothing else.
+    late = Engine(ranks.rank, 2, "meta")
+    recorded = record_layouts(late, checkpoint(0))
+    late.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in late.parameters():
+            param.fill_(7)
+    recorded.fill_constants()
+    reshard_state_dict(checkpoint(5), recorded.layouts, out=recorded.out, key_map=recorded.key_map)
+    reference = Engine(ranks.rank, 2)
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.fill_(7)
+    reference.load_weights(checkpoint(5).items())
+    _compare(late, reference)
+    assert set(recorded.filled) == {n for n, p in late.named_parameters() if bool((p != 7).any())}
 
 
 class Plain(nn.Module):

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import detect_fake_mode
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -62,6 +65,7 @@ def is_fake(tensors: Sequence[torch.Tensor]) -> bool:
     return detect_fake_mode() is not None
 
 
+_requires_grad = attrgetter("requires_grad")
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -105,7 +109,9 @@ def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:
         values = [value._local_tensor if type(value) is dtensor else value for value in values]
         if not PLAIN_TYPES.issuperset(map(type, values)):
             return None
-    return [value.detach() if value.requires_grad else value for value in values]
+    if True in map(_requires_grad, values):
+        return [value.detach() if value.requires_grad else value for value in values]
+    return list(values)
 
 
 def dtensor_local(value: Any) -> torch.Tensor | None:
@@ -160,6 +166,14 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def register_group(group: dist.ProcessGroup, name: str, backends: str) -> None:
+    """Let ``torch.distributed`` use a group that was made beside its default group, of processes of several jobs."""
+    _world.pg_map[group] = backends.partition(":")[2], None  # type: ignore[assignment]  # the group holds its store
+    _world.pg_names[group] = name  # type: ignore[assignment]  # text, as torch has it
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+    _world.pg_backend_config[group] = backends
 
 
 def real_tensors() -> AbstractContextManager[Any]:

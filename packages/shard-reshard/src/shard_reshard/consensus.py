@@ -51,7 +51,8 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
     found = dist.group.WORLD if group is None else group
-    rank = dist.get_rank(found)
+    # Of the group itself: one that joins several jobs has ranks of which no default group knows.
+    rank = found.rank() if isinstance(found, dist.ProcessGroup) else -1
     if rank < 0 or found is None:
         hint = "call from members only"
         raise PlanError(Problem("rank-outside-mesh", "group", found="this process is not in the group", hint=hint))
@@ -151,9 +152,7 @@ def check_mode(check: str) -> str:
     return check
 
 
-def assert_consistent(
-    members: GroupInfo, facts: str, problems: Sequence[Problem], check: str = "first", later: bool = False
-) -> None:
+def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem], check: str = "first") -> None:
     """Return on all ranks, or raise the same error on all.
 
     Args:
@@ -162,7 +161,6 @@ def assert_consistent(
         problems: What is wrong on this rank; then no rank goes on.
         check: "first": facts that this group has agreed on before need no communication; problems are then raised
             on this rank only. "always": compare.
-        later: Problems that ranks do not compare here are not raised: they compare them later in the call.
 
     Raises:
         PlanError: The problems of all ranks; ``ranks-disagree`` with what each said where facts differ.
@@ -174,7 +172,7 @@ def assert_consistent(
     digest = hashlib.sha256(facts.encode())
     agreed = _agreed.setdefault(members.group, set())
     if check == "first" and digest.hexdigest() in agreed:
-        if problems and not later:
+        if problems:
             raise PlanError(problems)  # the others are past comparing
         return
     rows = all_gather_header(members, Topic.CALL, bytes([len(problems) > 0]) + digest.digest())()
@@ -199,7 +197,7 @@ def problems_of(error: Exception) -> tuple[Problem, ...]:
     return (Problem("invalid-argument", found=found, hint="see the error that this one was raised after"),)
 
 
-def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem], when: str = "") -> NoReturn:
+def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem]) -> NoReturn:
     """Raise one error on all ranks, with the problems of each and what each said; every member calls this."""
     said: list[Any] = [None] * members.size
     dist.all_gather_object(said, (facts, tuple(problems)), group=members.group)
@@ -216,6 +214,6 @@ def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem], wh
             who = f"ranks {', '.join(map(str, ranks))} say {text}"
             hint = "call with the same shape, dtype, layouts and options on every rank of the group"
             found.append(Problem("ranks-disagree", found=who, hint=hint))
-    error = PlanError(found, when or "nothing was moved: found before the exchange, the same on every rank")
+    error = PlanError(found, "nothing was moved: found before the exchange, the same on every rank")
     setattr(error, _TOLD, True)
     raise error

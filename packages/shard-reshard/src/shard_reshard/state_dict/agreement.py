@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -220,35 +220,26 @@ class CallFacts(NamedTuple):
             row = version_row(None, True) + bytes(8)
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
-    def agreed(self, members: GroupInfo, rows: list[bytes] | None, when: str = "") -> int | None:
+    def agree(self, members: GroupInfo) -> int | None:
+        """Compare the facts of all ranks and return the version; a collective.
+
+        Raises:
+            PlanError: On all ranks, before anything moves.
+        """
+        return self.agree_on(members, all_gather_header(members, Topic.VERSION, self.row)())
+
+    def agree_on(self, members: GroupInfo, rows: list[bytes] | None) -> int | None:
         """Compare the rows of all ranks and return the version.
 
         Raises:
             PlanError: On all ranks.
         """
         if rows is None or any(row[0] & 2 for row in rows) or len({row[17:25] for row in rows}) > 1:
-            raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems, when)
+            raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
         agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
         return agreed_version(rows)
 
-    def exchange(self, members: GroupInfo) -> Callable[[], int | None]:
-        """Begin to compare; return a function that waits and gives the version that all agree on."""
-        if is_fake(()):
-            version = agreed_version([self.row])
-            return lambda: version
-        waiting = all_gather_header(members, Topic.VERSION, self.row)
 
-        def agreed() -> int | None:
-            rows = waiting()
-            if rows is None:
-                hint = "make the same calls in the same order on every rank of the group"
-                raise PlanError(Problem("ranks-disagree", "version", found="a rank that made another call", hint=hint))
-            return self.agreed(members, rows, _WHILE_MOVING)
-
-        return agreed
-
-
-_WHILE_MOVING = "found while tensors moved, the same on every rank; no version was set, and out is as before if atomic"
 _TOKEN_BYTES = 16
 
 
@@ -276,7 +267,7 @@ class VersionChain:
         rows = all_gather_header(members, Topic.CHANGES, self._token + call.row)()
         # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
         self._token = os.urandom(_TOKEN_BYTES)
-        version = call.agreed(members, rows and [row[_TOKEN_BYTES:] for row in rows])
+        version = call.agree_on(members, rows and [row[_TOKEN_BYTES:] for row in rows])
         assert rows is not None
         full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
         self._calls = 1 if full else self._calls + 1

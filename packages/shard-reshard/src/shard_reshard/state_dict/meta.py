@@ -30,7 +30,9 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, A
         everything.update(given.named_parameters(remove_duplicate=False))
         kept = given.state_dict(keep_vars=True)
         return {name: value for name, value in everything.items() if name in kept}
-    return {name: value for name, value in given.items() if name != VERSION_KEY}
+    found = dict(given)
+    found.pop(VERSION_KEY, None)
+    return found
 
 
 def collect_metadata(

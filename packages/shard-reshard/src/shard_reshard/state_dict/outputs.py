@@ -68,14 +68,6 @@ class LocalTargets:
         ]
         self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
 
-    def empty_sources(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return zeros in the place of all source tensors of this rank."""
-        return {
-            move.source: torch.zeros(shapes[0], dtype=torch_dtype(move.plan.dtype), device=device)
-            for move in self.plan.moves
-            if (shapes := move.plan.src.local_shapes(self.rank))
-        }
-
     def out_problems(
         self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
     ) -> list[Problem]:

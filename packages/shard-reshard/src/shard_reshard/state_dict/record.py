@@ -45,19 +45,25 @@ class RecordedLayouts:
     unfilled: tuple[str, ...]
     _model: torch.nn.Module | None = field(repr=False)
     _views: dict[str, _View] = field(repr=False)
+    _constants: tuple[tuple[_View, Any], ...] = field(default=(), repr=False)
 
     @property
     def out(self) -> dict[str, torch.Tensor]:
         """Views of the model's present memory by destination name: ``out``."""
-        if self._model is None:
-            return {}
-        held = _tensors(self._model)
-        return {
-            name: (own := held[view.tensor].detach()).as_strided(
-                view.sizes, view.strides, own.storage_offset() + view.offset
-            )
-            for name, view in self._views.items()
-        }
+        held = {} if self._model is None else _tensors(self._model)
+        return {name: view.of(held) for name, view in self._views.items()}
+
+    @property
+    def filled(self) -> tuple[str, ...]:
+        """Names of this rank's parameters and buffers that the loader fills, at least in part."""
+        views = [*self._views.values(), *(view for view, _ in self._constants)]
+        return tuple(sorted({view.tensor for view in views}))
+
+    def fill_constants(self) -> None:
+        """Fill what the loader fills with constants (padding) in memory that is new; then move what it loads."""
+        held = {} if self._model is None else _tensors(self._model)
+        for view, value in self._constants:
+            view.of(held).fill_(value)
 
 
 def record_layouts(
@@ -117,7 +123,8 @@ def record_layouts(
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
     if recorder is not None:
         recorder.fill_constants()
-    return RecordedLayouts(layouts, key_map, recorder.unfilled() if recorder else (), model, views)
+    unfilled, constants = (recorder.unfilled(), recorder.constant_views()) if recorder else ((), ())
+    return RecordedLayouts(layouts, key_map, unfilled, model, views, constants)
 
 
 def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
@@ -150,6 +157,11 @@ class _View(NamedTuple):
     sizes: Index
     strides: Index
     offset: int  # from the tensor's start
+
+    def of(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the view of the present memory of ``held``; without the classes of an engine's parameters."""
+        own = held[self.tensor].detach().as_subclass(torch.Tensor)
+        return own.as_strided(self.sizes, self.strides, own.storage_offset() + self.offset)
 
 
 class _Recorder(DispatchMode):
@@ -348,6 +360,14 @@ class _Recorder(DispatchMode):
             if not target.is_meta:
                 with torch.no_grad():
                     target.masked_fill_(~_of_storage(self._marked(owner), target).to(target.device), value)
+
+    def constant_views(self) -> tuple[tuple[_View, Any], ...]:
+        """Return the views that are filled with constants, and these."""
+        found = []
+        for owner, target, value in self.constants:
+            offset = int(target.storage_offset()) - int(self.held[owner].storage_offset())
+            found.append((_View(owner, (), 0, tuple(target.shape), tuple(target.stride()), offset), value))
+        return tuple(found)
 
     def unfilled(self) -> tuple[str, ...]:
         """Return names of tensors of which some elements are neither loaded nor filled."""

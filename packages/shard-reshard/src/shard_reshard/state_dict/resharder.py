@@ -124,7 +124,7 @@ def reshard_state_dict(
             found._follow(plan, version)
             call = found._prepare(tensors, targets, atomic)
         found._compare(call)
-        return found._move(call, out, progress, lambda: version)
+        return found._move(call, out, progress, version)
     resharder = StateDictResharder(
         state_dict,
         dst_layouts,
@@ -141,7 +141,7 @@ def reshard_state_dict(
     )
     call = resharder._prepare(tensors, targets, atomic)
     resharder._compare(call)
-    result = resharder._move(call, out, progress, lambda: resharder._first_version)
+    result = resharder._move(call, out, progress, resharder._first_version)
     if comparable and resharder._guards is not None:
         kept = _recent.setdefault(members.group, [])
         kept.append((asked, resharder))
@@ -153,7 +153,7 @@ class StateDictResharder(NotPicklable):
     """Moves the tensors of state dicts that are alike again and again: what ranks compare, they compare once.
 
     Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
-    compares versions, problems of tensors, and whether plain tensors are equal, while the tensors move: what one rank
+    compares versions, problems of tensors, and whether plain tensors are equal, before the tensors move: what one rank
     refuses all ranks raise. With ``versions=False`` (the same on every rank) calls have no version and are one small
     collective less, plain tensors are compared in the constructor only, and a rank that raises at a later call raises
     alone. The constructor communicates, and so does every call; every rank of the group makes them in the same order.
@@ -212,6 +212,7 @@ class StateDictResharder(NotPicklable):
             mover_for_bucket(self._members, plan, bucket, self._check, self._keeps, self._chain is not None)
             for bucket in plan.buckets
         ]
+        self._agreed = False  # all ranks have compared the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
 
@@ -240,27 +241,22 @@ class StateDictResharder(NotPicklable):
         except Exception as error:
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
-        if self._chain is None and not self._question.versions:
+        chain = None if is_fake(()) else self._chain
+        if is_fake(()) or not (chain or self._question.versions):
             self._compare(call)
-            return self._move(call, out, progress, lambda: None)
+            return self._move(call, out, progress, version)
         facts = CallFacts.of(self.plan, self._facts, tensors, version, call.problems)
-        if self._chain is not None and not is_fake(()):
-            full, version = self._chain.agree(self._members, facts)
+        if chain is None:
+            version = facts.agree(self._members)
+        else:
+            full, version = chain.agree(self._members, facts)
             for mover in self._movers:
                 assert mover.changes is not None
                 mover.changes.begin(full)
-            result = self._move(call, out, progress, lambda: version)
-            self._chain.done()
-            return result
-        self._compare(call, later=True)
-        agreed = facts.exchange(self._members)  # in flight while the tensors move
-        if facts.problems:
-            # The others move already: they get zeros, and raise with this rank when they compare.
-            sources = self._here.empty_sources(call.device)
-            arriving = ReceiveBuffers(self._here, None, call.device)
-            move_buckets(self._here, self._movers, bucket_calls(self._here, sources, arriving), True, False, None)
-            agreed()
-        return self._move(call, out, progress, agreed)
+        result = self._move(call, out, progress, version)
+        if chain is not None:
+            chain.done()
+        return result
 
     def _matched(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
@@ -270,11 +266,10 @@ class StateDictResharder(NotPicklable):
         Raises:
             PlanError: ``wrong-type``.
         """
-        for name, value in tensors.items():
-            if not isinstance(value, torch.Tensor):
-                found = f"a {type(value).__qualname__}"
-                raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
         sources, outs = local_tensors(tensors), local_tensors(targets)
+        for name in tensors.keys() - sources.keys():
+            found = f"a {type(tensors[name]).__qualname__}"
+            raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
         match = Match.NONE if self._guards is None else self._guards.match(tensors, targets, sources, outs)
         return sources, outs, match
 
@@ -315,19 +310,22 @@ class StateDictResharder(NotPicklable):
                 device = data_device(self._members.group)
         return PreparedState(tensors, targets, sources, outs, match, atomic, device, arriving, calls, found)
 
-    def _compare(self, call: PreparedState, later: bool = False) -> None:
+    def _compare(self, call: PreparedState) -> None:
         """Raise the problems of all ranks on all of them, where this group has not agreed on the plan before."""
+        if self._agreed and not call.problems:
+            return
         what = f"tensors of state dict plan {self.plan.digest}"
-        assert_consistent(self._members, what, call.problems, self._check, later)
+        assert_consistent(self._members, what, call.problems, self._check)
+        self._agreed = self._check == "first" and not call.problems and not is_fake(())
 
     def _move(
         self,
         call: PreparedState,
         out: torch.nn.Module | Mapping[str, Any] | None,
         progress: Callable[[Progress], None] | None,
-        agreed_version: Callable[[], int | None],
+        version: int | None,
     ) -> MovedStateDict:
-        """Move the tensors of a call without problems."""
+        """Move the tensors of a call without problems, whose version all ranks agree on."""
         here, arriving = self._here, call.arriving
         assert arriving is not None
         with torch.no_grad():
@@ -339,11 +337,10 @@ class StateDictResharder(NotPicklable):
                 stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
             unchanged = call.match is Match.MEMORY
             move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged, progress)
-            stamp = agreed_version()
             result = write_outputs(here, arriving, call.targets, call.outs, self._kinds)
-        result.plan, result.version = self.plan, stamp
-        if out is not None and stamp is not None:
-            stamp_version(out, stamp)
+        result.plan, result.version = self.plan, version
+        if out is not None and version is not None:
+            stamp_version(out, version)
         return result
 
 

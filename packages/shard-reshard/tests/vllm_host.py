@@ -1,0 +1,269 @@
+"""vLLM takes weights from a sharded trainer, 20 times while that trains; `nox -s vllm` runs it.
+
+The engine starts with dummy weights in this process, the trainer's two ranks are processes of their own. After each
+sync vLLM's greedy tokens are those of transformers on the trainer's full weights; bytes on the wire are the bound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of vLLM and transformers
+
+STEPS, NEW_TOKENS, TRAINERS = 20, 6, 2
+PROMPTS = [[1, 2, 3, 4, 5], [7, 11, 13], [40, 30, 20, 10, 9, 8]]
+SIZES = {
+    "vocab_size": 90,  # padded by vLLM
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # logits that differ by more than roundings
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 1, "tie_word_embeddings": False},  # copied where sharded
+    "tied": {"model_type": "qwen3", "num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True},
+}
+
+
+def new_model(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**SIZES, **CONFIGS[kind])
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+# ---- the trainer's processes ----------------------------------------------------------------------------------
+
+
+class Client:
+    """The four methods that vLLM asks of a client, and some more, through a pipe to the engine's process."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.pipe.send((method, arguments))
+        result = self.pipe.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.call("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.call("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.call("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call("finish_weight_update")
+
+
+def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int], pipe: Any) -> None:
+    """Train on one rank, send after each step, compare what vLLM generates."""
+    from shard_reshard.vllm import ShardedSource, TrainerInit, register
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=TRAINERS)
+    mesh = init_device_mesh("cpu", (TRAINERS,), mesh_dim_names=("tp",))
+    model, reference = new_model(kind), new_model(kind)
+    if layout == "fsdp2":
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        from tp_styles import apply_plan, from_hf_tp_plan
+
+        apply_plan(model, mesh, from_hf_tp_plan(model), params="local" if kind == "llama" else "dtensor")
+    sent = count_bytes()
+    register()
+    init = TrainerInit("127.0.0.1", ports[1], workers, 300.0, rank=rank)
+    engine: Any = WeightTransferTrainerFactory.trainer_init(init, client=Client(pipe), source=ShardedSource(model))
+    if not rank:
+        engine.client.call("collective_rpc", count_bytes_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    ids = torch.arange(24).view(2, 12) * 7 % 90
+    different: set[str] = set()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        engine.send_weights()
+        reference.load_state_dict(full_state(model, layout), strict=False)
+        if not rank:
+            wanted = [greedy(reference, prompt) for prompt in PROMPTS]
+            tokens = engine.client.call("generate", PROMPTS)
+            assert tokens == [found for found, _ in wanted], (step, tokens, wanted)
+            different.add(str(tokens))
+    plan, before = engine.resharder.plan, sent[0]
+    assert plan.wire_bytes == plan.lower_bound
+    total = [torch.tensor(before)]
+    dist.all_reduce(total[0])
+    if not rank:
+        assert len(different) > 5, different  # the weights had changed
+        total[0] += sum(engine.client.call("collective_rpc", bytes_of))
+        assert int(total[0]) == STEPS * plan.wire_bytes
+        described = [(meta.name, str(meta.dtype), meta.shape) for meta in engine.source.metadata()]
+        m2n = engine.client.call("collective_rpc", m2n_bytes, described)
+        engine.client.call("result", {"bytes": plan.wire_bytes, "m2n": sum(m2n), "collectives": len(plan.buckets)})
+        engine.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def full_state(model: Any, layout: str) -> dict[str, torch.Tensor]:
+    if layout == "fsdp2":
+        return {name: value.full_tensor() for name, value in model.state_dict().items()}
+    from tp_styles import full_state_dict
+
+    return dict(full_state_dict(model))
+
+
+def greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """Tokens, and by how much each was ahead of the next best."""
+    ids, margins = torch.tensor([prompt]), []
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            best = model(ids).logits[:, -1:].topk(2)
+            ids = torch.cat([ids, best.indices[..., 0]], 1)
+            margins.append(float(best.values[..., 0] - best.values[..., 1]))
+    return ids[0, len(prompt) :].tolist(), margins
+
+
+def count_bytes() -> list[int]:
+    """Count what this process sends to others in all-to-alls from now on."""
+    sent, own = [0], dist.all_to_all_single
+
+    def counted(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any, async_op: bool) -> Any:
+        sent[0] += sum(input_splits) - input_splits[group.rank()]
+        return own(output, input, output_splits, input_splits, group=group, async_op=async_op)
+
+    dist.all_to_all_single = counted  # type: ignore[assignment]  # as this package calls it
+    return sent
+
+
+# ---- in vLLM's workers ----------------------------------------------------------------------------------------
+
+
+def count_bytes_of(worker: Any) -> None:
+    worker.bytes_sent = count_bytes()
+
+
+def bytes_of(worker: Any) -> int:
+    return int(worker.bytes_sent[0])
+
+
+def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> int:
+    """Bytes that a worker receives by vLLM's own ``nccl_m2n`` plan: a shard where that resolves it, else the tensor."""
+    from shard_reshard.vllm import _checkpoint_format
+    from vllm.distributed.weight_transfer.m2n_layout import resolve_parameter_destinations
+
+    engine, size = worker.weight_transfer_engine, worker.parallel_config.world_size
+    names, dtypes, shapes = zip(*weights, strict=True)
+    types = [getattr(torch, dtype.removeprefix("torch.")) for dtype in dtypes]
+    with _checkpoint_format(engine.model, engine.model_config):
+        found = resolve_parameter_destinations(
+            engine.model, names, types, shapes, num_workers=size, shard_axis_size=size, allow_direct=True
+        )
+    total = 0
+    for destination, dtype, shape in zip(found, types, shapes, strict=True):
+        local = destination.tensor
+        total += torch.Size(shape).numel() * dtype.itemsize if local is None else local.numel() * dtype.itemsize
+    return total
+
+
+# ---- the engine's process -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "workers"),
+    [("llama", "fsdp2", 1), ("llama", "tp", 2), ("qwen3", "tp", 1), ("qwen3", "fsdp2", 2), ("tied", "fsdp2", 2)],
+)
+def test_tokens_after_each_sync(
+    kind: str, layout: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join("01"[:workers]))
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this test run in the workers
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one process less that imports everything
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    from vllm import LLM, SamplingParams
+    from vllm.config import WeightTransferConfig
+
+    ours, theirs = mp.Pipe()
+    ports, context = free_ports(), mp.get_context("fork")  # what is imported here they need not import
+    trainers = [
+        context.Process(target=train, args=(rank, kind, layout, workers, ports, theirs if not rank else None))
+        for rank in range(TRAINERS)
+    ]
+    for trainer in trainers:
+        trainer.start()
+    theirs.close()
+    results: list[dict[str, int]] = []
+    config = new_model(kind).config
+    config.architectures = [{"llama": "LlamaForCausalLM"}.get(kind, "Qwen3ForCausalLM")]
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    llm = LLM(
+        str(tmp_path), load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+        max_model_len=64, tensor_parallel_size=workers, disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend="shard_reshard"),
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    try:
+        while not results:
+            assert ours.poll(180), "no call from the trainer"
+            method, arguments = ours.recv()
+            reply: Any = None
+            try:
+                if method == "result":
+                    results += arguments
+                elif method == "generate":
+                    outputs = llm.generate([{"prompt_token_ids": p} for p in arguments[0]], sampling, use_tqdm=False)
+                    reply = [list(output.outputs[0].token_ids) for output in outputs]
+                elif method == "collective_rpc":
+                    reply = llm.collective_rpc(arguments[0], args=arguments[1:])
+                else:
+                    reply = getattr(llm, method)(*arguments)
+            except Exception as error:
+                reply = RuntimeError(f"{type(error).__name__}: {error}")
+            ours.send(reply)
+        for trainer in trainers:
+            trainer.join(60)
+        assert [trainer.exitcode for trainer in trainers] == [0] * TRAINERS
+    finally:
+        for trainer in trainers:
+            trainer.kill()
+        llm.llm_engine.engine_core.shutdown()
+    (found,) = results
+    print(f"\n{kind}, {layout} on {TRAINERS} -> {workers} workers: {found}")
+    assert found["collectives"] == 1
+    assert found["bytes"] < found["m2n"] if workers > 1 else found["bytes"] <= found["m2n"]
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
