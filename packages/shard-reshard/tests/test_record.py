@@ -183,22 +183,24 @@ def test_an_engine_on_other_ranks_and_on_meta(ranks: Ranks) -> None:
     bare = record_layouts(Engine(ranks.rank, 2, "meta"), checkpoint(0))
     assert bare.layouts == record_layouts(Engine(ranks.rank, 2), checkpoint(0)).layouts
     assert all(value.is_meta for value in bare.out.values())
+    # What no rank's loader takes is left out, or refused.
+    extra = {**checkpoint(0), "rotary.cos": torch.zeros(2)}
+    assert record_layouts(Engine(ranks.rank, 2), extra).key_map["rotary.cos"] is None
+    with pytest.raises(PlanError, match=r"rotary\.cos"):
+        record_layouts(Engine(ranks.rank, 2) if ranks.rank else None, extra, strict=True)
     # Given memory later, it is filled with constants and what moves, and nothing else.
     late = Engine(ranks.rank, 2, "meta")
     recorded = record_layouts(late, checkpoint(0))
     late.to_empty(device="cpu")
-    with torch.no_grad():
-        for param in late.parameters():
-            param.fill_(7)
-    recorded.fill_constants()
-    reshard_state_dict(checkpoint(5), recorded.layouts, out=recorded.out, key_map=recorded.key_map)
     reference = Engine(ranks.rank, 2)
     with torch.no_grad():
-        for param in reference.parameters():
-            param.fill_(7)
+        for held in (*late.state_dict().values(), *reference.state_dict().values()):
+            held.fill_(77)
+    recorded.fill_constants()
+    reshard_state_dict(checkpoint(5), recorded.layouts, out=recorded.out, key_map=recorded.key_map)
     reference.load_weights(checkpoint(5).items())
     _compare(late, reference)
-    assert set(recorded.filled) == {n for n, p in late.named_parameters() if bool((p != 7).any())}
+    assert set(recorded.filled) == {n for n, held in late.state_dict().items() if bool((held != 77).any())}
 
 
 class Plain(nn.Module):

@@ -86,7 +86,7 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         group = init_info.join(init_info.num_trainer_ranks + place, self.device)
         with _checkpoint_format(self.model, self.model_config):
-            self.recorded = record_layouts(self.model, init_info.weights(), group=group)
+            self.recorded = record_layouts(self.model, init_info.weights(), group=group, strict=True)
             if problems := _unfilled(self.model, self.recorded):
                 raise_on_all_ranks(group_info(group), PlanError(problems))
             out = self.recorded.out
@@ -221,7 +221,7 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ign
         worker_init = WorkerInit(*where, names, dtypes, shapes)
         with engine._call("init_weight_transfer_engine", asdict(worker_init)):
             group = worker_init.join(init_info.rank, next(iter(tensors.values())).device)
-            recorded = record_layouts(None, worker_init.weights(), group=group)
+            recorded = record_layouts(None, worker_init.weights(), group=group, strict=True)
             engine.resharder = StateDictResharder(tensors, recorded.layouts, key_map=recorded.key_map, group=group)
         return engine
 

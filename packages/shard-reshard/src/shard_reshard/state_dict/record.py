@@ -72,6 +72,7 @@ def record_layouts(
     *,
     load: Callable[[Any], object] | None = None,
     group: dist.ProcessGroup | None = None,
+    strict: bool = False,
 ) -> RecordedLayouts:
     """Record where a model's own loading code brings each checkpoint tensor. A collective of the group.
 
@@ -84,10 +85,11 @@ def record_layouts(
         load: What loads; given pairs of name and tensor. None: the model's ``load_weights`` if it has one, else its
             ``load_state_dict``.
         group: The union group of senders and receivers; None is the default group, or this process alone.
+        strict: A checkpoint tensor that no rank's loader takes is a problem; False leaves it where it is.
 
     Raises:
         PlanError: On every rank: ``not-recordable`` with the tensor's name for arithmetic, reading of values, casts
-            that round twice, and memory that is replaced.
+            that round twice, and memory that is replaced; ``unknown-name`` with ``strict=True``.
     """
     recorder: _Recorder | None = None
     problems: tuple[Problem, ...] = ()
@@ -113,6 +115,10 @@ def record_layouts(
     layouts: dict[str, BoxShardMap] = {}
     views: dict[str, _View] = {}
     key_map: dict[str, list[Part] | None] = {name: None for known, _, _ in everyone for name in known}
+    lost = [name for name in key_map if name not in destinations] if strict else []
+    if lost:  # the same on every rank
+        found, hint = "a tensor that no rank's loader takes", "leave it out, if the model can do without it"
+        raise PlanError([Problem("unknown-name", name, found=found, hint=hint) for name in lost])
     for name, numbered in destinations.items():
         names = [name if number == 1 else f"{name} ({number})" for number in range(1, len(numbered) + 1)]
         key_map[name] = [Part(target) for target in names]
