@@ -53,22 +53,20 @@ class WorkerInit(base.WeightTransferInitInfo):  # type: ignore[misc]  # the host
     num_trainer_ranks: int
     world_size: int
     timeout_seconds: float
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    device: str  # type of device on both ends
+    tensors: list[tuple[str, str, list[int]]]  # name, dtype and global shape
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint tensors without storage."""
-        described = zip(self.names, self.shapes, self.dtypes, strict=True)
-        return {n: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for n, shape, dtype in described}
+        return {n: torch.empty(shape, dtype=getattr(torch, t), device="meta") for n, t, shape in self.tensors}
 
-    def join(self, rank: int, device: torch.device) -> dist.ProcessGroup:
+    def join(self, rank: int) -> dist.ProcessGroup:
         """Return the group of trainer ranks and workers; a collective."""
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if self.device == "cuda" else "gloo"
         group: dist.ProcessGroup = stateless_init_torch_distributed_process_group(
             self.address, self.port, rank, self.world_size, backend, timeout=timedelta(seconds=self.timeout_seconds)
         )
-        register_group(group, f"{BACKEND} {self.address}:{self.port}", f"{device.type}:{backend}")
+        register_group(group, f"{BACKEND} {self.address}:{self.port}", f"{self.device}:{backend}")
         return group
 
 
@@ -82,9 +80,11 @@ class WorkerEngine(base.WeightTransferEngine[WorkerInit, base.WeightTransferUpda
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         """Join the trainer, record the model's loader and agree on one plan."""
+        if self.device.type != init_info.device:
+            raise ValueError(f"the trainer's tensors are on {init_info.device}, the worker's on {self.device}")
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        group = init_info.join(init_info.num_trainer_ranks + place, self.device)
+        group = init_info.join(init_info.num_trainer_ranks + place)
         with _checkpoint_format(self.model, self.model_config):
             self.recorded = record_layouts(self.model, init_info.weights(), group=group, strict=True)
             if problems := _unfilled(self.model, self.recorded):
@@ -215,12 +215,11 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInit]):  # type: ign
             raise ValueError(f"rank={init_info.rank}, in the trainer's default group it is {dist.get_rank()}")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         metas, tensors, ranks = source.metadata(), source.tensors(), dist.get_world_size()
-        names, shapes = [meta.name for meta in metas], [list(meta.shape) for meta in metas]
-        dtypes = [str(meta.dtype).removeprefix("torch.") for meta in metas]
+        described = [(meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape)) for meta in metas]
         where = init_info.address, init_info.port, ranks, ranks + init_info.num_workers, init_info.timeout_seconds
-        worker_init = WorkerInit(*where, names, dtypes, shapes)
+        worker_init = WorkerInit(*where, next(iter(tensors.values())).device.type, described)
         with engine._call("init_weight_transfer_engine", asdict(worker_init)):
-            group = worker_init.join(init_info.rank, next(iter(tensors.values())).device)
+            group = worker_init.join(init_info.rank)
             recorded = record_layouts(None, worker_init.weights(), group=group, strict=True)
             engine.resharder = StateDictResharder(tensors, recorded.layouts, key_map=recorded.key_map, group=group)
         return engine

@@ -16,7 +16,6 @@ from shard_reshard.consensus import (
     GroupInfo,
     assert_consistent,
     check_mode,
-    data_device,
     group_info,
     problems_of,
     raise_on_all_ranks,
@@ -85,11 +84,11 @@ def reshard_state_dict(
         bucket_bytes: About how many buffer bytes a rank may use for one exchange.
         group: The union of all ranks; None is the default group.
         version: A number that says which state this is; ranks with sources give the same, receivers read it. Numbers
-            that differ raise on all ranks before ``out`` is filled; where it is filled as tensors arrive
-            (``atomic=False``), it then has no version.
+            that differ raise on all ranks before anything moves.
         progress: Called on each rank after each tensor.
         atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
-            dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive.
+            dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive, and a sender that
+            dies then leaves a mixture without a version; what ranks refuse leaves ``out`` as it was in either case.
         strict: A tensor of ``out`` that no source fills is a problem; False leaves it as it is.
         check: "first" or "always", see `reshard`.
 
@@ -241,21 +240,18 @@ class StateDictResharder(NotPicklable):
         except Exception as error:
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
-        chain = None if is_fake(()) else self._chain
-        if is_fake(()) or not (chain or self._question.versions):
+        if is_fake(()) or not (self._chain or self._question.versions):
             self._compare(call)
             return self._move(call, out, progress, version)
         facts = CallFacts.of(self.plan, self._facts, tensors, version, call.problems)
-        if chain is None:
-            version = facts.agree(self._members)
-        else:
-            full, version = chain.agree(self._members, facts)
-            for mover in self._movers:
-                assert mover.changes is not None
-                mover.changes.begin(full)
+        if self._chain is None:
+            return self._move(call, out, progress, facts.agree(self._members))
+        full, version = self._chain.agree(self._members, facts)
+        for mover in self._movers:
+            assert mover.changes is not None
+            mover.changes.begin(full)
         result = self._move(call, out, progress, version)
-        if chain is not None:
-            chain.done()
+        self._chain.done()
         return result
 
     def _matched(
@@ -293,9 +289,12 @@ class StateDictResharder(NotPicklable):
                 if self._guards is None or self._guards.atomic is not atomic:
                     match = Match.NONE
                 again = self._again if match is Match.MEMORY and not atomic else None
-                device = device_of(sources, outs, self._members)
-                arriving = again[0] if again else ReceiveBuffers(here, None if atomic else outs, device)
-                calls = again[1] if again else bucket_calls(here, sources, arriving)
+                if again:
+                    arriving, calls = again
+                else:
+                    device = device_of(sources, outs, self._members)
+                    arriving = ReceiveBuffers(here, None if atomic else outs, device)
+                    calls = bucket_calls(here, sources, arriving)
                 if not found and match is not Match.MEMORY:
                     # In other memory tensors may be tied or overlap otherwise, whatever their metadata.
                     if match is Match.NONE:
@@ -307,8 +306,7 @@ class StateDictResharder(NotPicklable):
                     self._again = None
             except Exception as error:
                 found += problems_of(error)
-                device = data_device(self._members.group)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, device, arriving, calls, found)
+        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, found)
 
     def _compare(self, call: PreparedState) -> None:
         """Raise the problems of all ranks on all of them, where this group has not agreed on the plan before."""
@@ -357,7 +355,6 @@ class PreparedState(NamedTuple):
     outs: Mapping[str, torch.Tensor]
     match: Match
     atomic: bool
-    device: torch.device
     arriving: ReceiveBuffers | None
     buckets: list[Bucket]
     problems: list[Problem]
