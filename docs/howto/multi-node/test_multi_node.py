@@ -135,7 +135,8 @@ def trainjob() -> list[dict[str, Any]]:
     """The container of each host; every field is one of the operator's own schema, with its type."""
     job = yaml.safe_load((HERE / "trainjob.yaml").read_text())
     parsed = TrainerV1alpha1TrainJob.from_dict(job)
-    assert parsed is not None and parsed.to_dict() == job  # unknown fields would be dropped
+    assert parsed is not None
+    assert parsed.to_dict() == job  # unknown fields would be dropped
     (patch,) = job["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]

@@ -19,8 +19,8 @@ from signal import SIGKILL
 import pytest
 from hosts import HERE, SMALL, START, TRAIN, free_port, losses, on_one_host, until
 
-# Hosts are called by addresses of the loopback in short, since torchrun resolves the first one. Processors and GPUs are what
-# the batch script asks for, not what this machine has (config_overrides).
+# Hosts are called by addresses of the loopback in short, since torchrun resolves the first one. Processors and GPUs are
+# what the batch script asks for, not what this machine has (config_overrides).
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -134,7 +134,8 @@ def test_two_hosts_train_as_one_process(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.wait(job) == "COMPLETED", (tmp_path / "log").read_text()
     assert "2 ranks, from step 0 to 4" in (tmp_path / "log").read_text()
     shown = slurm.run("scontrol", "show", "job", job)
-    assert "NumNodes=2" in shown and "TresPerNode=gres:gpu:8" in shown
+    assert "NumNodes=2" in shown
+    assert "TresPerNode=gres:gpu:8" in shown
     on_one_host(1, ["--steps", "4", f"--checkpoints={tmp_path}/alone"])
     found, wanted = losses(tmp_path / "run"), losses(tmp_path / "alone")
     assert list(found) == list(wanted) == [1, 2, 3, 4]
