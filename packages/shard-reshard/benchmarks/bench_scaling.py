@@ -105,7 +105,7 @@ def tensors_part(repeats: int) -> list[dict[str, Any]]:
         }
         flat, flat_out = torch.randn(count * side * side // ranks), torch.empty(count * side * side // ranks)
         calls: dict[str, Callable[[], Any]] = {
-            "shard-reshard, plan kept": _fused(state, rank),
+            "shard-reshard, plan kept": _fused(state)[0],
             "reshard_state_dict": lambda state=state: reshard_state_dict(state, (mesh, (Shard(1),))),
             "raw all_to_all_single": lambda a=flat_out, b=flat: dist.all_to_all_single(a, b),
             "DTensor.redistribute, one by one": lambda state=state: [
