@@ -95,7 +95,7 @@ def tensors_part(repeats: int) -> list[dict[str, Any]]:
     from shard_reshard import reshard_state_dict
     from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-    ranks, rank, side = dist.get_world_size(), dist.get_rank(), 128
+    ranks, side = dist.get_world_size(), 128
     mesh = init_device_mesh("cpu", (ranks,))
     series: Series = {}
     for count in (1, 4, 16, 64, 256):
