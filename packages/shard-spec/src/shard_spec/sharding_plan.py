@@ -92,7 +92,7 @@ class ShardingPlan(PlanContent):
         """
         values, mesh = compact_rules(self, module)
         plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-        assert dict(resolve(plan, module)) == dict(resolve(self, module)), "a compact plan says something else"
+        assert dict(resolve(plan, module)) == dict(resolve(self, module)), "the compact plan differs from the original"
         return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
         torch.set_rng_state(before[2])
         if numpy is not None:
             numpy.random.set_state(before[1])
-    hint = "draw with torch in the step (rng= says from which stream), or pass the number in a tensor"
+    hint = "draw with torch in the step (rng= selects the stream), or pass the number in a tensor"
     problems = [
         Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)
         for what, used in touched.items()

@@ -219,7 +219,7 @@ def _operator_for(
     members = group_info(group)
     if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
         found = "a source that not every rank has" if src is not None else "a DTensor"
-        hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype, or redistribute for a DTensor"
+        hint = "under torch.compile call a Resharder, whose plan has layouts and dtype; for a DTensor call redistribute"
         raise PlanError(Problem("mesh-mismatch", "tensor", found=found, hint=hint))
     plan = cached_plan(
         *resolve_layouts(shape, src, dst, members.to_group),
@@ -269,7 +269,7 @@ def find_mover(
 ) -> tuple[Mover, bool]:
     """Return the mover of a call, and whether this rank's arguments alone decided which it is."""
     if src is None:
-        hint = "only a DTensor knows where it is"
+        hint = "pass src: only a DTensor carries its layout"
         raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
     size = None if shape is None else tuple(shape)
     everyone = dtype is not None or _everyone_holds(members, src, size)

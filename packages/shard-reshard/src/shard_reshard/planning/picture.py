@@ -83,7 +83,7 @@ def _tensor(layout: ShardMap, plan: ReshardPlan, word: str) -> str:
     drawn = f"<defs>{''.join(_stripes(list(ranks)) for ranks in sorted(several))}</defs>" if several else ""
     drawn += "".join(_rectangle(cell, rows, columns, height) for cell in cells)
     dims = f"; dims after the second are not drawn ({len(plan.shape)} in all)" if len(plan.shape) > 2 else ""
-    held = "" if all(len(_ranks(cell)) == 1 for cell in cells) else "; stripes: each of these ranks holds the whole box"
+    held = "" if all(len(_ranks(cell)) == 1 for cell in cells) else "; stripes: each of these ranks holds the full box"
     if layout.num_partials > 1:
         held = "; stripes: each of these ranks holds an addend"
     caption = f"{layout.describe()}{dims}{held}"

@@ -49,7 +49,7 @@ def repointing_problems(
                 Problem(
                     "unsupported-wrapper",
                     "optimizers: ZeroRedundancyOptimizer",
-                    found="its partition and flat buffers are made of the parameters that are about to be replaced",
+                    found="its partition and flat buffers hold the parameters that are about to be replaced",
                     hint="build it after the module has been bridged (or undone)",
                 )
             )
