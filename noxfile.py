@@ -290,6 +290,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "links", "site")
+    session.run("python", "tools/check_docs.py", "width", "site")
     session.run("python", "tools/check_docs.py", "numbers")
 
 
