@@ -52,6 +52,8 @@ def lint(session: nox.Session) -> None:
     session.install("ruff==0.17.5", "import-linter==2.16", GRIFFE)
     session.run("ruff", "check", "--config", "tools/ruff.toml", ".")
     session.run("ruff", "format", "--config", "tools/ruff.toml", "--check", ".")
+    pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
+    session.run("ruff", "format", "--config", "tools/ruff.toml", *pages, "--check", ".")
     session.run("python", "tools/lint_layers.py")
     session.run("python", "tools/lint_structure.py")
     session.run("python", "tools/sync_shared.py", "--check")

@@ -50,6 +50,9 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
+    if not isinstance(group, dist.ProcessGroup | None):
+        hint = "pass a process group, as mesh.get_group('tp') returns it"  # type: ignore[unreachable]  # callers are not checked
+        raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     found = dist.group.WORLD if group is None else group
     rank = dist.get_rank(found)
     if rank < 0 or found is None:

@@ -113,6 +113,9 @@ class Resharder(NotPicklable):
         keep_workspace: bool = True,
         check: str = "first",
     ) -> None:
+        if not isinstance(plan, ReshardPlan):
+            hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
+            raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
         self._options = group, keep_workspace, check
         self._mover = Mover((plan,), group_info(group), keep_workspace, check)

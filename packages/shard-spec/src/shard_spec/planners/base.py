@@ -238,6 +238,10 @@ class ComposedPlanner(LayoutPlanner):
     def __init__(self, planners: Sequence[LayoutPlanner]) -> None:
         if not planners:
             raise ValueError("compose() needs at least one planner.")
+        for planner in planners:
+            if isinstance(planner, type) or not hasattr(planner, "mesh"):
+                hint = "pass planners that have a mesh, such as MegatronPlanner(mesh)"
+                raise PlanError(Problem("wrong-type", "planners", found=f"{planner!r:.100}", hint=hint))
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
             found = " and ".join(repr(mesh) for mesh in meshes)
