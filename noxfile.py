@@ -264,11 +264,22 @@ def demo(session: nox.Session) -> None:
 def multi_node(session: nox.Session) -> None:
     """The launch files on two hosts made of this machine; a host cut off; going on with fewer ranks."""
     house = wheelhouse.build_current(PACKAGES)
-    _install(session, house, TORCH, "numpy", "matplotlib", "pyyaml", *PACKAGES)
+    _install(session, house, TORCH, "numpy", "matplotlib", "pyyaml", "kubeflow-trainer-api==2.3.0", *PACKAGES)
     session.install("pytest")
     session.chdir("docs/howto/multi-node")
-    command = ("python", "-m", "pytest", "-c", "pytest.ini", *session.posargs)
-    session.run(*command, env=RANK_ENV)
+    session.run("python", "-m", "pytest", "-c", "pytest.ini", "test_multi_node.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+def slurm(session: nox.Session) -> None:
+    """`slurm.sbatch` on a real Slurm of two hosts, which is started on this machine (Debian: slurm-wlm)."""
+    if shutil.which("slurmctld") is None:
+        session.error("slurm needs slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm)")
+    house = wheelhouse.build_current(PACKAGES)
+    _install(session, house, TORCH, "numpy", *PACKAGES)
+    session.install("pytest")
+    session.chdir("docs/howto/multi-node")
+    session.run("python", "-m", "pytest", "-c", "pytest.ini", "test_slurm.py", *session.posargs, env=RANK_ENV)
 
 
 @nox.session(default=False)

@@ -90,9 +90,10 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        values, mesh = compact_rules(self, module)
+        found = resolve(self, module)
+        values, mesh = compact_rules(found, self.mesh)
         plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-        assert dict(resolve(plan, module)) == dict(resolve(self, module)), "the compact plan differs from the original"
+        assert dict(resolve(plan, found.metadata)) == dict(found), "the compact plan differs from the original"
         return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------
