@@ -50,8 +50,8 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
-    if not isinstance(group, dist.ProcessGroup | None):
-        hint = "pass a process group, as mesh.get_group('tp') returns it"  # type: ignore[unreachable]  # callers are not checked
+    if isinstance(group, str) or hasattr(group, "mesh_dim_names"):  # an axis, a mesh
+        hint = "pass a process group, as mesh.get_group('tp') returns it"
         raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     found = dist.group.WORLD if group is None else group
     rank = dist.get_rank(found)
