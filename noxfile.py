@@ -52,8 +52,6 @@ def lint(session: nox.Session) -> None:
     session.install("ruff==0.17.5", "import-linter==2.16", GRIFFE)
     session.run("ruff", "check", "--config", "tools/ruff.toml", ".")
     session.run("ruff", "format", "--config", "tools/ruff.toml", "--check", ".")
-    pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
-    session.run("ruff", "format", "--config", "tools/ruff.toml", *pages, "--check", ".")
     session.run("python", "tools/lint_layers.py")
     session.run("python", "tools/lint_structure.py")
     session.run("python", "tools/sync_shared.py", "--check")
@@ -313,11 +311,14 @@ def bench(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Every code block of the docs is run; then the site is built into site/."""
     session.install(
-        "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11"
-    )
+        "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11",
+        "ruff==0.17.5",
+    )  # fmt: skip
     hosts = ["transformers>=5,<6", "accelerate==1.15.0", "peft==0.21.2", "lightning==2.6.6"]
     session.install(TORCH, "numpy", *hosts, "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
     _install_editable(session, PACKAGES)
+    pages = ["--config", "line-length=98", "--config", 'format.exclude=["*.py", "*.ipynb"]']
+    session.run("ruff", "format", "--config", "tools/ruff.toml", *pages, "--check", ".")
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--config-file", "docs/mkdocs.yml")
     session.run("python", "tools/check_docs.py", "links", "site")
