@@ -72,7 +72,7 @@ def notebook_page(notebook: str) -> str:
 
 def on_files(files: Any, *, config: Any) -> Any:
     """Hook of mkdocs: a page for each notebook, with the file itself beside it."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # type: ignore[import-not-found]  # the docs session has it
 
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         name = Path(file.src_uri).name

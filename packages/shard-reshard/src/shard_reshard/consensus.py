@@ -50,7 +50,7 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
-    if isinstance(group, str) or hasattr(group, "mesh_dim_names"):  # an axis, a mesh
+    if type(group).__name__ in ("str", "DeviceMesh"):
         hint = "pass a process group, as mesh.get_group('tp') returns it"
         raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     found = dist.group.WORLD if group is None else group
