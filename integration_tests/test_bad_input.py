@@ -67,10 +67,11 @@ def test_an_unknown_style_name_and_a_missing_mesh_come_in_one_error() -> None:
 def test_a_wrong_type_at_an_entry_point_names_the_right_call() -> None:
     mesh = shard_spec.MeshSpec({"dp": 2, "tp": 4})
     model, optimizer = torch.nn.Linear(8, 8), torch.optim.SGD([torch.zeros(1)])
+    memory = partial(shard_spec.ShardingPlan({}, mesh=mesh).memory, dtype=torch.bfloat16)  # type: ignore[arg-type]  # the mistake
     mistakes: list[tuple[str, Callable[..., object], tuple[object, ...]]] = [
         ("MegatronPlanner(mesh)", shard_spec.compose, (shard_spec.MegatronPlanner, shard_spec.FullyShardPlanner)),
         ("Layout(mesh, placements)", shard_spec.Layout, ("dp:S(0)", mesh)),
-        ("bfloat16", partial(shard_spec.ShardingPlan({}, mesh=mesh).memory, dtype=torch.bfloat16), (model,)),
+        ("bfloat16", memory, (model,)),
         ("plan_reshard(shape, dtype", shard_reshard.plan_reshard, (torch.float32, (8, 12), "4: R", "4: S(0)")),
         ("plan_reshard(shape, dtype", shard_reshard.Resharder, ("4: S(0)",)),
         ("reshard(tensor, src, dst)", shard_reshard.redistribute, (torch.zeros(8), None, ["S(0)"])),
