@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
+
 import dp_partition
 import pytest
 import shard_reshard
@@ -58,3 +62,22 @@ def test_an_unknown_style_name_and_a_missing_mesh_come_in_one_error() -> None:
     with pytest.raises(dp_partition.PlanError, match="fully_shard") as error:
         dp_partition.compile(lambda model, optimizer, batch: None, mesh=None, style="fully_sharded")  # type: ignore[arg-type]  # the mistake
     assert [problem.code for problem in error.value.problems] == ["invalid-argument", "missing-mesh"]
+
+
+def test_a_wrong_type_at_an_entry_point_names_the_right_call() -> None:
+    mesh = shard_spec.MeshSpec({"dp": 2, "tp": 4})
+    model, optimizer = torch.nn.Linear(8, 8), torch.optim.SGD([torch.zeros(1)])
+    memory = partial(shard_spec.ShardingPlan({}, mesh=mesh).memory, dtype=torch.bfloat16)  # type: ignore[arg-type]  # the mistake
+    mistakes: list[tuple[str, Callable[..., object], tuple[object, ...]]] = [
+        ("MegatronPlanner(mesh)", shard_spec.compose, (shard_spec.MegatronPlanner, shard_spec.FullyShardPlanner)),
+        ("Layout(mesh, placements)", shard_spec.Layout, ("dp:S(0)", mesh)),
+        ("bfloat16", memory, (model,)),
+        ("plan_reshard(shape, dtype", shard_reshard.plan_reshard, (torch.float32, (8, 12), "4: R", "4: S(0)")),
+        ("plan_reshard(shape, dtype", shard_reshard.Resharder, ("4: S(0)",)),
+        ("reshard(tensor, src, dst)", shard_reshard.redistribute, (torch.zeros(8), None, ["S(0)"])),
+        ("train_step(model, optimizer, batch)", dp_partition.compile, (model,)),
+        ("check_optimizer(module, optimizer)", tp_ddp_bridge.check_optimizer, (optimizer, model)),
+    ]
+    for wanted, call, arguments in mistakes:
+        with pytest.raises(ValueError, match=re.escape(wanted)):
+            call(*arguments)

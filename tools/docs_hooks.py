@@ -1,15 +1,19 @@
-"""What the site adds to a benchmark page: its plots first, and a mark for each target that is met or missed."""
+"""What the site adds: marks for targets and plots first on benchmark pages, and a page for each notebook."""
 
 from __future__ import annotations
 
+import json
 import operator
 import re
+from pathlib import Path
 from typing import Any
 
 TARGET = re.compile(r"^(<=|>=|<|>)\s*(?P<number>[\d.,]+)\s*(?P<unit>x|%|ms|us|s|KB)?(?=$|[\s,;])")
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 PLOT = re.compile(r"^!\[.*\]\(.*\.svg\)\n", re.MULTILINE)
+ROLE = re.compile(r":(?:meth|class|func|attr|mod|data|exc|obj):(?=<code>|<a )")
+MORE = re.compile(r"<p>More: <code>docs/packages/[\w-]+\.md</code> in the repository\.</p>")  # the page itself
 
 
 def verdict(target: str, measured: str) -> str:
@@ -52,6 +56,41 @@ def plots_first(text: str) -> str:
     return f"{head}\n" + "\n".join(plots) + mark + rest if plots and mark else text
 
 
+def notebook_page(notebook: str) -> str:
+    """Return a notebook as Markdown: texts, code and printed output."""
+    parts = []
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"]).strip()
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join("".join(out.get("text", "")) for out in cell["outputs"] if out.get("name") == "stdout")
+        parts += [f"```text\n{printed.rstrip()}\n```"] if printed.strip() else []
+    return "\n\n".join(parts) + "\n"
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Hook of mkdocs: a page for each notebook, with the file itself beside it."""
+    from mkdocs.structure.files import File  # type: ignore[import-not-found]  # the docs session has it
+
+    for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        name = Path(file.src_uri).name
+        text = notebook_page(Path(file.abs_src_path).read_text())
+        text += f"\nAs a notebook: [{name}]({name}).\n"
+        files.append(File.generated(config, file.src_uri.replace(".ipynb", ".md"), content=text))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Hook of mkdocs."""
-    return plots_first(marked(markdown)) if page.file.src_uri.startswith("benchmarks/") else markdown
+    if page.file.src_uri.startswith("benchmarks/"):
+        return plots_first(marked(markdown))
+    if page.file.src_uri.startswith("notebooks/"):
+        return markdown
+    return markdown.replace(".ipynb)", ".md)")
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Hook of mkdocs: no Sphinx roles, and no link of a package's page to itself."""
+    return MORE.sub("", ROLE.sub("", html))

@@ -89,7 +89,7 @@ def parser_of(name: str, folder: Path) -> tuple[str, Any, Callable[[Any], bool]]
     if name == RESHARD_HEADER:
         sys.path.insert(0, str(TESTS["shard-reshard"]))
         broken = importlib.import_module("broken_files")
-        what = "shard-reshard: safetensors files; those that are accepted hold what the format's own library finds"
+        what = "shard-reshard: safetensors files; accepted ones equal what the format's own library reads"
         return what, broken.broken_files(), lambda data: broken.check_one(data, folder / "f")
     sys.path.insert(0, str(TESTS["shard-spec"]))
     from hypothesis import strategies as st
@@ -122,7 +122,7 @@ def _reshard_plans(strange: Any, folder: Path) -> tuple[str, Any, Callable[[Any]
 
     for text in good:
         assert broken.check_one(text)  # imports what explains a plan
-    what = "shard-reshard: plans as JSON; those that are read say the same again, and their parts are worked out"
+    what = "shard-reshard: plans as JSON; accepted ones round-trip, and their parts are computed"
     return what, st.randoms(use_true_random=False).map(make), check
 
 
@@ -138,11 +138,11 @@ Made by `python tools/fuzz.py` on {date.today().isoformat()}, {count:,} inputs f
 {torch.__version__}, hypothesis {hypothesis.__version__}. What is trusted, and what is not:
 [security](../design/security.md).
 
-Each input is a good file that was changed once to several times: values replaced (huge numbers, NaN, lone surrogates,
-paths that lead out of the folder, patterns that backtrack), dropped, doubled or buried; text cut off, keys named twice,
-brackets by the thousand, other encodings. It has to be read, or refused with one clear error, within two seconds of CPU
-time; an audit hook sees to it that no file outside of the user's folder is opened, no class is unpickled, no process
-is started. No input did anything else.
+Each input is a valid file with one or several changes: values replaced (huge numbers, NaN, lone surrogates, paths out
+of the folder, patterns that backtrack), removed, duplicated or nested; truncated text, duplicate keys, thousands of
+brackets, other encodings. The parser must read it, or refuse it with one clear error, within two seconds of CPU time.
+An audit hook checks that it opens no file outside the user's folder, unpickles no class and starts no process. No input
+broke these rules.
 
 | parser | read | refused | slowest input | memory of the process | the whole run |
 |---|---|---|---|---|---|

@@ -317,9 +317,9 @@ def page(outcomes: dict[str, list[Outcome]]) -> list[str]:
     """The outcomes in Markdown."""
     killed = sum(outcome.result == "killed" for (outcome,) in outcomes.values())
     lines = [
-        "# Mutations of tp-ddp-bridge",
+        "# tp-ddp-bridge: mutations",
         "",
-        "Each line takes out one guard of the package, in a copy, and runs the test that has to notice. "
+        "Each row removes one guard of the package, in a copy, and runs the test that has to fail. "
         f"{killed} of {len(outcomes)} were killed; without any mutation all of these tests passed in the same run.",
         "Repeat: `python tools/mutate_bridge.py --page docs/benchmarks/tp-ddp-bridge-mutations.md`.",
         "",

@@ -84,12 +84,12 @@ def main() -> int:
         every = [each for tried in outcomes.values() for each in tried]
         killed = sum(each.result == "killed" for each in every)
         text = [
-            "# dp-partition: every row of the rule table made wrong",
+            "# dp-partition: mutations of the rule table",
             "",
             "Made by `python tools/mutate_rules.py --page docs/benchmarks/dp-partition-rules.md`. Each row is",
-            "made wrong in every way that changes the plan of a probe (the output on another dim, a reduction",
-            "forgotten or exchanged, an input replicated, a shape argument left global, any shard let through);",
-            "`verify` has to refuse it. The last column says what found the first of the mutations, and at which node.",
+            "falsified in every way that changes the plan of a probe (the output on another dim, a reduction missing",
+            "or exchanged, an input replicated, a shape argument left global, any shard accepted); `verify` has to",
+            "refuse it. The last column is the error of the first mutation, with its node.",
             "",
             f"**{len(outcomes)} rows, {len(every)} mutations: {killed} killed, {len(every) - killed} survived.**",
             "",

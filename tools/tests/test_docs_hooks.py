@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import check_docs
 import docs_hooks
 
 
@@ -39,3 +42,27 @@ def test_plots_come_first_and_tables_keep_their_cells() -> None:
     )
     wanted = "# B\n\n![P](p.svg)\n\n## T\n\n| what | target | measured | peer | |\n|---|---|---|---|---|\n"
     assert docs_hooks.plots_first(docs_hooks.marked(page)).startswith(wanted + "| a | <= 2x | 3x | p | **missed** |\n")
+
+
+def test_a_notebook_becomes_a_page_with_its_output() -> None:
+    printed = {"name": "stdout", "text": ["3\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
+        {"cell_type": "code", "source": ["print(3)"], "outputs": [printed, {"name": "stderr", "text": ["warned"]}]},
+    ]
+    page = docs_hooks.notebook_page(json.dumps({"cells": cells}))
+    assert page == "# Title\ntext\n\n```python\nprint(3)\n```\n\n```text\n3\n```\n"
+
+
+def test_pages_lose_sphinx_roles_and_links_to_themselves() -> None:
+    own = "<p>More: <code>docs/packages/tp-styles.md</code> in the repository.</p>"
+    page = f"<p>:meth:<code>validate</code> lists</p>{own}"
+    assert docs_hooks.on_page_content(page) == "<p><code>validate</code> lists</p>"
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("pixels", [380, 600])
+def test_a_page_wider_than_a_phone_is_found(pixels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "index.html").write_text(f"<!doctype html><body style='margin:0'><div style='width:{pixels}px'>.</div>")
+    assert check_docs.width(tmp_path) == (pixels > 390)
+    assert ("600 pixels wide" if pixels == 600 else "1 pages, none wider") in capsys.readouterr().out

@@ -16,8 +16,11 @@ h1 { margin-bottom: 0 } h2 { margin-top: 2.5rem; border-top: 1px solid #d0d7de; 
 table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid #eaeef2 }
 td.n { text-align: right; font-variant-numeric: tabular-nums }
 pre { background: #f6f8fa; padding: 1rem; overflow-x: auto; font-size: 13px; line-height: 1.35 }
-svg { max-width: 100%; height: auto } p.note { color: #57606a }
+td:first-child { min-width: 13rem }
+svg { max-width: 100%; height: auto; background: #fff } p.note { color: #57606a }
 .scroll { overflow-x: auto } .verdict { font-size: 1.15rem }
+@media (prefers-color-scheme: dark) { body { background: #14181f; color: #dfe5ee } pre { background: #1b212b }
+  h2, td, th { border-color: #333c4a } p.note { color: #98a3b5 } }
 """
 PIECES = ("#9cc7f7", "#f7c59c", "#b4dfb5", "#dcb8ec")
 

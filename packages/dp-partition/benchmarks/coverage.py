@@ -129,7 +129,7 @@ def write_page(results: dict[str, str]) -> None:
     share = sum(result == "bitwise" for result in two) / len(two) if two else 0
     compiled = [(m, [Cell(m, s, "AdamW", 2, "inductor") for s in COMPILED]) for m in MODELS]
     lines = [
-        "# What dp-partition trains",
+        "# dp-partition: training compared with DDP",
         "",
         f"{len(results)} cells: {counts}. At two ranks and local semantics {share:.0%} of {len(two)} are bitwise.",
         "",
@@ -140,8 +140,9 @@ def write_page(results: dict[str, str]) -> None:
         "once, by the collective of the style.",
         "",
         "Two ranks under local semantics run in float32; where sums have several orders (more ranks, one device), in "
-        "float64. There a gradient that is 0 but for rounding (a key's bias, a bias before a batch norm) is noise in "
-        "float32 that an optimizer scales up to a whole update, in torch's own wrappers as well.",
+        "float64. In float32 a gradient that is 0 except for rounding (a key's bias, a bias before a batch norm) is "
+        "noise "
+        "that an optimizer scales up to a full update, in torch's own wrappers as well.",
         "",
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo on CPU; "
         f"{date.today().isoformat()}. Repeat: `python packages/dp-partition/benchmarks/coverage.py --again`.",

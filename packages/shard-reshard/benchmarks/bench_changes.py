@@ -75,13 +75,13 @@ def main() -> None:
     parser.add_argument("--markdown", metavar="FILE")
     arguments = parser.parse_args()
     lines = [
-        "# Syncs that send changes alone",
+        "# shard-reshard: syncs that send only changes",
         "",
         "`python packages/shard-reshard/benchmarks/bench_changes.py --markdown FILE`: rows to columns on two gloo",
         "ranks, 32 MiB of each dtype, elements drawn at random. Bytes are what one rank sends, index and headers",
         "included; every sync is compared with the full state bit for bit. Random elements are the worst case of an",
-        "index: rows cost next to none. Loopback is faster than any index: times show what it costs where links do not",
-        "count.",
+        "index; whole rows cost almost nothing. Over loopback a full sync is faster: the times show the cost of the",
+        "index.",
         "",
         "| dtype | changed | changed bytes | sent | sent / changed | index, bytes per element | of a full sync "
         "| full sync | this sync |",

@@ -295,13 +295,13 @@ def main() -> None:
         except ImportError:
             print(f"{name} is not installed")
     lines = [
-        "# Plans beside other planners",
+        "# shard-reshard: plans compared with other planners",
         "",
         "`python packages/shard-reshard/benchmarks/bench_planners.py --markdown FILE`: a Llama of 74 tensors in",
         "bfloat16, from trainers to generators. MiB on the wire (of the rank that sends most), messages between ranks",
-        "(ours are fused into all-to-alls, theirs are point-to-point), milliseconds that a rank plans: rank 0 plans",
-        "for all ranks in megatron-core, every rank plans the whole exchange in awex and its own part in ours. In awex",
-        "no rank trains and generates.",
+        "(ours are fused into all-to-alls, theirs are point-to-point), planning time of a rank in milliseconds: in",
+        "megatron-core rank 0 plans for all ranks, in awex every rank plans the full exchange, in ours its own share.",
+        "awex has no rank that both trains and generates.",
         "",
         "| topology | bound, MiB | "
         + " | ".join(f"{name} | messages | ms" for name in ("shard-reshard", *peers))

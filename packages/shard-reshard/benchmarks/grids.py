@@ -30,9 +30,9 @@ def main() -> None:
         f"--programs {arguments.programs} --files {arguments.files}"
     )
     lines = [
-        "# Long runs of shard-reshard",
+        "# shard-reshard: long random runs",
         "",
-        f"`{command}`: what the tests sample. A wrong result ends it.",
+        f"`{command}`: the tests run a sample of this. A wrong result ends the run.",
         "Without options it runs 10,000 pairs, 12,000 programs and 20,000 files.",
         "",
         "| what | how many | seconds |",

@@ -50,7 +50,7 @@ CHECKS = (
         "memory",
         "static memory of a plan against the live bytes of parameters, buffers, gradients and optimizer state",
         "byte for byte on 2-8 gloo ranks",
-        "equal on every rank of 2, 4 and 8: three plans (uneven and empty pieces too) x SGD, momentum, AdamW, "
+        "equal on every rank of 2, 4 and 8: three plans (uneven and empty shards too) x SGD, momentum, AdamW, "
         "and AdamW on float32 copies of bfloat16 parameters",
         "the storages themselves",
         ("test_apply.py::test_live_bytes_are_those_of_plan_memory",),
@@ -83,7 +83,7 @@ CHECKS = (
     Check(
         "families",
         "MegatronPlanner on transformers families with their default sizes; small ones are executed slice by slice",
-        ">= 12 families, >= 95 % of matmul-weight bytes cut",
+        ">= 12 families, >= 95 % of matmul-weight bytes sharded",
         "{number} model families, each >= 95 %, what is left is listed in the test; 7 more in part, with the reason",
         "8 families: the tensor-parallel plan that transformers ships",
         ("test_planners_families.py",),
@@ -117,7 +117,7 @@ def page(results: dict[str, tuple[str, str]]) -> str:
         "",
         "Made by `python packages/shard-spec/benchmarks/checks.py` "
         f"on {date.today().isoformat()}, torch {torch.__version__}, CPU. Each row runs the tests it names; they fail "
-        "where the claim is not so. The package's suite runs the same "
+        "if the claim is false. The package's suite runs the same "
         "tests on a sample.",
         "",
         "| what | target | found | compared with | run |",

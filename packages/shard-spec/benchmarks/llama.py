@@ -45,8 +45,8 @@ CASES = (
         "8B",
         1,
         8,
-        "One sequence a rank: cutting the batch and gathering weights sends less than Megatron's all-reduces of "
-        "activations. Memory that is left over is spent on whole weights, where each byte saves most time. Table and "
+        "One sequence a rank: sharding the batch and gathering weights sends less than Megatron's all-reduces of "
+        "activations. Free memory goes to replicated weights, where each byte saves most time. Table and "
         "head are tensor-parallel: their weights move more bytes than their activations.",
     ),
     Case(
@@ -54,34 +54,34 @@ CASES = (
         8,
         64,
         "Hybrid sharding: FSDP inside the host, where links are fast, plain data parallelism across hosts, so that "
-        "only gradients cross the network. Nothing is short, so all layers are alike.",
+        "only gradients cross the network. Memory suffices, so all layers are alike.",
     ),
     Case(
         "8B",
         8,
         16,
-        "Two sequences a host of 8 ranks: the batch cannot be cut further, so tensor parallelism it is. The stream "
-        "stays whole, because recomputed blocks would gather a cut one once more.",
+        "Two sequences a host of 8 ranks: the batch cannot be sharded further, which leaves tensor parallelism. The "
+        "residual stream stays replicated, because recomputed blocks would gather a sharded one once more.",
     ),
     Case(
         "70B",
         8,
         64,
-        "The same trade as 8B, under a limit that matters: all weights are cut inside the host, and some stay whole "
-        "across hosts (hybrid), as many as memory allows; the rest are cut over all ranks.",
+        "As for 8B, but memory is the limit: all weights are sharded inside the host, and as many as memory allows "
+        "stay replicated across hosts (hybrid); the rest are sharded over all ranks.",
     ),
     Case(
         "70B",
         32,
         128,
-        "Half a sequence a rank: tensor parallelism, or sequence to heads and back (Ulysses). What is smaller moves: "
-        "attention's weights are gathered, the feed-forward's are not, so it stays column and row.",
+        "Half a sequence a rank: tensor parallelism, or sequence to heads and back (Ulysses). The smaller side "
+        "moves: attention gathers its weights, the feed-forward sends activations (column and row).",
     ),
     Case(
         "8B",
         8,
         64,
-        "The second case where 70 % of the weights' collectives hide behind matmuls: hybrid sharding to the last "
+        "The second case where 70 % of the weights' collectives hide behind matmuls: hybrid sharding for every "
         "weight, table and head included.",
         overlap=0.7,
     ),
@@ -141,7 +141,7 @@ def main() -> int:
     models = {name: llama(*size) for name, size in SIZES.items()}
     topology, cost = topology_preset("h100-sxm"), AlphaBetaCostModel()
     lines = [
-        "# Llama 3: the optimal plan beside those written by hand",
+        "# Llama 3: the optimal plan and hand-written ones",
         "",
         "Made by `python packages/shard-spec/benchmarks/llama.py`. All times are **modelled**, none is measured on a "
         "GPU; all plans are priced by the same model, so their order is what counts.",
@@ -151,8 +151,8 @@ def main() -> int:
         f"{topology.flops / 1e12:.0f} TFLOP/s, "
         f"{topology.hbm_bytes / 1e9:.0f} GB. `{cost}`. {SEQUENCE:,} tokens a sequence, bfloat16, Adam "
         f"({Workload(1, 1).state_bytes} bytes a weight with its gradient and master copy), blocks recompute. Axis "
-        "`tp` is the 8 ranks of a host, `dp` the hosts; the names do not bind the planner. What each way means "
-        "stands in [how the planners decide](../design/shard-spec-planners.md).",
+        "`tp` is the 8 ranks of a host, `dp` the hosts; the names do not bind the planner. Strategies are explained "
+        "in [how the planners decide](../design/shard-spec-planners.md).",
         "",
     ]
     for case in CASES:

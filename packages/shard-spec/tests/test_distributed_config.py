@@ -121,7 +121,7 @@ def test_expert_context_and_pipeline_axes() -> None:
     net = model("MixtralConfig")
     assert plan.validate(net, world_size=64) == ()
     assert ShardingPlan.from_json(plan.to_json()) == plan
-    assert "along ep: dim 0 is shared out to 4 ranks" in plan.explain("model.layers.0.mlp.experts.down_proj", net)
+    assert "along ep: dim 0 is sharded over 4 ranks" in plan.explain("model.layers.0.mlp.experts.down_proj", net)
     whole, found = ShardingPlan({}, mesh=mesh).memory(net), plan.memory(net)
     expert_bytes = sum(p.numel() * 4 for name, p in net.named_parameters() if "experts" in name)
     attention_bytes = sum(p.numel() * 4 for name, p in net.named_parameters() if "_proj.weight" in name)

@@ -96,12 +96,12 @@ def write_page(results: dict[tuple[str, str], float | str]) -> None:
     """All results as one table."""
     subjects = list(SUBJECTS)
     lines = [
-        "# How tp-ddp-bridge trains",
+        "# tp-ddp-bridge: DDP's options on three models",
         "",
         f"{len(results)} cells, each five steps on 2 x 2 ranks (data x tensor parallel) against one process that sees "
         "the whole batch: every tensor of the state dict is compared. A cell shows the greatest difference. MLP: SGD "
-        "with momentum; the others: Adam. What compresses gradients, and autocast, uses SGD: Adam makes a whole "
-        "step of the error of a small gradient.",
+        "with momentum; the others: Adam. Gradient compression and autocast use SGD, since Adam turns the error of a "
+        "small gradient into a full step.",
         "",
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo on CPU, float32; "
         f"{date.today().isoformat()}. Repeat: `python packages/tp-ddp-bridge/benchmarks/matrix.py`.",

@@ -84,7 +84,8 @@ def attention_page(sizes: list[int], kept: Path | None) -> str:
 
 WHY = (
     "Below 95 %: the own plans of hunyuan_v1_dense (its head alone), qwen2_moe (no shared expert), granitemoe "
-    "(no attention) and glm4_moe_lite leave blocks whole, which `auto_plan` adds; stablelm has no plan, which is a "
+    "(no attention) and glm4_moe_lite leave blocks replicated, which `auto_plan` shards; stablelm has no plan, "
+    "which is a "
     "`PlanError`. At tp 4 the 2 key-value heads are held by two ranks each, and their gradients summed."
 )
 """What was found when a family was below; rows that say otherwise come first."""
@@ -140,16 +141,16 @@ def families_page(sizes: list[int], kept: Path | None) -> str:
         "Tiny random models (2 layers, width 32, 4 query heads, 2 key-value heads): logits within 1e-9 and all"
         " gradients within 1e-7 of the model alone (routers and some norms compute in float32), the same 5 tokens"
         " from `generate()`, and all parameters within 1e-6 after 5 steps of SGD. The number is the"
-        " share of matmul-weight bytes that is divided.",
+        " share of matmul-weight bytes that is sharded.",
         "",
-        f"By `auto_plan`, {len(full)} families are equal with at least 95 % divided, {len(experts)} of them mixtures of"
+        f"By `auto_plan`, {len(full)} families are equal with at least 95 % sharded, {len(experts)} of them mixtures of"
         f" experts ({', '.join(experts)}), {len(latent)} with latent attention ({', '.join(latent)}).",
         "",
         WHY,
         "",
         "| model type | "
         + " | ".join(f"tp {size}, {'its own plan' if way == 'own' else '`auto_plan`'}" for size, way in columns)
-        + " | left whole by `auto_plan` |",
+        + " | left replicated by `auto_plan` |",
         "|---|" + "---|" * (len(columns) + 1),
     ]
     for name in names:

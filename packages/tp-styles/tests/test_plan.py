@@ -109,7 +109,7 @@ def test_explain_on_the_meta_device() -> None:
     assert "weight: [256, 64] -> [32, 64]  dim 0" in text
     assert "all_reduce  256 bytes a token" in text
     assert "weight: [100, 64] -> [13, 64] .. [9, 64]" in text
-    assert "whole on every rank: 11 parameters" in text
+    assert "replicated: 11 parameters" in text
     assert "problems" not in text
     plan = tp.plan_styles(model, models.gpt_plan(), 8)
     assert plan.problems == ()

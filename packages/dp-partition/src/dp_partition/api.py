@@ -123,6 +123,9 @@ def compile(
     )
     problems += settings.problems()
     problems += _mesh_problems(mesh, parsed)
+    if isinstance(train_step, torch.nn.Module) or not callable(train_step):
+        hint = "pass the function that trains, train_step(model, optimizer, batch); the model is its argument"
+        problems.append(Problem("wrong-type", "train_step", found=type(train_step).__name__, hint=hint))
     if problems or mesh is None:
         raise PlanError(problems, "dp_partition.compile")
     return Step(Runner(train_step, mesh, settings, base, progress=progress))
@@ -131,6 +134,9 @@ def compile(
 def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
     if mesh is None:
         return [Problem("missing-mesh", "mesh", found="neither mesh nor share", hint="pass a one-dimensional mesh")]
+    if not hasattr(mesh, "ndim"):
+        hint = "pass a DeviceMesh, from init_device_mesh"
+        return [Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint)]
     if style is DataParallelStyle.HYBRID and mesh.ndim != 2:
         hint = "pass a mesh of two axes: replicas along the first, shards along the second; or use style='fully_shard'"
         return [Problem("invalid-mesh", "mesh", found=f"a mesh with {mesh.ndim} axes", hint=hint)]

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--us", type=float, help="latency of a round of messages, in microseconds")
     estimate.add_argument("--tflops", type=float, help="speed of matrix products, in 10^12 operations per second")
     estimate.add_argument("--memory-gbs", type=float, help="bandwidth of the device's memory, in gigabytes per second")
-    estimate.add_argument("--name", help="say what happens to one parameter, by its full name")
+    estimate.add_argument("--name", help="explain one parameter, by its full name")
     estimate.add_argument("--json", action="store_true", help="machine-readable output")
     estimate.add_argument("--html", metavar="FILE", help="also write a page with pictures")
     estimate.add_argument("--quiet", action="store_true", help="no progress on stderr")

@@ -50,6 +50,9 @@ def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
+    if type(group).__name__ in ("str", "DeviceMesh"):
+        hint = "pass a process group, as mesh.get_group('tp') returns it"
+        raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
     found = dist.group.WORLD if group is None else group
     # Of the group itself: one that joins several jobs has ranks of which no default group knows.
     rank = found.rank() if isinstance(found, dist.ProcessGroup) else -1

@@ -93,7 +93,7 @@ class ShardingPlan(PlanContent):
         found = resolve(self, module)
         values, mesh = compact_rules(found, self.mesh)
         plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-        assert dict(resolve(plan, found.metadata)) == dict(found), "a compact plan says something else"
+        assert dict(resolve(plan, found.metadata)) == dict(found), "the compact plan differs from the original"
         return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------

@@ -163,6 +163,11 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
                 hint="name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them",
             )
         )
+    fits = {"mesh": isinstance(mesh, DeviceMesh | None), "group": not isinstance(group, str | DeviceMesh)}
+    for name, value in (("mesh", mesh), ("group", group)):
+        if not fits[name]:
+            hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
+            raise PlanError(Problem("wrong-type", name, found=f"{value!r:.100}", hint=hint))
     if mesh is not None and mesh.get_coordinate() is None:
         raise PlanError(
             Problem(

@@ -170,7 +170,7 @@ class ReducerGuard:
         if any(isinstance(parameter, DTensor) for parameter in named.values()):
             raise RuntimeError(
                 "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
-                "reduce: wrap it anew with wrap_ddp"
+                "reduce: wrap it again with wrap_ddp"
             )
         raise_problems(
             Problem(
@@ -178,7 +178,7 @@ class ReducerGuard:
                 name,
                 found="it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made: DDP "
                 "does not reduce it",
-                hint="do so before wrap_ddp; or wrap_ddp() and the optimizer are made anew",
+                hint="do so before wrap_ddp, or call wrap_ddp and build the optimizer again",
             )
             for name, parameter in named.items()
             if parameter.requires_grad and id(parameter) not in reduced and name not in ddp.parameters_to_ignore

@@ -76,9 +76,9 @@ class TPHandle:
             part, path = module._parameters.get(name), names.get(module, "")
             module._parameters[name] = parameter
             if part is not None:
-                found = "undo() gave the module a whole parameter; an optimizer still holds the part"
+                found = "undo() gave the module a full parameter; an optimizer still holds the shard"
                 fqn = f"{path}.{name}" if path else name
-                mark_stale(part, Problem("parameter-replaced", fqn, found=found, hint="build the optimizer anew"))
+                mark_stale(part, Problem("parameter-replaced", fqn, found=found, hint="build the optimizer again"))
         take_back(self._changes)
         self._changes = []
         return self.model

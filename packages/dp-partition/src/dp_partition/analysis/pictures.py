@@ -67,7 +67,7 @@ def timeline_picture(found: StepAnalysis) -> str:
     words = {"forward": "forward", "backward": "backward", "update step": "optimizer"}
     seen = [kind for kind in dict.fromkeys(_PHASES.get(s.label, s.label) for s in times.compute) if kind != "wait"]
     entries = [(COLOURS[kind], words[kind]) for kind in seen]
-    entries += [("none", "stands still")] if any(s.label == "wait" for s in times.compute) else []
+    entries += [("none", "waits")] if any(s.label == "wait" for s in times.compute) else []
     entries += [(COLOURS.get(kind, "#888"), kind) for kind in dict.fromkeys(m.kind for m in found.messages)]
     note = (
         f"A step takes {human_seconds(times.seconds)}: compute {human_seconds(times.compute_seconds)}, messages "
@@ -80,7 +80,7 @@ def timeline_picture(found: StepAnalysis) -> str:
 def _compute(span: Span, scale: float) -> str:
     kind = _PHASES.get(span.label, span.label)
     x, width = _LEFT + span.start * scale, span.seconds * scale
-    tip = f"{'stands still' if kind == 'wait' else span.label} for {human_seconds(span.seconds)}"
+    tip = f"{'waits' if kind == 'wait' else span.label} for {human_seconds(span.seconds)}"
     if kind == "wait":
         return rect(x, 27, width, 14, "none", tip, ' class="idle"')
     return rect(x, 20, width, 28, COLOURS.get(kind, "#888"), f"{tip}, nodes {span.first} to {span.last}")

@@ -232,7 +232,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
         torch.set_rng_state(before[2])
         if numpy is not None:
             numpy.random.set_state(before[1])
-    hint = "draw with torch in the step (rng= says from which stream), or pass the number in a tensor"
+    hint = "draw with torch in the step (rng= selects the stream), or pass the number in a tensor"
     problems = [
         Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)
         for what, used in touched.items()
@@ -265,7 +265,7 @@ def _trace_problem(name: str, error: Exception, optimizer: str) -> Problem:
         return Problem("not-traceable", name, found=found, hint=hint)
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
     if not _asks_for_values(error):
-        hint = "this line must run on tensors without values: see the error, or use another implementation there"
+        hint = "see the error: the step gets model, optimizer and batch, and must run on tensors without values there"
     return Problem("not-traceable", name, found=" ".join(text[:3])[:600] + user_line(error), hint=hint)
 
 

@@ -137,7 +137,7 @@ class CheckedCall:
         failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
         if failed:
             self.roll_back()
-            name, hint = self.runner.name, "compile with check='never' only if the step is meant to do that"
+            name, hint = self.runner.name, "use check='never' only if this is intended"
             problems = [Problem("check-error", name, found=f"rank {r}: {t}"[:600], hint=hint) for r, t in failed]
             raise CheckMismatch(problems, "the step's eager run failed where its graph did not") from ended.error
         reason = next((text for _, text, _ in rows if text), "")

@@ -67,7 +67,7 @@ class BatchDimAnalyzer:
             The dim, ``-1`` without batch, ``-2`` when the batch was reduced away.
         """
         if self.batch_dim_size == -1:
-            raise RuntimeError("say how large the batch is first: init_batch_dim_size")
+            raise RuntimeError("set the batch size first: init_batch_dim_size")
         if full_reduction:
             self.set_batch_dim(node, REDUCED)
         for current in self._missing(node):

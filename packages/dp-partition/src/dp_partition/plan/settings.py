@@ -120,7 +120,7 @@ class Settings:
             hint = "pass a function of a flat bucket and a GradientGroup"
             found.append(Problem("invalid-argument", "comm_hook", found=repr(hook), hint=hint))
         if self.comm.hook is not None and self.comm.reduce_dtype is not None:
-            hint = "the hook says what is sent; leave reduce_dtype out and cast in the hook"
+            hint = "the hook decides what is sent: leave out reduce_dtype, and cast in the hook"
             found.append(Problem("conflicting-arguments", "reduce_dtype", found="beside comm_hook", hint=hint))
         dtype: object = self.comm.reduce_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):

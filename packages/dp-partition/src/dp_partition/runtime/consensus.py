@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 HINT = (
     "run the same step on every rank, with the same model and the same arguments of compile; under global semantics "
-    "every rank passes as many rows; where batches differ in size, say reshard_after_forward=True or False"
+    "every rank passes as many rows; where batches differ in size, pass reshard_after_forward=True or False"
 )
 
 

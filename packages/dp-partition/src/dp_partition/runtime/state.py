@@ -204,8 +204,8 @@ class Binding:
                 group["params"] = [params[fqn_of[id(param)]] for param in group["params"]]
             optimizer.state = state
         self.install_modules(params)
-        found = "another parameter stands in the model: no gradient reaches this one any more"
-        hint = "make lists of parameters, and other optimizers, from model.parameters() anew; or pass them to the step"
+        found = "another parameter has replaced it in the model: no gradient reaches this one"
+        hint = "rebuild lists of parameters, and other optimizers, from model.parameters(), or pass them to the step"
         for fqn, old in self.step_state.params.items():
             mark_stale(old, Problem("parameter-replaced", fqn, found=found, hint=hint))
         self.step_state.params = dict(params)
@@ -267,7 +267,7 @@ def unsharded(binding: Binding, writeback: bool) -> Iterator[None]:
         full |= _module_params(binding)  # load_state_dict(assign=True) puts others in place
         binding.install_modules(binding.params)
         found = "stood in the model within unsharded(), which is over"
-        hint = "make lists of parameters, and other optimizers, from model.parameters() anew"
+        hint = "rebuild lists of parameters, and other optimizers, from model.parameters()"
         for fqn, parameter in made:
             mark_stale(parameter, Problem("parameter-replaced", fqn, found=found, hint=hint))
     if writeback:

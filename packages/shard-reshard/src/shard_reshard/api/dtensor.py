@@ -48,8 +48,14 @@ def redistribute(
     Raises:
         PlanError: On every rank alike, before any data moves.
     """
+    if not isinstance(dtensor, DTensor):
+        hint = "pass a DTensor; a local tensor goes to reshard(tensor, src, dst)"  # type: ignore[unreachable]  # callers are not checked
+        raise PlanError(Problem("wrong-type", "dtensor", found=f"a {type(dtensor).__name__}", hint=hint))
     placements, ndim = list(placements), dtensor.dim()
     for at, p in enumerate(placements):  # DTensor itself counts dims from the front only
+        if not isinstance(p, Placement):
+            hint = "pass placements, such as [Shard(0)], one for each axis"  # type: ignore[unreachable]  # as above
+            raise PlanError(Problem("wrong-type", "placements", found=repr(p), hint=hint))
         if isinstance(p, Shard) and -ndim <= p.dim < 0:
             placements[at] = Shard(p.dim + ndim)
     placements = tuple(placements)

@@ -113,6 +113,9 @@ class Resharder(NotPicklable):
         keep_workspace: bool = True,
         check: str = "first",
     ) -> None:
+        if not isinstance(plan, ReshardPlan):
+            hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
+            raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
         self._options = group, keep_workspace, check
         self._mover = Mover((plan,), group_info(group), keep_workspace, check)
@@ -219,7 +222,7 @@ def _operator_for(
     members = group_info(group)
     if tensor_dtype is None or src is None or not _everyone_holds(members, src, shape):
         found = "a source that not every rank has" if src is not None else "a DTensor"
-        hint = "under torch.compile call a Resharder, whose plan knows layouts and dtype, or redistribute for a DTensor"
+        hint = "under torch.compile call a Resharder, whose plan has layouts and dtype; for a DTensor call redistribute"
         raise PlanError(Problem("mesh-mismatch", "tensor", found=found, hint=hint))
     plan = cached_plan(
         *resolve_layouts(shape, src, dst, members.to_group),
@@ -269,7 +272,7 @@ def find_mover(
 ) -> tuple[Mover, bool]:
     """Return the mover of a call, and whether this rank's arguments alone decided which it is."""
     if src is None:
-        hint = "only a DTensor knows where it is"
+        hint = "pass src: only a DTensor carries its layout"
         raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
     size = None if shape is None else tuple(shape)
     everyone = dtype is not None or _everyone_holds(members, src, size)

@@ -234,7 +234,7 @@ def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileT
     hint = "get the files again: the index is of others"
     missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
     if missing:
-        found = f"not in {table.path}, where the index says it is"
+        found = f"not in {table.path}, which the index names for it"
         raise PlanError([Problem("missing-tensor", name, found=found, hint=hint) for name in missing])
     return table
 

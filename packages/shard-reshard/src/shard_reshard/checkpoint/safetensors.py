@@ -193,7 +193,7 @@ def _counts(values: object) -> bool:
 
 
 def _refuse(path: str, found: str) -> NoReturn:
-    hint = "write it again, or give another file: a .safetensors file that is whole"
+    hint = "write it again, or give a complete .safetensors file"
     raise PlanError(Problem("invalid-file", path, found=found, hint=hint))
 
 

@@ -47,7 +47,7 @@ def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor
                 if name == "__metadata__":
                     continue
                 if name in found:
-                    hint = "a tensor that is cut over files needs its boxes: pass {rank: Box} as its layout"
+                    hint = "a tensor that is split over files needs its boxes: pass {rank: Box} as its layout"
                     problems.append(Problem("duplicate-name", name, found="two files with this name", hint=hint))
                     continue
                 dtype = DTYPES.get(about["dtype"])
@@ -165,7 +165,7 @@ def _dtype(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> str:
 def _whole(name: str, entries: Sequence[tuple[ReadableFile, Entry]]) -> tuple[tuple[int, ...], tuple[Stored, ...]]:
     if len(entries) > 1:
         listed = ", ".join(file.table.path for file, _ in entries)
-        hint = "say in stored_as (and shapes) how the tensor is cut over the files, or leave all but one file out"
+        hint = "declare in stored_as (and shapes) how files split the tensor, or leave out all files but one"
         raise PlanError(Problem("duplicate-name", name, found=f"in {len(entries)} files: {listed}", hint=hint))
     ((file, entry),) = entries
     zero = (0,) * len(entry.shape)

@@ -57,7 +57,7 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
             problems.append(Problem("unsupported-tensor", which, found="a nested tensor", hint=hint))
             continue
         if tuple(tensor.shape) != shape:
-            found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} says {shape}"
+            found = f"shape {tuple(tensor.shape)}, the layout of {plan.shape} needs {shape}"
             hint = "pass the local tensor, and the global shape with shape="
             problems.append(Problem("shape-mismatch", which, found=found, hint=hint))
         if str(tensor.dtype) != f"torch.{dtype}":

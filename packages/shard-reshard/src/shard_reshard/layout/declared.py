@@ -67,8 +67,8 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
         return [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     if own is None or same_here(own, wanted, members.rank):
         return []
-    found = f"it says that it lies as {own.describe()} of {own.shape}, not as {wanted.describe()} of {wanted.shape}"
-    hint = "leave out the layout of a tensor that tells its own, redistribute it, or pass its to_local()"
+    found = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
+    hint = "leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()"
     return [Problem("layout-mismatch", name, found=found, hint=hint)]
 
 

@@ -92,9 +92,7 @@ def layout_value(layout: Any) -> Any:
 def _needed(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
     if shape is None:
         hint = "pass shape=, the global shape: local rows alone do not tell it"
-        raise PlanError(
-            Problem("missing-argument", "shape", found=f"{what}, which says nothing of the size", hint=hint)
-        )
+        raise PlanError(Problem("missing-argument", "shape", found=f"{what}, which does not give the size", hint=hint))
     return tuple(int(size) for size in shape)
 
 

@@ -32,7 +32,7 @@ def read_fields(text: str, wanted: int) -> Fields:
     except (ValueError, RecursionError) as error:
         raise _malformed(f"no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise _malformed(f"a {type(data).__name__} where an object is meant")
+        raise _malformed(f"a {type(data).__name__} where an object is expected")
     if data.get("format") != wanted:
         found, hint = f"format {str(data.get('format'))[:40]!r}", f"this version reads format {wanted}"
         raise PlanError(Problem("invalid-file", found=found, hint=hint))

@@ -25,9 +25,12 @@ h1{font-size:1.3rem}h2{font-size:1rem;margin-top:2rem}svg text{font:12px system-
 .two{display:flex;flex-wrap:wrap;gap:2rem}figure{margin:0}figcaption{color:#57606a;max-width:27rem;margin-top:.3rem}
 figcaption b{color:#1b1f24}.bar{display:inline-block;height:.7rem;background:#8db9ee;margin-right:.5rem}
 .own{background:#eceff2}td.left,th.left{text-align:left}summary{cursor:pointer;margin-top:2rem;font-weight:600}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .55rem;text-align:right}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;display:block;overflow-x:auto}
+td,th{padding:.2rem .55rem;text-align:right}
 th{font-weight:600;color:#57606a}dl{display:grid;grid-template-columns:max-content auto;gap:.1rem 1rem}dt{color:#57606a}
-dd{margin:0}pre{overflow-x:auto;background:#f6f8fa;padding:1rem}
+dd{margin:0}pre{overflow-x:auto;background:#f6f8fa;padding:1rem}svg{max-width:100%;height:auto}td{white-space:nowrap}
+@media(prefers-color-scheme:dark){body{background:#14181f;color:#dfe5ee}figcaption b{color:#dfe5ee}
+pre{background:#1b212b}dt,th,figcaption{color:#98a3b5}td[style]{color:#1b1f24}.own{background:#333c4a}}
 """
 
 
@@ -36,7 +39,8 @@ def picture(plan: ReshardPlan, name: str | None = None) -> str:
     shape = " × ".join(map(str, plan.shape)) or "scalar"
     title = f"{name or 'Reshard'}: {shape} {plan.dtype}"
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title><style>{_STYLE}</style>",
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>",
+        f'<meta name=viewport content="width=device-width, initial-scale=1"><style>{_STYLE}</style>',
         f"<h1>{escape(title)}</h1>",
         "".join(_facts(plan)),
         "<h2>Where it is, and where it goes</h2><div class=two>",
@@ -83,12 +87,13 @@ def _tensor(layout: ShardMap, plan: ReshardPlan, word: str) -> str:
     drawn = f"<defs>{''.join(_stripes(list(ranks)) for ranks in sorted(several))}</defs>" if several else ""
     drawn += "".join(_rectangle(cell, rows, columns, height) for cell in cells)
     dims = f"; dims after the second are not drawn ({len(plan.shape)} in all)" if len(plan.shape) > 2 else ""
-    held = "" if all(len(_ranks(cell)) == 1 for cell in cells) else "; stripes: each of these ranks holds the whole box"
+    held = "" if all(len(_ranks(cell)) == 1 for cell in cells) else "; stripes: each of these ranks holds the full box"
     if layout.num_partials > 1:
         held = "; stripes: each of these ranks holds an addend"
     caption = f"{layout.describe()}{dims}{held}"
     label = escape(f"{word} {caption}")
-    box = f'<svg width="{_WIDTH + 2}" height="{height + 2}" role="img" aria-label="{label}">{drawn}</svg>'
+    size = f'width="{_WIDTH + 2}" height="{height + 2}" viewBox="0 0 {_WIDTH + 2} {height + 2}"'
+    box = f'<svg {size} role="img" aria-label="{label}">{drawn}</svg>'
     return f"<figure>{box}<figcaption><b>{word}</b> {escape(caption)}</figcaption></figure>"
 
 

@@ -47,6 +47,9 @@ def plan_reshard(
     """
     values = isinstance(src, _VALUES) and isinstance(dst, _VALUES)
     plan = _plan_of_values if values else _plan_of_values.__wrapped__
+    if not isinstance(shape, Sequence | None):
+        hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
+        raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
     size, out = None if shape is None else tuple(shape), None if out_dtype is None else str(out_dtype)
     return plan(size, str(dtype), src, dst, out, max_workspace_bytes)
 

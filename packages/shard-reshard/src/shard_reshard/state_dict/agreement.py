@@ -147,7 +147,7 @@ def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
         values = [found[name] for found in everyone if name in found]
         if len(set(values)) > 1:
             found = "plain tensors that differ between ranks"
-            hint = "if they are shards, say so in src_layouts (and shapes)"
+            hint = "if they are shards, declare them in src_layouts (and shapes)"
             problems.append(Problem("missing-argument", name, found=found, hint=hint))
     return tuple(problems)
 

@@ -79,7 +79,7 @@ def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 _HINT = (
     "build its module again on a device that has memory, for example model.rotary_emb = "
-    "type(model.rotary_emb)(config), or say strict=False"
+    "type(model.rotary_emb)(config), or pass strict=False"
 )
 
 

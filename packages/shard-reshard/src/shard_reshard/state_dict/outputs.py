@@ -78,7 +78,7 @@ class LocalTargets:
         for name, out in outs.items() if strict else ():
             # One that is tied to a tensor that is filled is filled with it.
             if name not in planned and address(out) not in memories:
-                hint = "leave it out of out=, or say strict=False"
+                hint = "leave it out of out=, or pass strict=False"
                 problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
         if not problems:
             filled = self._filled(planned, atomic)
@@ -91,7 +91,7 @@ class LocalTargets:
         layout, dtype = self.plan.targets[name]
         shapes, where = layout.local_shapes(self.rank), f"{name}: rank {self.rank}, out"
         if len(shapes) == 1 and (tuple(out.shape), str(out.dtype)) != (shapes[0], f"torch.{dtype}"):
-            found = f"{out.dtype} of shape {tuple(out.shape)}, the layout says {dtype} of shape {shapes[0]}"
+            found = f"{out.dtype} of shape {tuple(out.shape)}, the layout needs {dtype} of shape {shapes[0]}"
             hint = "pass a local tensor of that shape, or another layout in dst_layouts"
             return [Problem("shape-mismatch", where, found=found, hint=hint)]
         if len(shapes) > 1:
@@ -99,7 +99,7 @@ class LocalTargets:
             return [Problem("argument-count", where, found=f"one tensor for {len(shapes)} boxes", hint=hint)]
         if not shapes and strict and out.numel():
             found = f"shape {tuple(out.shape)}, the layout has nothing on this rank"
-            hint = "leave it out of out= on this rank, or say strict=False"
+            hint = "leave it out of out= on this rank, or pass strict=False"
             return [Problem("missing-source", where, found=found, hint=hint)]
         return []
 

@@ -237,7 +237,7 @@ def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> 
 def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> list[Problem]:
     """Destination tensors that keep what they had; one that is tied to a filled one is filled with it."""
     filled = {outs[name].tied_to for name in targets if name in outs}
-    hint = "pass its source, name it in key_map, or say strict=False"
+    hint = "pass its source, name it in key_map, or pass strict=False"
     return [
         Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint)
         for name, known in outs.items()

@@ -48,7 +48,7 @@ def group_of(mesh: object, group: dist.ProcessGroup | None) -> dist.ProcessGroup
             ``no-process-group``, ``mesh-mismatch``: no rank was told, for nobody knows where the others are.
     """
     if not isinstance(mesh, DeviceMesh):
-        found = f"{mesh!r:.200} of type {type(mesh).__qualname__}"
+        found = f"{mesh!r:.40} of type {type(mesh).__qualname__}"
         hint = "give a DeviceMesh, from init_device_mesh or mesh_spec.to_device_mesh('cuda')"
         problem = Problem("wrong-type", "mesh", found=found, hint=hint)
         if group is not None:

@@ -149,7 +149,7 @@ class ShardHandle:
             mark_current(value)
             if isinstance(placed.value, nn.Parameter):
                 why = "undo() gave the module a full parameter; an optimizer still holds the shard"
-                hint = "build the optimizer anew"
+                hint = "build the optimizer again"
                 mark_stale(placed.value, Problem("parameter-replaced", placed.name, found=why, hint=hint))
         self._undone = True
         self._placed, self._removals, self._checks = [], [], []
@@ -171,7 +171,7 @@ class ShardHandle:
             for module, name, fqn in placed.places:
                 now = module._parameters.get(name, module._buffers.get(name))
                 if now is not placed.value:
-                    found = "another tensor stands in the place of the sharded one"
+                    found = "another tensor has replaced the sharded one"
                     hint = "undo later calls first, or put the sharded tensor back"
                     problems.append(Problem("model-changed", fqn, found=found, hint=hint))
         return problems

@@ -146,7 +146,7 @@ def _read(path: str) -> str:
 
 def _mesh(arguments: argparse.Namespace) -> MeshSpec:
     if not (arguments.mesh or arguments.world_size):
-        raise UsageError("say --mesh, for example --mesh dp=4,tp=2, or --world-size")
+        raise UsageError("pass --mesh, for example --mesh dp=4,tp=2, or --world-size")
     try:
         mesh = MeshSpec.parse(arguments.mesh) if arguments.mesh else MeshSpec({"dp": arguments.world_size})
     except PlanError as error:

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shard-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    plan = _add(commands, "plan", "make a plan for a model and say what it costs")
+    plan = _add(commands, "plan", "make a plan for a model and print its cost")
     plan.add_argument("model")
     plan.add_argument("--mesh", help="axes and sizes, for example dp=128,tp=8; default: dp=WORLD_SIZE")
     plan.add_argument(
@@ -96,13 +96,13 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("plan", help="a plan file, JSON or YAML")
     _costs(check)
 
-    explain = _add(commands, "explain", "say what a plan does, or what it does with one tensor")
+    explain = _add(commands, "explain", "explain a plan, or one tensor of it")
     explain.add_argument("plan", help="a plan file, JSON or YAML")
     explain.add_argument("name", nargs="?", help="FQN of a parameter or buffer")
-    explain.add_argument("--model", help="the model, to say why and where")
+    explain.add_argument("--model", help="the model, for reasons and local shapes")
     _costs(explain)
 
-    diff = _add(commands, "diff", "say what changes from one plan to another; exit status 1 when they differ")
+    diff = _add(commands, "diff", "compare two plans; exit status 1 when they differ")
     diff.add_argument("before")
     diff.add_argument("after")
     diff.add_argument("--model", help="the model, to compare tensors instead of rules")
@@ -144,7 +144,7 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adamw", help="adamw (default), sgd, momentum, mixed-adamw, none, ...")
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
-    parser.add_argument("--batch", metavar="SxL", help="sequences x length of a whole step, for example 512x8192")
+    parser.add_argument("--batch", metavar="SxL", help="sequences x length of a global step, for example 512x8192")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")
     parser.add_argument("--data-axes", help="axes along which ranks see different samples, for example dp,cp")

@@ -133,7 +133,7 @@ def to_dcp(
             problems.append(_shape_problem(name, tuple(value.shape), expected, layout, rank))
         else:
             converted[name] = CheckpointShard(value, layout, shapes[name], rank)
-    raise_problems(problems, "the state dict does not lie as the plan says")
+    raise_problems(problems, "the state dict does not have the plan's layout")
     return converted
 
 
@@ -183,7 +183,7 @@ def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shape_problem(name: str, found: tuple[int, ...], expected: tuple[int, ...], layout: Layout, rank: int) -> Problem:
     said = f"a local tensor of shape {found}; {layout} puts {expected} on rank {rank}"
-    return Problem("shape-mismatch", name, found=said, hint="pass the local tensors that lie as the plan says")
+    return Problem("shape-mismatch", name, found=said, hint="pass the local tensors of the plan's layout")
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

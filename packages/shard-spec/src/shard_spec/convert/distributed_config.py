@@ -69,7 +69,7 @@ def from_distributed_config(config: object, module: nn.Module) -> dict[str, Layo
         if len(sharded) > 1 and not layouts[tensor.name].equivalent_to(wanted, shape):
             found = f"{shape[0]} rows over fsdp={fsdp}, of which expert parallelism takes {inner}, do not divide"
             problems.append(not_expressible(tensor.name, found, "choose sizes that divide its rows"))
-    raise_problems(problems, "one mesh cannot say both views of the ranks")
+    raise_problems(problems, "one mesh cannot express both views of the ranks")
     return layouts
 
 
@@ -135,7 +135,7 @@ def to_distributed_config(plan: PlanContent, module: nn.Module) -> dict[str, Any
                 return config
     hint = "FSDP shards dim 0 of every parameter, a tp_plan by its styles, an ep_plan experts by dim 0"
     problems = [not_expressible(name, str(wanted[name]), hint) for name in differing or list(wanted)[:1]]
-    raise PlanError(problems, "a DistributedConfig cannot say this plan")
+    raise PlanError(problems, "a DistributedConfig cannot express this plan")
 
 
 def _tp_rules(wanted: Mapping[str, Layout], module: nn.Module, names: Sequence[str]) -> dict[str, str]:

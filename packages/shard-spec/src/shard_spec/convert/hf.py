@@ -83,7 +83,7 @@ def from_hf_tp_plan(
         raise PlanError(Problem("invalid-plan", "tp_plan", found=found, hint="a mapping from module name to style"))
     styles = {prefix + key: style for key, style in given.items()}
     problems = _style_problems(styles, forward)
-    raise_problems(problems, "the tp_plan says more than a sharding plan can")
+    raise_problems(problems, "the tp_plan has styles that a sharding plan cannot express")
     used: set[str] = set()
     rules: dict[str, str] = {}
     exact: dict[str, str] = {}
@@ -133,7 +133,7 @@ def to_hf_tp_plan(plan: PlanContent, module: nn.Module | ModelMetadata, axis: st
         elif "" not in said.values():
             styles[name] = next(iter(said.values()))
     styles |= _tied_styles(found, styles)
-    raise_problems(problems, "a tp_plan cannot say this plan")
+    raise_problems(problems, "a tp_plan cannot express this plan")
     return styles
 
 
@@ -166,7 +166,7 @@ def _module_style(
             problems.append(not_expressible(path, text, "leave the output layout out"))
             return ""
     text = ", ".join(f"{tensor.name.rsplit('.', 1)[-1]} {layouts[tensor.name]}" for tensor in tensors)
-    hint = "styles cut a Linear's weight and bias by rows, its weight by columns, or an Embedding"
+    hint = "styles shard a Linear's weight and bias by rows, its weight by columns, or an Embedding"
     problems.append(not_expressible(path, f"a {kind or 'module'} with {text}", hint, axis=axis))
     return ""
 

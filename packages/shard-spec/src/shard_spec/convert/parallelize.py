@@ -65,7 +65,7 @@ def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
         for other in layout.sharded_axes:
             if other != axis and layout.mesh.axis_size(other) > 1:
                 said = f"{layout}: {target} is about one axis, here {axis}"
-                hint = f"replicate along {other} here, and cut along it by other means (fully_shard, ...)"
+                hint = f"replicate along {other} here, and shard along it by other means (fully_shard, ...)"
                 problems.append(not_expressible(name, said, hint, axis=other))
     return problems
 
@@ -73,7 +73,7 @@ def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:
 def sharder_problems(found: Resolution, target: str) -> list[Problem]:
     """Modules that a Sharder shards: no target knows what it does."""
     hint = "leave the Sharder out of the plan that you convert"
-    return [not_expressible(path, f"a Sharder shards it; {target} cannot say how", hint) for path in found.sharders]
+    return [not_expressible(path, f"a Sharder shards it; {target} cannot express how", hint) for path in found.sharders]
 
 
 def to_dtensor_placements(
@@ -97,7 +97,7 @@ def to_dtensor_placements(
             layout = resolved.layouts.get(tensor.name)
             if layout is not None:
                 found[tensor.name] = _said(tensor.name, layout, tensor.shape, problems)
-    raise_problems(problems, "DTensor placements cannot say this plan")
+    raise_problems(problems, "DTensor placements cannot express this plan")
     return found
 
 
@@ -136,7 +136,7 @@ def to_parallelize_plan(
         except PlanError as error:
             problems.extend(error.problems)
     problems += _unused_outputs(plan, styles)
-    raise_problems(problems, "parallelize_module cannot say this plan")
+    raise_problems(problems, "parallelize_module cannot express this plan")
     return styles
 
 
@@ -184,7 +184,7 @@ def _refusal(path: str, kind: str, cut: dict[str, int | None], kinds: list[str],
     said = f"a {kind or 'module'} with {', '.join(parts)}"
     if any(letter not in "RS" for letter in kinds):
         return not_expressible(
-            path, f"{said}: styles cut as torch.chunk does", "use tp-styles' fused styles", axis=axis
+            path, f"{said}: styles shard as torch.chunk does", "use tp-styles' fused styles", axis=axis
         )
     if kind == _LINEAR and cut in (
         {"weight": 0, "bias": 0},
@@ -195,7 +195,7 @@ def _refusal(path: str, kind: str, cut: dict[str, int | None], kinds: list[str],
         return None
     if kind == _EMBEDDING and cut in ({"weight": 0}, {"weight": 1}):
         return None
-    hint = "styles cut an nn.Linear by rows with its bias, or by columns without, or an nn.Embedding"
+    hint = "styles shard an nn.Linear by rows with its bias, or by columns without, or an nn.Embedding"
     return not_expressible(path, said, hint, axis=axis)
 
 
@@ -225,10 +225,10 @@ def _unused_outputs(plan: PlanContent, styles: dict[str, Any]) -> list[Problem]:
     problems = []
     for path in plan.output_plan or {}:
         if path not in styles:
-            said = "an output layout of a module whose parameters are whole"
+            said = "an output layout of a module whose parameters are replicated"
             problems.append(not_expressible(f"output_plan[{path!r}]", said, "use PrepareModuleOutput there yourself"))
     for path in plan.return_local_tensor or ():
         if path not in styles:
-            said = "return_local_tensor of a module whose parameters are whole"
+            said = "return_local_tensor of a module whose parameters are replicated"
             problems.append(not_expressible(path, said, "leave it out: its output is a plain tensor already"))
     return problems

@@ -98,7 +98,7 @@ class MeshCache:
         key = _key_of(layout)
         if key not in self._meshes:
             found = f"a mesh of shape {key.shape} over ranks {list(key.ranks)}, which was not known before the forward"
-            hint = "cut outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
+            hint = "shard outputs with a ChunkShardingSpec, an EnumerableShardingSpec or a Layout"
             raise PlanError(Problem("mesh-mismatch", found=found, hint=hint))
         return self._meshes[key]
 

@@ -88,10 +88,10 @@ def choose_format(
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
     """Axes that cut one dim in an order of their own, as in FSDP over tensor parallelism."""
-    hint = "let the axes cut in mesh order, or turn the axes of the mesh around"
+    hint = "let the axes shard in mesh order, or reverse the axes of the mesh"
     specs, why = dtensor_specs(layout, shape)
     if why is None and not strided:
-        why = "this call makes DTensors that cut in mesh order only"
+        why = "this call makes DTensors that shard in mesh order only"
     if why is None and not _torch_compat.computes_with_strided_shards():
         why = "operators of this torch are not known to be right on strided shards"
         hint += "; or use torch >= 2.13"
@@ -108,7 +108,7 @@ def _written(spec: PlacementSpec, ndim: int) -> PlacementSpec:
 def _why(kind: str) -> str:
     return {
         "U": "a DTensor cuts as torch.chunk does, not in sizes of your own",
-        "B": "a DTensor cannot keep blocks whole",
+        "B": "a DTensor cannot keep blocks together",
         "I": "a DTensor cannot interleave sections",
     }[kind]
 
@@ -144,7 +144,7 @@ def dtensor_specs(layout: Layout, shape: tuple[int, ...] | None) -> tuple[tuple[
     if not layout.order:
         return tuple(specs), None
     if shape is None:
-        return (), "whether DTensor can say this order depends on the shape; pass the model"
+        return (), "this order depends on the shape in a DTensor; pass the model"
     strided = _strided(layout, specs)
     if strided is not None and Layout(layout.mesh, strided).equivalent_to(layout, shape):
         return strided, None
@@ -158,7 +158,7 @@ def _from_front(spec: PlacementSpec, ndim: int) -> PlacementSpec:
 
 _WHY = {
     "U": "a DTensor cuts as torch.chunk does, not in sizes of your own",
-    "B": "a DTensor cannot keep blocks whole",
+    "B": "a DTensor cannot keep blocks together",
     "I": "a DTensor's strided shard has sections of one size only",
 }
 

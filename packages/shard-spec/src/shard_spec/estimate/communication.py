@@ -255,7 +255,7 @@ def _assumptions(step: _Step) -> tuple[str, ...]:
     lines = [
         f"data axes (ranks see different samples): {', '.join(step.data_axes) or 'none'}",
         f"model axes (ranks see the same samples): {', '.join(model) or 'none'}",
-        "weights cut along a data axis are gathered for the forward and again for the backward",
+        "weights sharded along a data axis are gathered for the forward and again for the backward",
     ]
     if step.tokens is None:
         lines.append("no batch given: activations are not counted")

@@ -219,7 +219,7 @@ def memory_of(
 ) -> Memory:
     """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
     for name in (grads, dtype):
-        if isinstance(name, str) and name not in ITEM_BYTES:
+        if not isinstance(name, bool | None) and name not in ITEM_BYTES:
             hint = f"one of {', '.join(sorted(ITEM_BYTES))}"
             raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(name), hint=hint))
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)

@@ -60,6 +60,9 @@ class Layout:
         placements: Sequence[PlacementLike] | Mapping[str, PlacementLike] | str,
         order: Sequence[str] | None = None,
     ) -> None:
+        if not isinstance(mesh, MeshSpec):
+            hint = "the order is Layout(mesh, placements), with a MeshSpec"  # type: ignore[unreachable]  # callers are not checked
+            raise PlanError(Problem("wrong-type", "mesh", found=f"{mesh!r:.100}", hint=hint))
         by_axis, text_order = _specs_by_axis(mesh, placements)
         order = text_order if order is None else tuple(order)
         specs = tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axis_names)

@@ -225,7 +225,7 @@ def _axes_problems(axes: object) -> list[Problem]:
             hint = "a name of letters, digits, '_', '-' or '.'"
             problems.append(Problem("invalid-mesh", "axes", found=repr(name), hint=hint))
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            hint = "sizes are whole numbers >= 1"
+            hint = "sizes are integers >= 1"
             problems.append(Problem("invalid-mesh", "axes", axis=str(name), found=repr(size), hint=hint))
     if not problems and prod(axes.values()) > MAX_RANKS:
         hint = f"at most {MAX_RANKS} ranks"

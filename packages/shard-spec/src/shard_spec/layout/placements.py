@@ -93,7 +93,7 @@ PlacementLike: TypeAlias = "Placement | UnevenShard | BlockShard | InterleavedSh
 
 def _check_dim(owner: str, dim: object) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise PlanError(Problem("invalid-layout", owner, found=repr(dim), hint="a dim is a whole number"))
+        raise PlanError(Problem("invalid-layout", owner, found=repr(dim), hint="a dim is an integer"))
 
 
 def _is_whole(value: object) -> bool:
@@ -104,7 +104,7 @@ def _whole_numbers(owner: str, argument: str, values: Sequence[int], least: int)
     numbers = tuple(values)
     wrong = [value for value in numbers if not _is_whole(value) or value < least]
     if wrong or not numbers:
-        hint = f"whole numbers of at least {least}, and at least one of them"
+        hint = f"one or more integers of at least {least}"
         raise PlanError(Problem("invalid-layout", owner, found=f"{argument}={values!r}", hint=hint))
     return numbers
 

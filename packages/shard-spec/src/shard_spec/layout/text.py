@@ -147,7 +147,7 @@ def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     key, equals, names = tail.partition("=")
     if key.strip() != "order" or not equals or not names.strip():
-        problems.append(Problem("invalid-layout", found=repr(text), hint="after ';' stands order=tp>dp"))
+        problems.append(Problem("invalid-layout", found=repr(text), hint="after ';' write order=tp>dp"))
         return ()
     return tuple(name.strip() for name in names.split(">"))
 

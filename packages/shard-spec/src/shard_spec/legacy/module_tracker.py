@@ -115,7 +115,7 @@ class ModuleTracker:
                 line = f"{fqn}: {str(parameter.dtype).removeprefix('torch.')}, {_state(parameter, plain)}"
                 if kind == "shard" and plain:
                     hint = "undo() first, or put the sharded parameter back"
-                    problems.append(Problem("not-sharded", fqn, found="it was sharded, and is whole now", hint=hint))
+                    problems.append(Problem("not-sharded", fqn, found="it was sharded, and is full now", hint=hint))
                 elif plain and self._is_new(module, name, kind, parameter, first):
                     untracked.append((module, name, "whole"))
                     line += f", new, with values {fingerprint(parameter)}"

@@ -55,7 +55,7 @@ class PostForwardHook:
         if self.warns and isinstance(output, DTensor):
             self.warns = False
             warnings.warn(
-                "shard_module: the module returns a DTensor of the whole batch, which plain targets cannot be compared "
+                "shard_module: the module returns a DTensor of the full batch, which plain targets cannot be compared "
                 "with; name it in return_local_tensor for this rank's rows, or in output_plan for another layout",
                 stacklevel=2,
             )

@@ -272,7 +272,7 @@ def _warn_of_batch_statistics(module: nn.Module) -> None:
     if names:
         warnings.warn(
             f"shard_module: each rank normalizes with the statistics of its own rows in {', '.join(names)}, where the "
-            "unsharded module uses the whole batch; use nn.SyncBatchNorm, or a norm over features",
+            "unsharded module uses the full batch; use nn.SyncBatchNorm, or a norm over features",
             stacklevel=4,
         )
 

@@ -40,9 +40,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
         mesh = mesh or _widest(meshes)
         if mesh is None:
             hint = "pass mesh="
-            raise PlanError(
-                Problem("missing-mesh", found="no tensor of the model says which ranks there are", hint=hint)
-            )
+            raise PlanError(Problem("missing-mesh", found="no tensor of the model carries a mesh", hint=hint))
         layouts.update({name: Layout.replicated(mesh) for name in plain})
     return {name: layouts[name] for name, _ in named}
 
@@ -87,7 +85,7 @@ def _with_sections(layout: Layout, shape: tuple[int, ...], sections: list[Sectio
     """Sections of the one dim that is cut: each is cut on its own, between units, each part held ``copies`` times."""
     cutting = [at for at, spec in enumerate(layout.specs) if spec.dim is not None]
     if len(cutting) != 1:
-        found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that cut ({layout})"
+        found = f"sections {[tuple(each) for each in sections]}, and {len(cutting)} axes that shard ({layout})"
         raise _not_said(found, "sections are of the dim that one axis cuts")
     (at,) = cutting
     dim = layout.specs[at].dim

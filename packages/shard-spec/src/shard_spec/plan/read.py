@@ -94,7 +94,7 @@ def _read_items(name: str, items: Any) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for item in items:
         if not (isinstance(item, list) and len(item) == 2 and isinstance(item[0], str)) or item[0] in table:
-            raise _bad(f"'{name}' holds {str(item)[:100]}, which is no [pattern, value] or stands there twice")
+            raise _bad(f"'{name}' holds {str(item)[:100]}, which is not [pattern, value], or is a duplicate")
         table[item[0]] = _read_value(item[1])
     return table
 

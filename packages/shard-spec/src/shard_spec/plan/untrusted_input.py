@@ -86,7 +86,7 @@ def _yaml_loader() -> Any:
                 raise ValueError("a key that is no text; put it in quotes")
             if len(set(keys)) != len(keys):
                 twice = next(key for at, key in enumerate(keys) if key in keys[:at])
-                raise ValueError(f"the key {twice[:100]!r} stands twice in one mapping")
+                raise ValueError(f"the key {twice[:100]!r} appears twice in one mapping")
             return super().construct_mapping(node, deep)
 
     import re
@@ -106,7 +106,7 @@ def _check_length(text: str | bytes, limit: int) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
+        raise ValueError("a key appears twice in one object")
     return found
 
 

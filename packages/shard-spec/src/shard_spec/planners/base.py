@@ -238,10 +238,14 @@ class ComposedPlanner(LayoutPlanner):
     def __init__(self, planners: Sequence[LayoutPlanner]) -> None:
         if not planners:
             raise ValueError("compose() needs at least one planner.")
+        for planner in planners:
+            if isinstance(planner, type) or not hasattr(planner, "mesh"):
+                hint = "pass planners that have a mesh, such as MegatronPlanner(mesh)"
+                raise PlanError(Problem("wrong-type", "planners", found=f"{planner!r:.100}", hint=hint))
         meshes = list(dict.fromkeys(planner.mesh for planner in planners))
         if len(meshes) > 1:
             found = " and ".join(repr(mesh) for mesh in meshes)
-            hint = "give all planners that are composed the same mesh; each says which axes it uses"
+            hint = "give all composed planners the same mesh; each names the axes it uses"
             raise PlanError(Problem("mesh-mismatch", "planners", found=found, hint=hint))
         super().__init__(meshes[0])
         self.planners = tuple(planners)
@@ -295,7 +299,7 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
             continue
         twice = [axis for axis in layout.sharded_axes if axis in before.sharded_axes]
         if twice:
-            found = f"one planner says {before}, the other {layout}"
+            found = f"one planner gives {before}, the other {layout}"
             hint = "give each planner its own axes"
             problems.append(Problem("duplicate-name", name, axis=twice[0], found=found, hint=hint))
             continue

@@ -138,7 +138,7 @@ def verify_units(
         for rank in range(tp_size):
             for name, by in simulator.mixing(rank).items():
                 found = f"rank {rank} of {tp_size} needs other ranks' channels (output moves by {by:.2g})"
-                problems.append(Problem("slices-mix", name, found=found, hint="do not cut this block"))
+                problems.append(Problem("slices-mix", name, found=found, hint="do not shard this block"))
             found = f"the output does not depend on rank {rank}'s slice"
             hint = "pass a call that runs this block on inputs that matter"
             problems += [Problem("unverified", name, found=found, hint=hint) for name in simulator.idle(rank)]

@@ -86,7 +86,7 @@ class FullyShardPlanner(LayoutPlanner):
             return None
         ranks = " x ".join(f"{axis}={self.mesh.axis_size(axis)}" for axis in self.axes)
         found = f"{shape[0]} rows of shape {shape}, laid out as {layout}, over {ranks}"
-        hint = "pad it, keep it whole, or allow it with uneven='shard'"
+        hint = "pad it, replicate it, or allow it with uneven='shard'"
         return Problem("uneven-shards", name, dim=0, axis=self.axes[0], found=found, hint=hint)
 
     def _require_matches(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -111,7 +111,7 @@ def _layout_lines(layout: Layout, tensor: TensorMetadata) -> list[str]:
         if spec.dim is None:
             lines.append(f"  along {axis}: the same on all {size} ranks")
         else:
-            lines.append(f"  along {axis}: dim {spec.dim % len(tensor.shape)} is shared out to {size} ranks")
+            lines.append(f"  along {axis}: dim {spec.dim % len(tensor.shape)} is sharded over {size} ranks")
     ranks = list(layout.mesh.ranks)
     for rank in ranks[:8]:
         boxes = layout.boxes(rank, tensor.shape)

@@ -89,7 +89,7 @@ class ShardingSpec(abc.ABC):
         found = grid_of(list(held.values()), shape)
         if found is None:
             text = f"{len(held)} shards of a tensor of shape {shape} are not the cells of one grid of rows and columns"
-            hint = "cut each dim at the same places everywhere; free boxes are moved by shard-reshard, not by a mesh"
+            hint = "split each dim at the same places everywhere; shard-reshard moves free boxes, a mesh does not"
             raise PlanError(Problem("not-a-grid", "shards", found=text, hint=hint))
         ranks, (cuts, order) = tuple(held), found
         cut_dims = [dim for dim, intervals in enumerate(cuts) if len(intervals) > 1]

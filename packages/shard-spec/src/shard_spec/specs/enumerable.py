@@ -43,7 +43,7 @@ class ChunkShardingSpec(ShardingSpec):
     def __init__(self, dim: int, placements: Sequence[DeviceLike]) -> None:
         problems: list[Problem] = []
         if isinstance(dim, bool) or not isinstance(dim, int):
-            problems.append(Problem("invalid-layout", "dim", found=repr(dim), hint="a dim is a whole number"))
+            problems.append(Problem("invalid-layout", "dim", found=repr(dim), hint="a dim is an integer"))
         if isinstance(placements, str):
             placements = [placements]
         devices = []
@@ -66,7 +66,7 @@ class ChunkShardingSpec(ShardingSpec):
             PlanError: ``dim-out-of-range`` when a tensor of ``ndim`` dims has no such dim.
         """
         if not -ndim <= self.dim < ndim:
-            hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be cut"
+            hint = f"use -{ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be sharded"
             found = f"dim {self.dim} of a tensor of {ndim} dims"
             raise PlanError(Problem("dim-out-of-range", "dim", dim=self.dim, found=found, hint=hint))
         return ChunkShardingSpec(self.dim % ndim, self.placements)

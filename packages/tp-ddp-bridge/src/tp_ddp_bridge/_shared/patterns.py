@@ -148,7 +148,7 @@ def _check_repeats(text: str) -> None:
 def _check_glob(glob: str, text: str) -> None:
     segments = glob.split(".")
     if any("**" in segment and segment != "**" for segment in segments):
-        raise _bad(text, "'**' stands for whole segments: write it between dots")
+        raise _bad(text, "'**' means full segments: write it between dots")
     if "" in segments:
         raise _bad(text, "an empty segment (two dots in a row, or a dot at an end)")
     if segments.count("**") > _MAX_REPEATS or any(segment.count("*") > _MAX_REPEATS for segment in segments):

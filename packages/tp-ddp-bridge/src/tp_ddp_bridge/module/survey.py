@@ -188,7 +188,7 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
                 name,
                 found=f"torch's own _pre_dp_module_transform ran on {', '.join(local or left)} (it made frozen "
                 "parameters trainable)",
-                hint="build the module anew and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)",
+                hint="build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)",
             )
 
 

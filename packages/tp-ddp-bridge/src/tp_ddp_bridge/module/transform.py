@@ -169,7 +169,7 @@ def _unbridge(surveyed: SurveyedTensor) -> None:
                 surveyed.name,
                 found="a DTensor took the place of this local leaf when the bridge was undone",
                 hint="pass the optimizer that still holds it, undo_dp_transform(module, optimizers=[optimizer]) (this "
-                "can be done later, too); bridge the module and wrap it anew to go on with data parallelism",
+                "can be done later, too); bridge the module and wrap it again to go on with data parallelism",
             ),
             dtensor,
         )

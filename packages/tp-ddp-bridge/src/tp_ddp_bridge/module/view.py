@@ -95,7 +95,7 @@ class View:
             )
         if value.shape != self.local_shape:
             raise RuntimeError(
-                f"{self.kind} {self.name!r}: a plain tensor of shape {tuple(value.shape)} stands for a local shard of "
+                f"{self.kind} {self.name!r}: a plain tensor of shape {tuple(value.shape)} is no local shard of "
                 f"shape {tuple(self.local_shape)} (global {layout}); pass the local shard, or a DTensor"
             )
         views = _forward.views

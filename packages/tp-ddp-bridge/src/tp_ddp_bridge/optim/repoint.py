@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import current_parameter, is_stale
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_local_shard, layout_of
@@ -49,7 +49,7 @@ def repointing_problems(
                 Problem(
                     "unsupported-wrapper",
                     "optimizers: ZeroRedundancyOptimizer",
-                    found="its partition and flat buffers are made of the parameters that are about to be replaced",
+                    found="its partition and flat buffers hold the parameters that are about to be replaced",
                     hint="build it after the module has been bridged (or undone)",
                 )
             )
@@ -114,6 +114,9 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         PlanError: Parameters that were replaced, trainable parameters that it does not hold, or an optimizer that needs
             full matrices: all in one error.
     """
+    if not hasattr(optimizer, "param_groups"):
+        hint = "the order is check_optimizer(module, optimizer)"
+        raise PlanError(Problem("wrong-type", "optimizer", found=type(optimizer).__name__, hint=hint))
     parameters = list(parameters_of(optimizer))
     problems = [
         Problem(

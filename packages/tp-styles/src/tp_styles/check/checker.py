@@ -209,7 +209,7 @@ class Checker:
         scope = hook.scope
         key = (str(scope), mode)
         # Reasons stay visible in the report. A region that is unchecked by itself is still a part of the root's runs.
-        self.results[key] = "inputs differ between the ranks, and no style says how" if not hypotheses else ""
+        self.results[key] = "inputs differ between the ranks, and no style declares how" if not hypotheses else ""
         differences: list[Difference] = []
         failed: Verdict | None = None
         for layouts in hypotheses:
@@ -570,7 +570,7 @@ def _warn(scope: Scope, verdict: Verdict, subject: str) -> None:
 
 def _different(scope: Scope, inputs: Inputs) -> list[Problem]:
     hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs are"
-    hint += " shards, say so: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
+    hint += " shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
     return [
         Problem("ranks-disagree", f"{scope}({leaf.name})", found="other values on each rank", hint=hint)
         for leaf in inputs.differ
@@ -589,7 +589,7 @@ HINTS = {
     " for a full input; local sizes where code has numbers of its own",
     "buffer": "each rank updates it from its own shard",
     "shard-leaves": "every rank would go on with its own features: output_layouts=Replicate() gives full outputs;"
-    " output_layouts=Shard(-1) says that shards are meant (vocab_parallel_cross_entropy takes them)",
+    " output_layouts=Shard(-1) declares that shards are meant (vocab_parallel_cross_entropy takes them)",
 }
 
 

@@ -58,14 +58,14 @@ def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
         if split is not None:
             splits[name] = split
     if problems:
-        raise PlanError(dict.fromkeys(problems), "the plan says what no style has a meaning for:")
+        raise PlanError(dict.fromkeys(problems), "no style can express parts of this plan:")
     return AxisCuts(axis, next(iter(sizes), 1), splits)
 
 
 def _beside_layouts(plan: ShardingPlan, resolution: Any) -> list[Problem]:
     """Settings of a plan that are no layouts of parameters: none of them may be ignored."""
     problems = [
-        Problem("invalid-argument", name, found=str(value), hint="say it with PrepareModuleOutput, or output_layouts=")
+        Problem("invalid-argument", name, found=str(value), hint="use PrepareModuleOutput, or output_layouts=")
         for name, value in (plan.output_plan or {}).items()
     ]
     problems += [
@@ -96,7 +96,7 @@ def split_on_axis(name: str, layout: Layout, axis: str, shape: tuple[int, ...]) 
     before = [other for other in order[: order.index(axis)] if cutting[other] % len(shape) == dim]
     if before:
         found = f"{layout}: {before[0]} cuts dim {dim} before {axis}"
-        return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=found, hint="let the axis cut first")
+        return None, Problem("invalid-layout", name, dim=dim, axis=axis, found=found, hint="let the axis shard first")
     sections = _sections(term.kind, term.arg, shape[dim])
     if sections is None:
         return None, Problem("layout-mismatch", name, dim=dim, axis=axis, found=str(layout), hint=hint)

@@ -111,7 +111,7 @@ class _Conversion:
 
     def refuse_mixtures(self) -> None:
         """Of an optimised plan: where a block is not cut, the plan divides the batch or the sequence along the axis."""
-        hint = "activations differ between the axis's ranks there, which no style knows of; plan with MegatronPlanner"
+        hint = "activations differ between the axis's ranks there, which no style expresses; plan with MegatronPlanner"
         self.problems += [
             Problem("plan-not-executable", name, axis=self.cuts.axis, found="a block by batch or sequence", hint=hint)
             for name in uncut_blocks(self.module, self.cuts)
@@ -290,7 +290,7 @@ def _not_proven(region: Region, verdict: Verdict) -> Problem:
     hint = (
         "pass call= with which it can be tried; or "
         if verdict.right is None
-        else "its channels or heads cannot be computed apart: leave it whole; or "
+        else "its channels or heads cannot be computed separately: leave it replicated; or "
     )
     return Problem(
         "unverified" if verdict.right is None else "slices-mix",
@@ -321,7 +321,7 @@ def gathering(
         by_rows = weight.dim == shape.out_dim
         has_bias = module._parameters.get("bias") is not None
         if has_bias and (not cuts.agree(below(name, "bias"), replace(weight, dim=0)) if by_rows else bias):
-            hint = "cut the bias with the rows of its weight, and keep it whole with the columns"
+            hint = "shard the bias with the rows of its weight, and replicate it with the columns"
             return None, Problem("layout-mismatch", below(name, "bias"), found=str(bias or "whole"), hint=hint)
         if by_rows:
             return column(replace(weight, dim=0), Replicate()), None
@@ -333,7 +333,7 @@ def gathering(
     found = f"{type(module).__name__} with " + ", ".join(
         f"{key}: {cuts.splits[below(name, key)]}" for key in sorted(keys)
     )
-    hint = "styles cut nn.Linear and nn.Embedding weights; keep this one whole on the axis"
+    hint = "styles shard nn.Linear and nn.Embedding weights; keep this one replicated on the axis"
     return None, Problem("layout-mismatch", name, axis=cuts.axis, found=found, hint=hint)
 
 

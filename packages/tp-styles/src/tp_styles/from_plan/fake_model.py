@@ -63,7 +63,7 @@ class StandIn(nn.Module):
         wanted, out = self.script[at]
         self.seen.append((x, out))
         if not same_values(x, wanted[..., self.part]):
-            self.failure = f"gives {list(x.shape)} of {list(wanted.shape)}, or other values than its slice of the whole"
+            self.failure = f"gives {list(x.shape)} of {list(wanted.shape)}, or values other than its slice"
         return out
 
     def reset(self) -> None:

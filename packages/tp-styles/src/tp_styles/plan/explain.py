@@ -145,7 +145,7 @@ def explain_plan(plan: TPPlan, name: str | None, num_tokens: int | None) -> str:
         ]
     if name is None and plan.unstyled:
         total = sum(left.num_bytes for left in plan.unstyled)
-        lines.append(f"whole on every rank: {len(plan.unstyled)} parameters, {total:,} bytes")
+        lines.append(f"replicated: {len(plan.unstyled)} parameters, {total:,} bytes")
         lines += [f"    {left.name}  {_shape(left.shape)}" for left in plan.unstyled]
     if plan.problems:
         lines.append(f"problems: {len(plan.problems)}")

@@ -75,7 +75,7 @@ class AttentionForward(RowLinear):
                     "unsupported-tensor",
                     f"{self.name}(query)",
                     found="a nested tensor",
-                    hint="apply the plan to the whole model, or make nn.TransformerEncoder(enable_nested_tensor=False)",
+                    hint="apply the plan to the full model, or build nn.TransformerEncoder(enable_nested_tensor=False)",
                 )
             )
         if is_causal and attn_mask is None:

@@ -53,7 +53,7 @@ def restore(changes: list[ModuleChange]) -> None:
 def settle(model: nn.Module, changes: list[ModuleChange]) -> None:
     """All is done: the whole parameters are let go, and whoever still trains one is told."""
     names = {module: name for name, module in model.named_modules()}
-    found = "an optimizer, or another module, still holds the whole parameter; the module trains its part"
+    found = "an optimizer, or another module, still holds the full parameter; the module trains its shard"
     hint = "build the optimizer after the plan is applied; apply it to a module that holds all ties"
     for change in changes:
         path = names.get(change.module, "")

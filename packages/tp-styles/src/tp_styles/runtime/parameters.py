@@ -217,7 +217,7 @@ class ShardSizeCheck:
                 f"{self.name}.{name}".lstrip("."),
                 dim=known[0],
                 found=f"{local.shape[known[0]]} on this rank",
-                hint=f"this rank's part has {known[1]}: load_state_dict() cuts whole tensors; or hand over the part",
+                hint=f"this rank's shard has {known[1]}: load_state_dict() shards full tensors; or pass the shard",
             )
         )
 

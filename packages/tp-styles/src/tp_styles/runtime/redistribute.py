@@ -149,7 +149,7 @@ class Redistribute:
                         self.name,
                         dim=dim,
                         found=f"size {full} over {self.axis.size} ranks",
-                        hint="pad it to a multiple of the tp size, or hand over a DTensor, which knows its global size",
+                        hint="pad it to a multiple of the tp size, or pass a DTensor, which has a global size",
                     )
                 )
             sizes = Split.along(dim, full).sizes(self.axis.size)
@@ -296,7 +296,7 @@ class EvenShardsCheck:
                     self.name,
                     dim=dim,
                     found=f"sizes {sizes} on the ranks",
-                    hint="pad to a multiple of the tp size, or hand over a DTensor, which knows its global size",
+                    hint="pad to a multiple of the tp size, or pass a DTensor, which has a global size",
                 )
             )
         self.done = True

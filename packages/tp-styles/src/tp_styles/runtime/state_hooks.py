@@ -231,8 +231,8 @@ def check_parts(module: nn.Module, names: tuple[str, ...], prefix: str) -> None:
                 "local-shard-as-full",
                 f"{prefix}.{name}".lstrip("."),
                 found=f"{type(module._parameters[name]).__name__} in place of a local part",
-                hint="what replaced it (FSDP2 does) takes the part for the whole, in state dicts and norms: give it a"
-                ' DTensor, which params="dtensor" does for all but fused sections and copied key-value heads',
+                hint="what replaced it (FSDP2 does) takes the shard for the full weight in state dicts and norms: give"
+                ' it a DTensor, which params="dtensor" does for all but fused sections and copied key-value heads',
             )
             for name in lost
         )
@@ -331,7 +331,7 @@ def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
                 "shape-mismatch",
                 key,
                 found=f"shape {tuple(value.shape)}",
-                hint=f"the whole tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() gave",
+                hint=f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned",
             )
         )
     return split_of(info).take(value, mesh.get_local_rank(), mesh.size())

@@ -80,7 +80,7 @@ class FusedColwiseParallel(ColwiseParallel):
                     "invalid-sections",
                     info.where("unit"),
                     found=", ".join(f"{size} rows by {unit}" for size, unit in bad),
-                    hint="a section holds a whole number of units",
+                    hint="a section must hold full units",
                 )
             )
         elif unfit := [count for count in copies if tp_size % count]:
@@ -100,7 +100,7 @@ class FusedColwiseParallel(ColwiseParallel):
                     "invalid-argument",
                     info.where("use_local_output"),
                     found="False",
-                    hint="a DTensor cannot say that its last dim is in sections; leave it True",
+                    hint="a DTensor cannot express sections of its last dim; leave it True",
                 )
             )
         sections = tuple(Section(*found) for found in zip(sizes, units, copies, strict=True))

@@ -52,7 +52,7 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
     if weight is None or list(weight.shape) != expected:
         found = "no weight" if weight is None else f"a weight of shape {weight.shape}"
         problems.append(
-            Problem("shape-mismatch", info.where("weight"), found=found, hint=f"its features say {tuple(expected)}")
+            Problem("shape-mismatch", info.where("weight"), found=found, hint=f"its features need {tuple(expected)}")
         )
     others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]
     if others:
@@ -61,7 +61,7 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
                 "unknown-name",
                 info.where(),
                 found=", ".join(others),
-                hint="a linear layer's style knows weight and bias; write a style with spec() for this class",
+                hint="a linear layer's style handles weight and bias; write a style with spec() for this class",
             )
         )
     return problems
@@ -76,7 +76,7 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
                 "unsupported-option",
                 info.where(),
                 found=f"max_norm={info.size('max_norm')}",
-                hint="renormalising in place needs whole rows that every rank agrees on; set max_norm=None",
+                hint="renormalising in place needs full rows that are equal on every rank; set max_norm=None",
             )
         )
     if info.size("sparse"):

@@ -95,7 +95,7 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
             kept.append(one)
             continue
         text = f"layers such as {borrower} have no keys and values of their own and read those of others"
-        hint = "cut the heads of all of these layers by hand, or of none"
+        hint = "shard the heads of all of these layers by hand, or of none"
         problem = Problem("heads-not-recognised", one.unit.name, found=text, hint=hint)
         kept.append(Found(left_whole=tuple((cut.name, problem) for cut in one.unit.cuts)))
     return kept
@@ -179,7 +179,7 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
     declared = declared_heads(list(context.chain(projections.holder)))
     where = projections.scope
     if declared.num_heads is None:
-        found = "no attribute or config says how many heads there are"
+        found = "no attribute or config gives the number of heads"
         hint = f"give the module one of the attributes {', '.join(names.NUM_HEADS[:4])}"
         return Problem("missing-argument", where, found=found, hint=hint)
     width = projections.out.in_features
@@ -206,7 +206,7 @@ def _heads(context: Context, projections: Projections) -> Heads | Problem:
 
 def _mismatch(projections: Projections, declared: DeclaredHeads, found: str) -> Problem:
     found = f"{declared.num_heads} heads are declared, but {found}"
-    hint = "not multi-head attention as this planner knows it; write its rules by hand"
+    hint = "not a known form of multi-head attention; write its rules by hand"
     return Problem("heads-not-recognised", projections.scope, found=found, hint=hint)
 
 
@@ -218,7 +218,7 @@ def _sharing_problem(context: Context, projections: Projections, heads: Heads) -
         hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}"
         return Problem("does-not-divide", projections.scope, found=found, hint=hint)
     if heads.num_kv_heads % tp_size and not (context.options.kv_replicate and not projections.fused):
-        more = "; the fused projection cannot keep k and v whole" if projections.fused else ", or kv_replicate=True"
+        more = "; a fused projection cannot replicate k and v" if projections.fused else ", or kv_replicate=True"
         found = f"num_key_value_heads={heads.num_kv_heads} with tp={tp_size}"
         hint = f"valid tp sizes: {_divisors(heads.num_heads, heads.num_kv_heads)}{more}"
         return Problem("does-not-divide", projections.scope, found=found, hint=hint)
@@ -244,7 +244,7 @@ def _separate(context: Context, projections: Projections, heads: Heads, inner: I
         return kept_replicated(evidence, *projections.inputs, projections.out)
     notes = unverified(projections.scope, evidence)
     if not share_kv:
-        text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay whole"
+        text = f"num_key_value_heads={heads.num_kv_heads} with tp={context.options.tp_size}: k and v stay replicated"
         hint = "each rank has to pick the key-value heads of its query heads, and to sum their gradients over the axis"
         notes = (*notes, Problem("kv-replicated", projections.scope, found=f"{text} on every rank", hint=hint))
     cuts = tuple(cut for view in columns for cut in column_cuts(view, "S({dim})"))
@@ -272,7 +272,7 @@ def _fused(context: Context, projections: Projections, heads: Heads, inner: Inne
     assert refused is not None
     if known or refused.code == "slices-mix":
         return kept_replicated(refused, *projections.inputs, projections.out)
-    found = f"q, k and v come out of {leaf(fused.name)!r} together, in an order nobody says; {refused.found}"
+    found = f"q, k and v come out of {leaf(fused.name)!r} together, in an unknown order; {refused.found}"
     hint = 'say fused="sections" (all of q, then k, then v) or fused="heads" (q, k, v of each head together)'
     return kept_replicated(
         Problem("heads-not-recognised", projections.scope, found=found, hint=hint), *projections.inputs, projections.out
@@ -337,7 +337,7 @@ def _evidence(
             return next((one for name, one in doubts.items() if name in verdict.between), Evidence.PROBED)
         if verdict.separate is False:
             found = f"its forward was probed: {verdict.reason}"
-            hint = "its heads cannot be computed apart; leave it whole"
+            hint = "its heads cannot be computed separately; leave it replicated"
             return Problem("slices-mix", projections.scope, found=found, hint=hint)
         reason = verdict.reason
     else:

@@ -193,7 +193,7 @@ def _evidence(
         if verdict.separate:
             return Evidence.PROBED
         if verdict.separate is False:
-            hint = "what stands between its linears acts across channels; leave it whole"
+            hint = "an operation between its linears acts across channels; leave it replicated"
             return Problem("slices-mix", block.scope, found=f"its forward was probed: {verdict.reason}", hint=hint)
         reason = verdict.reason
     if doubt is not None:
@@ -220,7 +220,7 @@ def _parameters_between(context: Context, block: FeedForward, known: Evidence | 
         meets = width in parameter.shape if known is None else tuple(parameter.shape) == (width,)
         if meets and width != outer:
             found = f"a parameter of shape {tuple(parameter.shape)} between the linears of a feed-forward block"
-            hint = "a norm over the hidden channels needs all of them; leave the block whole"
+            hint = "a norm over the hidden channels needs all of them; leave the block replicated"
             return Problem("partial-gradient", join(block.scope, name), found=found, hint=hint)
     return None
 

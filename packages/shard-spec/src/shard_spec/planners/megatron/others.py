@@ -57,8 +57,8 @@ def find_experts(context: Context, name: str) -> Found | None:
     transposed = getattr(module, "is_transposed", _TRANSPOSED.get(type(module).__name__))
     known = set(weights) <= {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     if not from_library(module) or not isinstance(transposed, bool) or not known:
-        found = "three-dimensional expert weights whose arrangement nobody says"
-        hint = "shard whole experts with expert_axis=, or write the rules by hand"
+        found = "three-dimensional expert weights of unknown arrangement"
+        hint = "shard by experts with expert_axis=, or write the rules by hand"
         problem = Problem("heads-not-recognised", name, found=found, hint=hint)
         return Found(left_whole=tuple((fqn, problem) for fqn in fqns))
     out_dim, in_dim = (2, 1) if transposed else (1, 2)

@@ -93,7 +93,7 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
             hint = "sum the gradient of every input of this module over the axis, routing weights included"
             notes.append(Problem("partial-activation", unit.name, found=found, hint=hint))
         for name in unit.replicated:
-            found = "held whole on every rank, used only for the rank's own heads"
+            found = "replicated on every rank, used only for the rank's own heads"
             hint = "sum its gradient over the tensor-parallel axis; DTensor and tp-styles do so by themselves"
             notes.append(Problem("partial-gradient", name, found=found, hint=hint))
     return notes
@@ -124,8 +124,8 @@ def _is_matmul_weight(name: str, module: nn.Module, key: str, parameter: nn.Para
 
 
 def _unrecognised(name: str) -> Problem:
-    found = "belongs to no attention, feed-forward block, expert or head that this planner knows"
-    hint = "it stays whole on every rank; add a rule for it if it matters"
+    found = "belongs to no attention, feed-forward block, expert or head that this planner recognises"
+    hint = "it stays replicated; add a rule for it if its size matters"
     return Problem("heads-not-recognised", name, found=found, hint=hint)
 
 
@@ -189,7 +189,7 @@ class MegatronPlanner(LayoutPlanner):
         if self.strict and analysis.rest:
             raise PlanError(
                 list((dict(analysis.left_whole) | dict(analysis.unrecognised)).values()),
-                f"{len(analysis.rest)} matmul weights would stay whole",
+                f"{len(analysis.rest)} matmul weights would stay replicated",
             )
         skipped = () if self.vocabulary else ("embedding", "head")
         layouts = {
