@@ -148,16 +148,16 @@ class Logits(nn.Module):
         return out
 
 
-def hugging_face(name: str) -> nn.Module:
+def hugging_face(name: str, positions: int = 16) -> nn.Module:
     """A random-weight model of transformers, as small as it gets."""
     import transformers as hf
 
     small: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    wide: dict[str, Any] = {**small, "intermediate_size": 32, "max_position_embeddings": 16}
+    wide: dict[str, Any] = {**small, "intermediate_size": 32, "max_position_embeddings": positions}
     if name == "gpt2":
         return Logits(
             hf.GPT2LMHeadModel(
-                hf.GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=16, use_cache=False)
+                hf.GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=2, n_positions=positions, use_cache=False)
             )
         )
     if name == "llama":

@@ -177,7 +177,7 @@ class Probe:
     values: Any
 
     def plans(self) -> dict[fx.Node, Any]:
-        return plan_nodes(self.capture, self.plan, self.step.batch_dim)[1]
+        return plan_nodes(self.capture, self.plan, self.step.settings.batch_dim)[1]
 
     def rows(self) -> set[str]:
         """The rows of the table that the probe's graph calls."""

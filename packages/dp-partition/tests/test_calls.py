@@ -67,6 +67,19 @@ def test_a_step_that_fails_leaves_everything_as_it_was(ranks: Ranks) -> None:
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True] * 19
 
 
+@pytest.mark.ranks(1)
+def test_a_failing_micro_batch_names_the_line(ranks: Ranks) -> None:
+    if ranks.device.type != "cpu":
+        pytest.skip("on a GPU an assertion in a kernel ends the process")
+    model = models.seeded(models.mlp)
+    step = dp.compile(failing_step, mesh=ranks.mesh((1,), ("dp",)), accumulate=2)
+    step(model, optim := FUSED(model.parameters()), torch.ones(4, 8), torch.tensor([0, 1, 1, 0]))
+    with pytest.raises(IndexError) as caught:
+        step(model, optim, torch.ones(4, 8), torch.tensor([0, 1, 99, 0]))  # in the second half
+    notes = "".join(caught.value.__notes__)
+    assert "test_calls.py" in notes and "aten.index" in notes, notes
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()

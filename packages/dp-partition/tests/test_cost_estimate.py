@@ -192,8 +192,12 @@ def test_an_estimate_is_a_value() -> None:
     data = json.loads(found.to_json())
     assert data["peak"]["bytes"] == found.peak_bytes == max(found.memory.totals)
     assert data["num_messages"] == {"reduce_scatter": 1, "all_gather": 1}
+    # Parameters with two moments, four counters and the batch; twice, and what a rank holds.
+    full = 4 * (3 * (8 * 16 + 16 + 16 * 3 + 3) + 4 + 4 * 8)
+    assert data["check"]["bytes"] == found.check_bytes == 2 * full + found.memory.resident_bytes
+    assert found.check_seconds > found.timeline.compute_seconds
     text = found.explain()
-    assert "zero2 over 8 ranks" in text
+    assert "zero2 over 8 ranks" in text and f"{found.check_bytes:,}" in text and "a checked call takes" in text
     assert f"{found.sent_bytes('all_gather'):,}" in text
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.rank = 1  # type: ignore[misc]

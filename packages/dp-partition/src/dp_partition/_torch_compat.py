@@ -17,7 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -43,6 +43,7 @@ __all__ = [
     "storage_key",
     "storage_keys",
     "symbolic_scalar",
+    "symbolic_size",
     "tensor_metadata",
     "trace_options",
     "without_autocast",
@@ -69,6 +70,16 @@ def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Ten
 
     real = torch.tensor(value, dtype=torch.float64)
     return mode.from_tensor(real, source=ConstantSource(label))
+
+
+def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
+    """Return a size of its own symbol in a mode's shape environment; arguments as for `symbolic_scalar`."""
+    from torch._dynamo.source import ConstantSource
+
+    shapes: Any = mode.shape_env
+    source = ConstantSource(label)
+    symbol = shapes.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TextIO
@@ -45,6 +45,7 @@ def compile(
     comm_hook: CommHook | None = None,
     backend: Backend = "eager",
     check: str = "sampled",
+    mark_dynamic: int | Sequence[int] = (),
     share: Step | None = None,
     progress: TextIO | None = None,
 ) -> Step:
@@ -80,6 +81,9 @@ def compile(
         backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
         check: How often the step is compared with its own eager run on a copy of everything it works on: ``"sampled"``
             at calls 1, 2 and one drawn from each [2^k, 2^(k+1)) up to 1,024, ``"first"`` at calls 1 and 2, ``"never"``.
+        mark_dynamic: Dims of the tensor arguments that change in length: one trace then serves all lengths, and is
+            compared with a trace for the second one. A trace that cannot do without numbers gives way, with a warning,
+            to one for each length.
         share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
         progress: Where to show how far tracing and compiling are, for example ``sys.stderr``.
 
@@ -120,6 +124,7 @@ def compile(
         reshard_after_forward,
         backend,
         check,
+        (mark_dynamic,) if isinstance(mark_dynamic, int) else tuple(mark_dynamic),
     )
     problems += settings.problems()
     problems += _mesh_problems(mesh, parsed)

@@ -18,13 +18,14 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.analysis.analyze import StaticMemory, StepAnalysis, analyze
 from dp_partition.analysis.comms import Message, explain_messages
 from dp_partition.analysis.formatting import human_seconds, table
-from dp_partition.analysis.memory import Memory
+from dp_partition.analysis.memory import Memory, bytes_by_kind
 from dp_partition.analysis.page import write_page
 from dp_partition.analysis.timeline import Link, Machine, Timeline
 from dp_partition.api import compile as compile_step
 from dp_partition.api import runner_of
 from dp_partition.capture.arguments import read_arguments
 from dp_partition.capture.state import check_traceable, find_step_state
+from dp_partition.check.copying import check_bytes
 from dp_partition.mesh import fake_mesh, shard_rank, shard_world
 from dp_partition.plan.placements import DataParallelStyle
 from dp_partition.plan.plan import PartitionPlan
@@ -45,6 +46,7 @@ class Estimate:
         analysis: Bytes, messages, live memory and times.
         link: The network that times are of.
         machine: The device that times are of.
+        check_bytes: Bytes that a checked call needs beside the step's: full copies, and a snapshot of the shards.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Estimate:
     analysis: StepAnalysis
     link: Link
     machine: Machine
+    check_bytes: int
 
     @property
     def world(self) -> int:
@@ -94,6 +97,14 @@ class Estimate:
         """Time of a step."""
         return self.timeline.seconds
 
+    @property
+    def check_seconds(self) -> float:
+        """Time of a checked call beside the step's: an eager step, of all ranks' rows under global semantics."""
+        if self.plan.semantics == "global":
+            return self.timeline.compute_seconds * self.world
+        gradients = sum(param.info.num_bytes for param in self.plan.params if param.info.requires_grad)
+        return self.timeline.compute_seconds + self.link.seconds("all_reduce", gradients, self.world)
+
     def count(self, kind: str | None = None) -> int:
         """Number of collectives of a step, of one kind or of all."""
         return sum(kind is None or message.kind == kind for message in self.messages)
@@ -128,6 +139,7 @@ class Estimate:
                 "exposed": times.exposed_seconds,
                 "overlap": times.overlap,
             },
+            "check": {"bytes": self.check_bytes, "seconds": self.check_seconds},
             "link": asdict(self.link),
             "machine": asdict(self.machine),
             "plan": json.loads(self.plan.to_json()),
@@ -192,12 +204,14 @@ def estimate(
     shown.begin("tracing")
     plan = runner.plan_for(given, shard_world(mesh))
     program = runner.build(given, plan, call, device or ("cpu" if any(t.is_meta for t in tensors) else None))
+    full = sum(bytes_by_kind(program.module.graph).values())
     shown.begin("local shapes")
     module = program.with_local_values(lambda done, total: shown.tell(done, total, "nodes"))
     chosen = (link or Link(), machine or Machine())
     found = analyze(module.graph, plan, shard_rank(mesh), *chosen)
     shown.end()
-    return Estimate(getattr(train_step, "__name__", "train_step"), plan, rank, found, *chosen)
+    check = check_bytes(full, found.memory.resident_bytes)
+    return Estimate(getattr(train_step, "__name__", "train_step"), plan, rank, found, *chosen, check)
 
 
 def _check_request(world: int | tuple[int, int], rank: int, device: str | None, settings: dict[str, Any]) -> None:
@@ -247,6 +261,7 @@ def _holdings(found: Estimate) -> str:
         ("batch", held.batch_bytes),
         ("gradients, once reduced", held.grad_bytes),
         (f"peak, at node {memory.nodes[memory.peak]}", memory.peak_bytes),
+        ("a checked call, beside these", found.check_bytes),
     ]
     text = table(["held", "bytes", ""], [[what, f"{size:,}", human_bytes(size)] for what, size in rows], (1, 2))
     parts = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in memory.peak_kinds.items())
@@ -272,6 +287,7 @@ def _times(found: Estimate) -> list[str]:
     return [
         f"a step takes {human_seconds(times.seconds)}: compute {human_seconds(times.compute_seconds)}, messages "
         f"{human_seconds(times.message_seconds)}, of which {times.overlap:.0%} behind compute",
+        f"a checked call takes {human_seconds(found.check_seconds)} more",
         f"assumed: {link}; {machine.tflops:g} TFLOP/s, "
         f"{machine.memory_gbs:g} GB/s of memory, {machine.launch_us:g} us an operator",
     ]

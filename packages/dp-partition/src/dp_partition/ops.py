@@ -85,13 +85,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether the operator draws random numbers; attention kernels do with dropout only."""
-    if not is_op(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
-        return False
-    named = {argument.name: argument for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-    if "dropout_p" not in named:
-        return True
-    given = {argument.name: value for argument, value in arguments(node)}
-    return bool(given.get("dropout_p", named["dropout_p"].default_value) != 0.0)
+    return is_op(node) and draws(node.target, node.args, node.kwargs)
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -109,6 +103,27 @@ def has_effect(node: fx.Node) -> bool:
 def substitution(by: dict[fx.Node, fx.Node]) -> Callable[[fx.Node], fx.Node]:
     """Return what `fx.Graph.node_copy` takes to copy a node with other inputs; the table may grow meanwhile."""
     return lambda node: by.get(node, node)
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Let an operator take another value for an argument of its schema."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if position < len(node.args) and not argument.kwarg_only:
+                node.update_arg(position, value)
+            else:
+                node.update_kwarg(name, value)
+
+
+def erase_chain(graph: fx.Graph, node: fx.Node, until: fx.Node) -> set[fx.Node]:
+    """Erase a node without users and what leads to it from another one; return what is erased."""
+    erased = set()
+    while node is not until and not node.users:
+        previous = node.all_input_nodes[0]
+        graph.erase_node(node)
+        erased.add(node)
+        node = previous
+    return erased
 
 
 def base_name(node: fx.Node) -> str:

@@ -58,18 +58,23 @@ def build_program(
     accumulate: int = 1,
     reshard: str | bool | frozenset[str] = False,
     device: str | None = None,
+    marked: tuple[int, ...] = (),
+    keep_views: bool = False,
 ) -> Program:
     """Trace a step and partition it for this rank."""
-    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device)
+    capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device, marked)
     homes, plans = plan_nodes(capture, plan, batch_dim, comm, reshard)
     output = next(node for node in plans if node.op == "output")
-    returned = returned_placements(list(output.args[0]), plans[output])  # type: ignore[arg-type]
+    values: Any = output.args[0]
+    returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
     rank = shard_rank(mesh)
     mark_types(plans)
     placements = [homes.placements[node] for node in capture.module.graph.nodes if node.op == "placeholder"]
     fakes = local_inputs(capture.module.graph, placements, capture.mode, plan.world, rank)
     groups = shard_group(mesh).group_name, replica_group_name(mesh)
-    partition_for_rank(capture.module, plans, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh))
+    partition_for_rank(
+        capture.module, plans, plan.world, rank, groups[0], comm, groups[1], num_replicas(mesh), keep_views
+    )
     return Program(capture, capture.inputs, returned, mesh, fakes)
 
 
@@ -85,6 +90,7 @@ def capture_single_device(
     batch_dim: int,
     accumulate: int,
     device: str | None = None,
+    marked: tuple[int, ...] = (),
 ) -> Capture:
     """Return the step as a graph of one device, ready to be planned.
 
@@ -93,7 +99,7 @@ def capture_single_device(
     local = plan.semantics == "local"
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
-    capture = trace_step(function, args, kwargs, step_state, scale, device)
+    capture = trace_step(function, args, kwargs, step_state, scale, device, marked)
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
     capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))
@@ -144,6 +150,7 @@ def partition_for_rank(
     comm: CommConfig,
     replica_group: str = "",
     replicas: int = 1,
+    keep_views: bool = False,
 ) -> GraphModule:
     """Turn a planned graph into the graph of ``rank``, in place.
 
@@ -158,6 +165,7 @@ def partition_for_rank(
         comm: How communication is arranged.
         replica_group: Name of the group over whose ranks gradients are averaged as well; empty: none.
         replicas: Number of ranks of that.
+        keep_views: Views that are equal at the sizes of the trace stay apart: at others they may not be.
     """
     graph = module.graph
     mover = Mover(graph, world, rank, group, replica_group, replicas)
@@ -174,7 +182,7 @@ def partition_for_rank(
     # Needs a graph without tags. Matrix products write their gradients into the bucket.
     compute_grads_in_buckets(graph, comm.in_place)
     # Erases views that equal an earlier node.
-    remove_redundant_views(graph, traced)
+    remove_redundant_views(graph, set() if keep_views else traced)
     graph.lint()
     return module
 
@@ -245,8 +253,3 @@ def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node,
             like = plan[entry.name]
             same = tuple(value.meta["val"].shape) == like.info.shape
             plans[output].inputs[value] = like.state if same else Replicate()
-
-
-def returned_placements(order: list[Any], plan: NodePlan) -> list[Placement | None]:
-    """Return the placement of each returned value."""
-    return [plan.inputs.get(value) if isinstance(value, fx.Node) else None for value in order]

@@ -20,6 +20,7 @@ from dp_partition.backends.inductor import check_inductor, lower
 from dp_partition.capture.arguments import CallArguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
+from dp_partition.capture.lengths import first_difference
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import line_of_node
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
@@ -59,6 +60,8 @@ class Runner:
         schedule: Which calls are checked.
         num_checked: How many calls were checked.
         unchecked: Why calls that were to be checked were not.
+        marked: Dims of tensor arguments whose sizes are symbols of a trace; none once that has failed.
+        has_warned: A warning has said why a second trace with symbols was taken.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Runner:
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
         self.unchecked: list[str] = []
+        self.marked, self.has_warned = settings.dynamic, False
 
     # ---- what was chosen --------------------------------------------------------------------------------------------
 
@@ -89,16 +93,6 @@ class Runner:
     def name(self) -> str:
         """Name of the function the step was made from."""
         return getattr(self.function, "__name__", type(self.function).__name__)
-
-    @property
-    def batch_dim(self) -> int:
-        """Batch dim of tensor arguments."""
-        return self.settings.batch_dim
-
-    @property
-    def accumulate(self) -> int:
-        """Number of micro-batches of a call."""
-        return self.settings.accumulate
 
     @property
     def comm(self) -> CommConfig:
@@ -163,9 +157,11 @@ class Runner:
         node, program.failed = program.failed, None
         if node is None or is_collective(node) or is_wait(node):
             return
-        scale = batch_scale(binding.plan, self.batch_dim, self.accumulate)
+        scale = batch_scale(binding.plan, self.settings.batch_dim, self.settings.accumulate)
         with suppress(Exception):  # the error stays the graph's own
-            line = line_of_node(node.name, self.function, call.args, call.kwargs, binding.step_state, scale)
+            marked = self.marked if program.capture.sizes else ()
+            name = node.meta.get("traced_as", node.name)
+            line = line_of_node(name, self.function, call.args, call.kwargs, binding.step_state, scale, marked)
             error.add_note(f"raised by node {node.name} ({node.target}) of the graph{line}")
 
     @contextmanager
@@ -231,7 +227,7 @@ class Runner:
         if self.settings.reshard == "auto" and self.settings.semantics == "local":
             self.reshard_names = program.reshard_names()
         optimizers = reconcile(binding)
-        self.programs[program_key(binding.step_state, call, self.reads, optimizers)] = [program]
+        self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
         self.latest = program
         return binding, program, optimizers
 
@@ -302,20 +298,65 @@ class Runner:
         Raises:
             PlanError: ``python-state`` if running the step changed Python values that it reads: its graph would not.
         """
-        self.num_traces += 1
-        settings = (self.batch_dim, self.settings.comm, self.accumulate, self.resharding)
-        function = counted(self.function, self.progress)
-        before = self.python_state(step_state, call)
-        program = build_program(function, call.args, call.kwargs, step_state, plan, self.mesh, *settings, device)
-        self.check_python_state(before, self.python_state(step_state, call))
+        program = self.build_with_symbols(step_state, plan, call, device) if self.marked else None
+        if program is None:
+            program = self.trace(step_state, plan, call, device)
         if self.passes is not None:
             program.module.recompile()
             program.capture.module = self.passes(program.module)
         return program
 
+    def build_with_symbols(
+        self, step_state: StepState, plan: PartitionPlan, call: CallArguments, device: str | None
+    ) -> Program | None:
+        """Trace with symbols for the marked sizes; None, and a warning, where that fails."""
+        try:
+            program = self.trace(step_state, plan, call, device, self.marked)
+        except Exception as error:  # of any rule or kernel that wants a number
+            self.stop_marking(str(error).strip().splitlines()[-1])
+            return None
+        if self.binding is None and self.settings.check != "never":  # the first call, checked by execution
+            program.right_sizes.add(program.sizes_of(call.leaves))
+        return program if self.is_for_length(step_state, plan, call, program) else None
+
+    def stop_marking(self, reason: str) -> None:
+        """Trace each length from now on."""
+        self.marked = ()
+        warnings.warn(f"{self.name} takes a trace for each length, in spite of mark_dynamic: {reason}", stacklevel=2)
+
+    def trace(
+        self,
+        step_state: StepState,
+        plan: PartitionPlan,
+        call: CallArguments,
+        device: str | None = None,
+        marked: tuple[int, ...] = (),
+        keep_views: bool = False,
+    ) -> Program:
+        """Trace and partition once."""
+        self.num_traces += 1
+        settings = (
+            self.settings.batch_dim,
+            self.settings.comm,
+            self.settings.accumulate,
+            self.resharding,
+            device,
+            marked,
+        )
+        function = counted(self.function, self.progress)
+        before = self.python_state(step_state, call)
+        arguments = (function, call.args, call.kwargs, step_state, plan, self.mesh)
+        program = build_program(*arguments, *settings, keep_views=keep_views or bool(marked))
+        self.check_python_state(before, self.python_state(step_state, call))
+        return program
+
     def python_state(self, step_state: StepState, call: CallArguments) -> Any:
         """Return a fingerprint of what the step reads beside tensors, as it is now."""
-        return program_key(step_state, call, self.reads, read_optimizers(step_state.optimizers))
+        return self.key_of(step_state, call, read_optimizers(step_state.optimizers))
+
+    def key_of(self, step_state: StepState, call: CallArguments, optimizers: OptimizerReads) -> Any:
+        """Return all that a trace for this call depends on."""
+        return program_key(step_state, call, self.reads, optimizers, self.marked)
 
     def check_python_state(self, before: Any, after: Any) -> None:
         """Raise if running the step changed what it reads."""
@@ -328,22 +369,53 @@ class Runner:
 
     def find_program(self, binding: Binding, call: CallArguments, optimizers: OptimizerReads) -> Program:
         """Return the program whose guards hold for these arguments; trace one if there is none."""
-        programs = self.programs.setdefault(program_key(binding.step_state, call, self.reads, optimizers), [])
-        for program in programs:
-            if program.holds_for(optimizers.values):
+        for program in self.programs.get(self.key_of(binding.step_state, call, optimizers), []):
+            sizes = program.sizes_of(call.leaves) if program.capture.sizes else ()
+            broken = program.broken_guard(optimizers.values, sizes)
+            if broken is None and (not sizes or self.is_for_length(binding.step_state, binding.plan, call, program)):
                 self.latest = program
                 return program
+            if broken is not None and broken.free_symbols & set(program.capture.sizes.values()):
+                self.note_decision(broken, sizes)
         program = self.latest = self.retrace(binding, call)
-        programs.append(program)
+        # The key is made here: a trace with symbols may have given way to one without.
+        self.programs.setdefault(self.key_of(binding.step_state, call, optimizers), []).append(program)
         if self.num_traces == MANY_TRACES + 1:
             warnings.warn(
                 f"{self.name} was traced {self.num_traces} times: each new shape, and each new Python value among its "
-                "arguments, takes a trace. Pad batches to few lengths, and pass numbers that change in tensors",
+                "arguments, takes a trace. Where lengths change, pass mark_dynamic=1 to compile, or the dim that they "
+                "are in, or pad batches to few lengths; pass numbers that change in tensors",
                 stacklevel=4,
             )
         while sum(map(len, self.programs.values())) > MOST_PROGRAMS:
             del self.programs[next(iter(self.programs))]  # the oldest
         return program
+
+    def note_decision(self, broken: Any, sizes: tuple[int, ...]) -> None:
+        """Warn once that a decision on sizes takes another trace; where it fixes one, each length has a trace."""
+        if broken.func.__name__ == "Equality" and len(broken.free_symbols) == 1:
+            self.stop_marking(f"the step, or an operator, uses a size as a number ({broken})")
+        elif not self.has_warned:
+            self.has_warned = True
+            text = f"{self.name} takes another trace for sizes {sizes}: an earlier one decided {broken}"
+            warnings.warn(f"{text}. Without `if` on sizes one trace serves all lengths", stacklevel=5)
+
+    def is_for_length(self, step_state: StepState, plan: PartitionPlan, call: CallArguments, program: Program) -> bool:
+        """Return whether a graph with symbols is that of a trace for this length; compared for two lengths.
+
+        Each rank does so by itself: ranks may have other lengths at a call.
+        """
+        sizes = program.sizes_of(call.leaves)
+        if not sizes or sizes in program.right_sizes or len(program.right_sizes) > 1:
+            return True
+        static = self.trace(step_state, plan, call, keep_views=True)
+        outputs = program.capture.returned.everything, static.capture.returned.everything
+        difference = first_difference(program.module.graph, static.module.graph, outputs)
+        if difference:
+            self.stop_marking(f"its graph for sizes {sizes} is another one: {difference}")
+            return False
+        program.right_sizes.add(sizes)
+        return True
 
     def retrace(self, binding: Binding, call: CallArguments) -> Program:
         """Trace a program for new arguments.

@@ -17,6 +17,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark_current, mark_stale
 from dp_partition._torch_compat import FakeTensorMode, pytree, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
+from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
 from dp_partition.capture.state import StepState, initial_state
 
 
@@ -51,6 +52,7 @@ class Fakes:
     hyperparameters: dict[Hyperparameter, torch.Tensor]
     numbers: dict[Hyperparameter, float]
     args: list[torch.Tensor]
+    sizes: Sizes
 
 
 def make_fakes(
@@ -59,6 +61,7 @@ def make_fakes(
     tensors: list[torch.Tensor],
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
     device: str | None = None,
+    marked: tuple[int, ...] = (),
 ) -> Fakes:
     """Make a fake of every tensor that the step reads.
 
@@ -68,7 +71,9 @@ def make_fakes(
         tensors: The tensors among the step's arguments.
         batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
         device: Where fakes seem to be; None: where the tensors are.
+        marked: Dims of the arguments whose sizes become symbols.
     """
+    sizes: Sizes = {}
 
     def fake(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         # Counters stay on the CPU, where optimizers keep them.
@@ -77,6 +82,11 @@ def make_fakes(
             if shape is None or shape == tuple(tensor.shape):
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=there)
             return torch.empty(shape, dtype=tensor.dtype, device=there)
+
+    def argument(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        if marked_dims(tensor, marked):
+            return symbolic_fake(mode, tensor, index, marked, sizes, device or tensor.device)
+        return fake(tensor, batch_of(tensor) if batch_of else None)
 
     params = {fqn: nn.Parameter(fake(param), param.requires_grad) for fqn, param in step_state.params.items()}
     states: dict[tuple[int, str], dict[Any, Any]] = {}
@@ -100,10 +110,8 @@ def make_fakes(
         states,
         {hyper: symbolic_scalar(mode, number, hyper.label) for hyper, number in numbers.items()},
         numbers,
-        [
-            fake(tensor, batch_of(tensor) if batch_of else None).requires_grad_(tensor.requires_grad)
-            for tensor in tensors
-        ],
+        [argument(index, tensor).requires_grad_(tensor.requires_grad) for index, tensor in enumerate(tensors)],
+        sizes,
     )
 
 

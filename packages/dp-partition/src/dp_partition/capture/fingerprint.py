@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -25,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.lengths import length_key
 
 if TYPE_CHECKING:
     from dp_partition.capture.arguments import CallArguments
@@ -337,10 +339,11 @@ def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[No
         raise PlanError(problems, "the step changes attributes of its modules")
 
 
-def leaf_key(leaf: Any) -> Any:
+def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     """Return the part of a trace's key that one leaf of the arguments is."""
     if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device, leaf.requires_grad
+        geometry = length_key(leaf, marked) if marked else (tuple(leaf.shape), tuple(leaf.stride()))
+        return *geometry, leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
     if type(leaf) not in PLAIN_TYPES and _counts(leaf):
@@ -352,7 +355,13 @@ def leaf_key(leaf: Any) -> Any:
     return type(leaf), leaf  # a generator, a fraction: held by the key
 
 
-def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads, optimizers: OptimizerReads) -> Any:
+def program_key(
+    step_state: StepState,
+    call: CallArguments,
+    reads: FunctionReads,
+    optimizers: OptimizerReads,
+    marked: tuple[int, ...] = (),
+) -> Any:
     """Return all that a trace depends on, hashable.
 
     Args:
@@ -360,6 +369,7 @@ def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads
         call: The step's arguments.
         reads: What its function reads from elsewhere.
         optimizers: What was read from its optimizers.
+        marked: Dims of tensors whose sizes are symbols of the trace.
     """
     training = tuple([module.training for module in step_state.reads.modules])
     trained = tuple([p.requires_grad for p in step_state.params.values()])
@@ -368,4 +378,5 @@ def program_key(step_state: StepState, call: CallArguments, reads: FunctionReads
     )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
     constants = (autocast, step_state.reads.read(), reads.read(), buffers)
-    return tuple(map(leaf_key, call.leaves)), call.spec, training, trained, optimizers.key, constants
+    leaves = tuple(map(leaf_key, call.leaves, itertools.repeat(marked)))
+    return leaves, call.spec, training, trained, optimizers.key, constants

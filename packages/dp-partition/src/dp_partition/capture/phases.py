@@ -69,10 +69,11 @@ class Phases:
 
 
 def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
-    """Write ``meta["phase"]`` on the nodes of a graph: what follows the last backward pass is the optimizer's."""
+    """Write phase and name on the nodes of a graph: what follows the last backward pass is the optimizer's."""
     backward = frozenset[str]().union(*phases.backward)
     last = max((position for position, node in enumerate(nodes) if node.name in backward), default=len(nodes))
     for position, node in enumerate(nodes):
+        node.meta["traced_as"] = node.name  # copies of the node keep it
         if node.name in backward:
             node.meta["phase"] = "backward"
         else:

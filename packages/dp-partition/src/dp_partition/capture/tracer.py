@@ -32,6 +32,7 @@ from dp_partition._torch_compat import (
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.fingerprint import attributes_restored
 from dp_partition.capture.hyperparameters import Hyperparameter, param_groups_unchanged
+from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
@@ -52,6 +53,7 @@ class Capture:
         mode: The fake mode that holds the nodes' ``meta["val"]``.
         cleared: Whether the step clears gradients before its first backward.
         gradients: Names of parameters whose gradients the step reads, and in how many backward passes each gets one.
+        sizes: The symbol of each size that is one.
     """
 
     module: fx.GraphModule
@@ -62,6 +64,7 @@ class Capture:
     symbols: dict[Hyperparameter, Any] = field(default_factory=dict)
     cleared: bool = False
     gradients: Counter[str] = field(default_factory=Counter)
+    sizes: Sizes = field(default_factory=dict)
 
     @property
     def outputs(self) -> list[Output]:
@@ -78,6 +81,7 @@ class _Tracing:
         step_state: The modules and optimizers among them.
         batch_of: Shape at which a tensor argument is traced, from the tensor passed; None: its own.
         device: Where fakes seem to be; None: where the tensors are.
+        marked: Dims of the arguments whose sizes are symbols.
 
     Attributes:
         mode: The fake mode.
@@ -98,12 +102,15 @@ class _Tracing:
         step_state: StepState,
         batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
         device: str | None,
+        marked: tuple[int, ...],
     ) -> None:
         self.function, self.step_state = function, step_state
         self.leaves, self.spec = pytree.tree_flatten(call)
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.mode = new_fake_mode()
-        self.fakes = make_fakes(self.mode, step_state, [self.leaves[i] for i in self.positions], batch_of, device)
+        self.fakes = make_fakes(
+            self.mode, step_state, [self.leaves[i] for i in self.positions], batch_of, device, marked
+        )
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
 
@@ -153,6 +160,7 @@ def trace_step(
     step_state: StepState,
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None = None,
     device: str | None = None,
+    marked: tuple[int, ...] = (),
 ) -> Capture:
     """Trace ``function(*args, **kwargs)``.
 
@@ -163,6 +171,7 @@ def trace_step(
         step_state: The modules and optimizers among the arguments.
         batch_of: Shape at which a tensor argument is traced, from the tensor passed; default its own.
         device: Where the tensors seem to be; default where they are.
+        marked: Dims of the arguments whose sizes are symbols of the graph.
 
     Raises:
         PlanError: When the step cannot be traced (code ``not-traceable``), carries gradients or Python state from one
@@ -170,7 +179,7 @@ def trace_step(
             (``hyperparameter-changed``), draws numbers that a graph would burn in (``random-replay``), or reads a
             number that is not part of its result (``value-kept``).
     """
-    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device)
+    tracing = _Tracing(function, (args, kwargs), step_state, batch_of, device, marked)
     try:
         module = tracing.record()
     except PlanError:
@@ -179,7 +188,10 @@ def trace_step(
         problem = _trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
-    capture = Capture(module, *made, tracing.phases.cleared)
+    capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes)
+    if capture.sizes:
+        erase_full_slices(module.graph)
+        use_first_sizes(module.graph, tracing.mode)
     tracing.phases.optimizer.append(repeat_updates(module.graph))
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
@@ -317,6 +329,7 @@ def line_of_node(
     kwargs: dict[str, Any],
     step_state: StepState,
     batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
+    marked: tuple[int, ...],
 ) -> str:
     """Return the line of the step that made a node, as text; the step is traced once more, up to there."""
 
@@ -325,7 +338,7 @@ def line_of_node(
             return function(*args, **kwargs)
 
     try:
-        _Tracing(stopping, (args, kwargs), step_state, batch_of, None).record()
+        _Tracing(stopping, (args, kwargs), step_state, batch_of, None, marked).record()
     except _ReachedError as reached:
         return user_line(reached)
     return ""

@@ -25,7 +25,7 @@ from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.hyperparameters import read_optimizers
-from dp_partition.check.copying import CannotCopyError, Transform
+from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
 from dp_partition.check.reference import (
     Ended,
     Outcome,
@@ -280,10 +280,9 @@ class CheckedCall:
             return "tensors have no values"
         if self.binding.mesh.size() > 1 and any(map(_is_fake, all_groups(self.binding.mesh))):
             return "the process group moves no data"
-        # Full parameters, gradients and state of the copy; the snapshot beside the live shards.
         full = sum(t.numel() * t.element_size() for t in tensors)
         local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
-        rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), 2 * full + local))
+        rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), check_bytes(full, local)))
         text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
         self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
         short = [rank for rank, (_, free, needed) in enumerate(rows) if needed > free]

@@ -41,6 +41,11 @@ _SHARED = (
 )
 
 
+def check_bytes(full: int, local: int) -> int:
+    """Return the bytes that a checked call needs: the copy and its gradients, and a snapshot of the live shards."""
+    return 2 * full + local
+
+
 class CannotCopyError(Exception):
     """Something that the step reaches cannot be copied."""
 

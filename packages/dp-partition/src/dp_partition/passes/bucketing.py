@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
 from dp_partition.capture.phases import TAG_GRAD
-from dp_partition.ops import aten, mutated_inputs, root_of
+from dp_partition.ops import aten, erase_chain, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
 from dp_partition.passes.peephole import mark_packing
 from dp_partition.passes.reduction import CommHook, FlatBuffer, reduce_flat
@@ -188,17 +188,7 @@ def _emit(
     for move, before, after in zip(bucket.moves, old, results, strict=True):
         after.meta.update({k: v for k, v in before.meta.items() if k in ("moves", "node_type", "phase")})
         before.replace_all_uses_with(after)
-        gone |= _erase_chain(graph, before, move.start)
-
-
-def _erase_chain(graph: fx.Graph, node: fx.Node, start: fx.Node) -> set[fx.Node]:
-    erased = set()
-    while node is not start and not node.users:
-        previous = node.all_input_nodes[0]
-        graph.erase_node(node)
-        erased.add(node)
-        node = previous
-    return erased
+        gone |= erase_chain(graph, before, move.start)
 
 
 StagedEmission = Generator[None, None, list[fx.Node]]

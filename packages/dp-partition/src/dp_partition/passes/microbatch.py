@@ -14,7 +14,7 @@ from torch import fx
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
-from dp_partition.ops import aten, base_of
+from dp_partition.ops import aten, base_of, substitution
 from dp_partition.sharding.propagate import gradient_name
 
 
@@ -40,8 +40,10 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
     slices = _slice_batch(graph, nodes, body[0], count, dim)
     copies: list[dict[fx.Node, fx.Node]] = [{node: node for node in body}]
     for index in range(1, count):
+        copies.append({arg: parts[index] for arg, parts in slices.items()})
         with graph.inserting_before(rest[0]):
-            copies.append(_copy(graph, body, {arg: parts[index] for arg, parts in slices.items()}))
+            for node in body:
+                copies[index][node] = graph.node_copy(node, substitution(copies[index]))
     for arg, parts in slices.items():
         for user in [user for user in arg.users if user in copies[0]]:
             user.replace_input_with(arg, parts[0])
@@ -110,13 +112,6 @@ def _slice_batch(
             part.meta.update(val=value, phase="forward")
         node.meta["val"] = value.repeat_interleave(count, dim)
     return slices
-
-
-def _copy(graph: fx.Graph, body: list[fx.Node], known: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-    copies: dict[fx.Node, fx.Node] = dict(known)
-    for node in body:
-        copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-    return copies
 
 
 def _mean(graph: fx.Graph, values: list[fx.Node]) -> fx.Node:

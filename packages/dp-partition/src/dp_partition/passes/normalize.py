@@ -14,7 +14,7 @@ from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyperparameter
 from dp_partition.capture.tracer import Capture
-from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs
+from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs, set_argument
 
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
@@ -64,20 +64,11 @@ def connect_fused_hyperparameters(graph: fx.Graph) -> None:
                 key = ("betas", int(argument.name[-1]) - 1) if beta else (argument.name, None)
                 source = hyperparameters.get(Hyperparameter(*group, *key))
                 if source is not None:
-                    _set_argument(node, argument.name, source)
+                    set_argument(node, argument.name, source)
 
 
 def _placeholders(graph: fx.Graph) -> list[tuple[fx.Node, Input]]:
     return [(node, node.meta["input"]) for node in graph.nodes if node.op == "placeholder" and "input" in node.meta]
-
-
-def _set_argument(node: fx.Node, name: str, value: fx.Node) -> None:
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            if position < len(node.args) and not argument.kwarg_only:
-                node.update_arg(position, value)
-            else:
-                node.update_kwarg(name, value)
 
 
 def name_views(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_partition.ops import arguments, aten, base_of, is_op, mutated_inputs
+from dp_partition.ops import arguments, aten, base_of, erase_chain, is_op, mutated_inputs, set_argument
 from dp_partition.plan.placements import NodeType
 
 # Where memory begins that kernels are fastest on, and bit for bit the same on: what torch's CPU allocator gives.
@@ -107,7 +107,7 @@ def _write_into(graph: fx.Graph, packing: fx.Node, sizes: list[int], products: d
     graph.erase_node(packing)
     for index, product in products.items():
         name = _gradient(rows[index]).meta.get("gradient")
-        _erase_views(graph, rows[index], product)
+        erase_chain(graph, rows[index], product)
         product.target = aten.mm.out
         product.kwargs = {"out": slots[index]}
         if name:
@@ -118,13 +118,6 @@ def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
     node.meta["node_type"] = NodeType.GRAD
     return node
-
-
-def _erase_views(graph: fx.Graph, node: fx.Node, until: fx.Node) -> None:
-    while node is not until:
-        previous = node.all_input_nodes[0]
-        graph.erase_node(node)
-        node = previous
 
 
 def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
@@ -199,20 +192,11 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
                 written.append((members[index], copied))
             members[index] = copied
-        _replace(node, argument.name, members)
+        set_argument(node, argument.name, members)
     with graph.inserting_after(node):
         for original, copied in reversed(written):
             back = graph.call_function(aten.copy_.default, (original, copied))
             back.meta["phase"] = node.meta.get("phase")
-
-
-def _replace(node: fx.Node, name: str, members: list[fx.Node]) -> None:
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            if position < len(node.args):
-                node.update_arg(position, members)
-            else:
-                node.update_kwarg(name, members)
 
 
 METHODS: dict[Any, str] = {

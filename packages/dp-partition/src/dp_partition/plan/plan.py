@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.plan.placements import DataParallelStyle, chunk_bounds, describe
+from dp_partition.plan.placements import DataParallelStyle, describe, local_shape
 
 FORMAT = 1
 
@@ -29,10 +30,7 @@ class TensorInfo:
     @property
     def num_bytes(self) -> int:
         """Bytes of the full tensor."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -57,13 +55,7 @@ class ParamPlan:
 
     def local_numel(self, placement: Placement, world: int, rank: int) -> int:
         """Elements of a rank's part under one of the placements."""
-        count = 1
-        for dim, size in enumerate(self.info.shape):
-            if isinstance(placement, Shard) and placement.dim == dim:
-                start, end = chunk_bounds(size, world, rank)
-                size = end - start
-            count *= size
-        return count
+        return math.prod(local_shape(self.info.shape, placement, world, rank))
 
 
 @dataclass(frozen=True)

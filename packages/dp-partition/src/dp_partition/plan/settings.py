@@ -71,6 +71,7 @@ class Settings:
         reshard: ``"auto"``, ``True`` or ``False``.
         backend: ``"eager"`` or ``"inductor"``.
         check: ``"sampled"``, ``"first"`` or ``"never"``.
+        dynamic: Dims of tensor arguments whose sizes are symbols of a trace.
     """
 
     style: DataParallelStyle
@@ -84,11 +85,12 @@ class Settings:
     reshard: str | bool = "auto"
     backend: str = "eager"
     check: str = "sampled"
+    dynamic: tuple[int, ...] = ()
 
     def text(self) -> str:
         """Return the choices that have to be equal on every rank and show neither in the plan nor in collectives."""
         chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend, self.check)
-        return ", ".join(map(str, chosen))
+        return ", ".join(map(str, (*chosen, self.dynamic)))
 
     def reduction(self) -> str:
         """Return the reduction of gradients as text for the plan; empty where it is plain."""
@@ -115,6 +117,13 @@ class Settings:
         if self.semantics == "global" and self.comm.hook is not None:
             hint = "use semantics='local': under global semantics gradients are sums that are not averaged"
             found.append(Problem("cannot-accumulate", "comm_hook", found="global", hint=hint))
+        if not all(isinstance(dim, int) for dim in self.dynamic):
+            hint = "pass a dim, or several"
+            found.append(Problem("invalid-argument", "mark_dynamic", found=repr(self.dynamic), hint=hint))
+        if self.dynamic and (self.semantics, self.accumulate, self.backend) != ("local", 1, "eager"):
+            hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
+            found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
+            found.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
         hook: object = self.comm.hook
         if hook is not None and not callable(hook):
             hint = "pass a function of a flat bucket and a GradientGroup"

@@ -34,7 +34,8 @@ class Program:
         mesh: The ranks.
         lowered: The partitioned graph with its compute compiled; None where it runs as it is.
         bound: The partitioned graph as it runs otherwise; made when it first does.
-        guard_values: Hyperparameters for which its guards were found to hold last.
+        guard_values: Hyperparameters and sizes for which its guards were found to hold last.
+        right_sizes: Up to two marked sizes for which it was found to be the graph of that length.
         is_checked: A check by execution has run it.
         failed: The node that raised when it last ran.
         labelled: Inputs by their kinds, as `labels` found them.
@@ -46,6 +47,7 @@ class Program:
     mesh: DeviceMesh
     local_fakes: list[Any] | None = None
     guard_values: tuple[float, ...] = ()
+    right_sizes: set[tuple[int, ...]] = field(default_factory=set)
     is_checked: bool = False
     failed: fx.Node | None = None
     lowered: Lowered | None = None
@@ -126,15 +128,21 @@ class Program:
         """The parameters that are let go of after forward and gathered once more for backward."""
         return frozenset(n.meta["input"].name for n in self.module.graph.nodes if MARK in n.meta)
 
-    def holds_for(self, values: dict[tuple[Any, ...], float]) -> bool:
-        """Return whether the decisions taken while tracing hold for these hyperparameters."""
-        now = tuple(values.values())
+    def sizes_of(self, leaves: list[Any]) -> tuple[int, ...]:
+        """Return the marked sizes among a call's arguments."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tuple([tensors[index].shape[dim] for index, dim in self.capture.sizes])
+
+    def broken_guard(self, values: dict[tuple[Any, ...], float], sizes: tuple[int, ...] = ()) -> Any:
+        """Return a decision of the trace that does not hold for these hyperparameters and sizes; None: all do."""
+        now = (*values.values(), *sizes)
         if now == self.guard_values:
-            return True
+            return None
         symbols = self.capture.symbols
         substitution = {symbol: values[hyper] for hyper, symbol in symbols.items() if symbol is not None}
+        substitution |= dict(zip(self.capture.sizes.values(), sizes, strict=True))
         for guard in self.capture.guards:
             if not bool(guard.xreplace(substitution)):
-                return False
+                return guard
         self.guard_values = now
-        return True
+        return None

@@ -32,7 +32,7 @@ from dp_partition.runner import Runner
 from dp_partition.runtime.state import local_tensor
 from dp_partition.sharding.op_rules.table import OutputPlacement
 from dp_partition.sharding.propagate import NodePlan, StoragePlacements
-from dp_partition.testing.simulate import Done, Event, advance, run_node, run_rank
+from dp_partition.testing.simulate import Done, Event, advance, run_rank
 
 _GONE = (TAG_GRAD, OWN_ROWS, SHARE_ROWS)  # markers of the single-device graph that no rank has
 
@@ -87,7 +87,7 @@ class NodeComparison:
             entry: Input = node.meta["input"]
             parts = [self.own(one[index]) for one in values]
             cut = entry.kind == "arg" and isinstance(self.homes.placements[node], Shard)
-            env[node] = torch.cat(parts, self.step.batch_dim) if cut else parts[0]
+            env[node] = torch.cat(parts, self.step.settings.batch_dim) if cut else parts[0]
         return [env]
 
     def rank_inputs(self, placeholders: list[fx.Node], values: list[list[Any]], rank: int) -> list[Any]:
@@ -95,16 +95,13 @@ class NodeComparison:
         found = []
         for index, node in enumerate(placeholders):
             entry: Input = node.meta["input"]
-            value = self.own(values[rank if entry.kind == "arg" and self.is_cut(node) else 0][index])
             placement = self.homes.placements[node]
+            has_rows = entry.kind == "arg" and isinstance(placement, Shard | RankLocal)
+            value = self.own(values[rank if has_rows else 0][index])
             if isinstance(placement, Shard) and entry.kind != "arg":
                 value = self.part(value, placement.dim, rank).clone()
             found.append(value)
         return found
-
-    def is_cut(self, node: fx.Node) -> bool:
-        """Return whether ranks have different values of a step's argument."""
-        return isinstance(self.homes.placements[node], Shard | RankLocal)
 
     def own(self, value: Any) -> Any:
         """A copy to compute with, in the precision of this trial."""
@@ -142,7 +139,7 @@ class NodeComparison:
             if original is not None:
                 self.seed(original, rank)
             try:
-                return run_node(node, *self.in_precision(args, kwargs))
+                return self.run_node(node, args, kwargs)
             except PlanError:
                 raise
             except Exception as error:
@@ -156,11 +153,13 @@ class NodeComparison:
         if is_random(node):
             torch.manual_seed(1000 * self.place[node] + rank)
 
-    def in_precision(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if not self.double:
-            return args, kwargs
-        change: Callable[[Any], Any] = lambda d: torch.float64 if d.is_floating_point else d  # noqa: E731
-        return pytree.tree_map_only(torch.dtype, change, (args, kwargs))  # type: ignore[no-any-return]
+    def run_node(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call in the precision of this trial."""
+        target: Any = node.target
+        if self.double:
+            change: Callable[[Any], Any] = lambda d: torch.float64 if d.is_floating_point else d  # noqa: E731
+            args, kwargs = pytree.tree_map_only(torch.dtype, change, (args, kwargs))
+        return target(*args, **kwargs)
 
     def run_reference(self, node: fx.Node, envs: list[dict[fx.Node, Any]]) -> None:
         """Run a node on the single device, for every run of it."""
@@ -171,7 +170,7 @@ class NodeComparison:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n, env=env: env[n])  # type: ignore[misc]
             self.seed(node, rank)
             try:
-                env[node] = run_node(node, *self.in_precision(args, kwargs))
+                env[node] = self.run_node(node, args, kwargs)
             except Exception as error:
                 if self.double:
                     raise NoKernel from error

@@ -220,9 +220,3 @@ def _where(event: Any) -> str:
     if isinstance(event, Waited | Done):
         return f"node {event.node.name}"
     return "its end"
-
-
-def run_node(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call."""
-    target: Any = node.target
-    return target(*args, **kwargs)

@@ -82,7 +82,9 @@ def _verify_world(step: Runner, args: tuple[Any, ...], kwargs: dict[str, Any], w
     if step.binding is None:
         check_traceable(step_state)
     plan = step.plan_for(step_state, world)
-    capture = capture_single_device(step.function, args, kwargs, step_state, plan, step.batch_dim, step.accumulate)
+    capture = capture_single_device(
+        step.function, args, kwargs, step_state, plan, step.settings.batch_dim, step.settings.accumulate
+    )
     return verify_capture(step, capture, plan, input_values(step, capture, step_state, args, kwargs, world))
 
 
@@ -95,7 +97,7 @@ def verify_capture(step: Runner, capture: Capture, plan: PartitionPlan, values: 
         plan: Where parameters lie.
         values: For every rank the values of all placeholders, parameters and state full.
     """
-    homes, plans = plan_nodes(capture, plan, step.batch_dim, step.comm, step.resharding)
+    homes, plans = plan_nodes(capture, plan, step.settings.batch_dim, step.comm, step.resharding)
     mark_types(plans)
     for double in (True, False):
         trial = NodeComparison(step, capture, plan, homes, plans, double)
@@ -128,7 +130,7 @@ def input_values(
             shared[index] = _some_state(capture, index, generator)
     per_rank = []
     for rank in range(world):
-        own = [_other_rows(tensor, rank, step.batch_dim) for tensor in tensors]
+        own = [_other_rows(tensor, rank, step.settings.batch_dim) for tensor in tensors]
         per_rank.append([shared[i] if i in shared else own[int(e.name)] for i, e in enumerate(capture.inputs)])
     return per_rank
 

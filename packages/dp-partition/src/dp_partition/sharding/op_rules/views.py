@@ -4,6 +4,7 @@ sharded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,18 +21,11 @@ def follow_dim(before: Sequence[int], after: Sequence[int], dim: int, world: int
     """
     if before[dim] % world or before[dim] == 0:
         return None
-    outer = _product(before[:dim])
+    outer = math.prod(before[:dim])
     for candidate, size in enumerate(after):
-        if _product(after[:candidate]) == outer and size > 1 and size % world == 0:
+        if math.prod(after[:candidate]) == outer and size > 1 and size % world == 0:
             return candidate
     return None
-
-
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 Follow = Callable[[Call, int], int | None]
