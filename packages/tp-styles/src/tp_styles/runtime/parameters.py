@@ -79,6 +79,7 @@ class ShardParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        ShardParameter.in_step = False  # no step replaces gradients: one has raised
         _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -314,6 +315,8 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             return local_of(parameter)
         local: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch's Function
         return local
+    if not is_compiling() and ShardParameter.in_step:  # no forward runs in a step: one has raised
+        ShardParameter.in_step = False
     return parameter
 
 

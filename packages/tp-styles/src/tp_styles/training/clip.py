@@ -123,9 +123,8 @@ class _Meshes:
 
     def __init__(self) -> None:
         self.groups: dict[Axis, dist.ProcessGroup] = {}
-        self.known: dict[int, tuple[Axis | None, ...]] = {}
+        self.known: dict[DeviceMesh, tuple[Axis | None, ...]] = {}
         self.carriers: dict[frozenset[Axis], None] = {}
-        self.alive: list[DeviceMesh] = []  # `known` is keyed by id
 
     def layout(self, parameter: torch.Tensor) -> tuple[frozenset[Axis], frozenset[Axis]]:
         """The axes of a parameter's mesh, and those along which it is sharded."""
@@ -139,7 +138,7 @@ class _Meshes:
         return frozenset(a for a in axes if a is not None), frozenset(sharded)
 
     def _axes(self, mesh: DeviceMesh) -> tuple[Axis | None, ...]:
-        if id(mesh) not in self.known:
+        if mesh not in self.known:
             found: list[Axis | None] = []
             for dim in range(mesh.ndim):
                 if mesh.size(dim) == 1:
@@ -149,10 +148,9 @@ class _Meshes:
                 axis = tuple(dist.get_process_group_ranks(group))
                 self.groups.setdefault(axis, group)
                 found.append(axis)
-            self.known[id(mesh)] = tuple(found)
-            self.alive.append(mesh)
+            self.known[mesh] = tuple(found)
             self.carriers.setdefault(frozenset(axis for axis in found if axis is not None))
-        return self.known[id(mesh)]
+        return self.known[mesh]
 
     def carrier(self, axes: frozenset[Axis]) -> frozenset[Axis]:
         """The axes that a contribution is reduced over: those of the largest mesh that has all of `axes`."""
