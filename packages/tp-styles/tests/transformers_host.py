@@ -218,6 +218,20 @@ def test_fewer_key_value_heads_than_ranks(ranks: Ranks, family: str, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(4, timeout=300)
+def test_gathered_projections_take_no_copies(ranks: Ranks, tmp_path: Path) -> None:
+    """OLMo 2 norms all heads at once, so that its plan gathers them: every rank attends with all."""
+    if ranks.rank == 0:
+        AutoModelForCausalLM.from_config(config_of("olmo2")).save_pretrained(tmp_path)
+    dist.barrier()
+    with pytest.raises(tp.PlanError, match="conflicting-arguments"):
+        loaded(tmp_path, 4, **{"model.layers.*.self_attn": "kv_replicate"})
+    with torch.no_grad():
+        found, wanted = loaded(tmp_path, 4)(input_ids=IDS).logits, loaded(tmp_path, 1)(input_ids=IDS).logits
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.ranks(2, timeout=300)
 def test_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
     """Refused while the model is loaded, on every rank; heads that divide take `kv_replicate` for nothing."""

@@ -56,6 +56,9 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Make the placeholder that transformers loads the weight into."""
         _kinds.setdefault(module, {})[param] = self.kind
+        if module in _copied and self.kind != "colwise":
+            hint = 'kv_replicate is for "colwise" key and value projections; leave it out'
+            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=self.kind, hint=hint))
         whole = module._parameters.get(param)
         if module in _copied and whole is not None:
             # Copies of some rows have no placement on this mesh: every rank holds all rows, and computes with its own.
