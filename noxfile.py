@@ -230,6 +230,15 @@ def versions(session: nox.Session, torch: str) -> None:
 
 
 @nox.session(default=False)
+def peft(session: nox.Session) -> None:
+    """LoRA of peft under tp-styles against one process."""
+    session.install(TORCH, *PYTEST, "peft==0.21.2", "transformers>=5,<6", str(RANKTEST))
+    _install_editable(session, ["tp-styles"])
+    session.chdir(repo.packages()["tp-styles"].path)
+    session.run("python", "-m", "pytest", "tests/peft_host.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
 def jax(session: nox.Session) -> None:
     """shard-spec's layouts against JAX's own, on 10,000 random meshes and shapes."""
     session.install(TORCH, *PYTEST, "jax==0.10.2", "jaxlib==0.10.2")
@@ -279,11 +288,31 @@ def demo(session: nox.Session) -> None:
 def multi_node(session: nox.Session) -> None:
     """The launch files on two hosts made of this machine; a host cut off; going on with fewer ranks."""
     house = wheelhouse.build_current(PACKAGES)
-    _install(session, house, TORCH, "numpy", "matplotlib", "pyyaml", *PACKAGES)
+    _install(session, house, TORCH, "numpy", "matplotlib", "pyyaml", "kubeflow-trainer-api==2.3.0", *PACKAGES)
     session.install("pytest")
     session.chdir("docs/howto/multi-node")
-    command = ("python", "-m", "pytest", "-c", "pytest.ini", *session.posargs)
-    session.run(*command, env=RANK_ENV)
+    session.run("python", "-m", "pytest", "-c", "pytest.ini", "test_multi_node.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """Training and a weight sync on four workers of Ray Train, one of which is killed."""
+    session.install(TORCH, "numpy", "pytest", "ray[train]==2.60.0", "transformers>=5,<6")
+    _install_editable(session, PACKAGES)
+    session.chdir("docs/howto/multi-node")
+    session.run("python", "-m", "pytest", "-c", "pytest.ini", "test_ray.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
+def slurm(session: nox.Session) -> None:
+    """`slurm.sbatch` on a real Slurm of two hosts, which is started on this machine (Debian: slurm-wlm)."""
+    if shutil.which("slurmctld") is None:
+        session.error("slurm needs slurmctld, slurmd and munged (Debian: apt-get install slurm-wlm)")
+    house = wheelhouse.build_current(PACKAGES)
+    _install(session, house, TORCH, "numpy", *PACKAGES)
+    session.install("pytest")
+    session.chdir("docs/howto/multi-node")
+    session.run("python", "-m", "pytest", "-c", "pytest.ini", "test_slurm.py", *session.posargs, env=RANK_ENV)
 
 
 @nox.session(default=False)
@@ -301,8 +330,8 @@ def docs(session: nox.Session) -> None:
     session.install(
         "mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "mkdocstrings-python==2.0.11"
     )
-    examples = ["transformers>=5,<6", "accelerate==1.15.0", "rich", "matplotlib", "pyyaml", "safetensors", "highspy"]
-    session.install(TORCH, "numpy", *examples)
+    hosts = ["transformers>=5,<6", "accelerate==1.15.0", "peft==0.21.2", "lightning==2.6.6"]
+    session.install(TORCH, "numpy", *hosts, "rich", "matplotlib", "pyyaml", "safetensors", "highspy")
     _install_editable(session, PACKAGES)
     session.run("python", "tools/check_docs.py", "run", env=RANK_ENV)
     session.run("mkdocs", "build", "--clean", "--config-file", "docs/mkdocs.yml")

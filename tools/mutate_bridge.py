@@ -84,9 +84,9 @@ MUTATIONS = [
     ),
     Mutation(
         "count replicated gradients tp times",
-        "optim/norms.py",
-        "            if operation == dist.ReduceOp.SUM and dist.get_rank() != ranks[0]:\n",
-        "            if False:\n",
+        "_shared/norms.py",
+        " if is_first else []",
+        "",
         "optim/test_norms.py",
     ),
     Mutation(
@@ -163,16 +163,16 @@ MUTATIONS = [
     ),
     Mutation(
         "a tied leaf counted once for each name",
-        "optim/norms.py",
-        "    once = list({id(parameter): parameter for parameter in given}.values())\n",
-        "    once = given\n",
+        "_shared/norms.py",
+        "    return list({id(parameter): parameter for parameter in listed}.values())\n",
+        "    return list(listed)\n",
         "optim/test_norms.py::test_replicated_tied_and_empty_shards_count_right",
     ),
     Mutation(
         "each rank clips by the norm of its own shards",
-        "optim/norms.py",
-        "            dist.all_reduce(stacked, op=operation, group=groups[ranks])\n",
-        "            pass\n",
+        "_shared/norms.py",
+        "                    dist.all_reduce(total, op=op, group=group)\n",
+        "                    pass\n",
         "optim/test_norms.py::test_clip_is_that_of_one_process",
     ),
     Mutation(
@@ -247,9 +247,9 @@ MUTATIONS = [
     ),
     Mutation(
         "copies of key-value heads counted each",
-        "optim/norms.py",
-        " if each.is_first_copy]",
-        "]",
+        "_shared/norms.py",
+        "        if rank % section.copies == 0:\n",
+        "        if True:\n",
         "state_dict/test_sections.py::test_adam_goes_through_a_checkpoint_to_every_mesh",
     ),
     Mutation(

@@ -50,17 +50,17 @@ class Pattern:
             for alternative in self.alternatives:
                 _check_glob(alternative, self.text)
 
-    @property
+    @cached_property
     def is_regex(self) -> bool:
         """Return whether it starts with ``re:``."""
         return self.text.startswith("re:")
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Return whether it names exactly one tensor or module."""
         return not self.is_regex and not _WILD.search(self.text)
 
-    @property
+    @cached_property
     def names_buffers(self) -> bool:
         """Return whether it may decide about buffers: only where its last segment is spelled out."""
         return not self.is_regex and not _WILD.search(self.text.rsplit(".", 1)[-1])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +16,9 @@ from pathlib import Path
 from typing import IO
 
 HERE = Path(__file__).resolve().parent
+TRAIN = str(HERE / "train.py")
+SMALL = ["--dim", "32", "--layers", "1", "--context", "32", "--batch", "8", "--dtype", "float64"]
+START = 180.0  # to import torch several times on a busy machine
 
 
 class Host:
@@ -138,3 +143,35 @@ def until(what: str, seconds: float) -> Iterator[None]:
         yield
         time.sleep(0.05)
     raise TimeoutError(f"not within {seconds} s: {what}")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step, the last one that was written for it; whole lines only."""
+    file = folder / "losses.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return {line["step"]: line["loss"] for line in map(json.loads, text[: text.rfind("\n") + 1].splitlines())}
+
+
+def on_one_host(ranks: int, args: list[str]) -> str:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", TRAIN]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *launch, *SMALL, *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=2 * START,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def trained_on_two_hosts(folder: Path, said: str) -> None:
+    """Two steps by two hosts of one rank each are those of one process."""
+    assert "2 ranks, from step 0 to 2" in said, said
+    alone = folder / "alone"
+    on_one_host(1, ["--steps", "2", "--checkpoints", str(alone)])
+    wanted, found = losses(alone), losses(folder / "run1")
+    assert list(found) == list(wanted) == [1, 2]
+    assert all(abs(found[step] - wanted[step]) < 1e-9 * wanted[step] for step in wanted)

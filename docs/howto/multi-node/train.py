@@ -38,7 +38,7 @@ from training import mean
 GRACE = 5.0  # seconds: torchrun ends a host's other ranks as soon as one has ended; each is to have its say
 
 
-def arguments() -> argparse.Namespace:
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=Path, required=True, help="folder that all hosts share")
     parser.add_argument("--checkpoint-every", type=int, default=50, metavar="STEPS")
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which a collective has failed")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def start(timeout: float) -> torch.device:

@@ -90,9 +90,10 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        values, mesh = compact_rules(self, module)
+        found = resolve(self, module)
+        values, mesh = compact_rules(found, self.mesh)
         plan = ShardingPlan(values, self.output_plan, self.return_local_tensor, mesh=mesh, strict=self.strict)
-        assert dict(resolve(plan, module)) == dict(resolve(self, module)), "a compact plan says something else"
+        assert dict(resolve(plan, found.metadata)) == dict(found), "a compact plan says something else"
         return plan
 
     # ---- with a model -----------------------------------------------------------------------------------------

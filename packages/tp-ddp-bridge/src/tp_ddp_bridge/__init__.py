@@ -7,12 +7,12 @@ tensors.
 """
 
 from tp_ddp_bridge.__about__ import __version__
+from tp_ddp_bridge._shared.norms import clip_grad_norm_, grad_norm
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.api import _pre_dp_module_transform, dp_bridge, pre_dp_module_transform, wrap_ddp
 from tp_ddp_bridge.consistency.replicas import check_replicas
 from tp_ddp_bridge.module.survey import bridge_plan
 from tp_ddp_bridge.module.transform import is_bridged, undo_dp_transform
-from tp_ddp_bridge.optim.norms import clip_grad_norm_, grad_norm
 from tp_ddp_bridge.optim.repoint import check_optimizer
 from tp_ddp_bridge.optim.scaler import GradScaler
 from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local

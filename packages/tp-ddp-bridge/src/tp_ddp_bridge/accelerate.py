@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from tp_ddp_bridge._shared.norms import clip_grad_norm_
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge.optim.norms import clip_grad_norm_
 from tp_ddp_bridge.optim.scaler import GradScaler
 from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
 

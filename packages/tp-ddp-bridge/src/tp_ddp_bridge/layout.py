@@ -35,14 +35,12 @@ class LocalRange:
         start: First row in the global tensor.
         offset: First row in the leaf.
         length: Number of rows.
-        is_first_copy: This rank is the first of those that hold this shard.
     """
 
     dim: int
     start: int
     offset: int
     length: int
-    is_first_copy: bool
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Return these rows of the leaf, sharing its memory."""
@@ -105,9 +103,8 @@ class Layout:
         """Return what each section contributes to this rank's leaf, possibly no rows."""
         axis, dim = self.info.section_axis()
         rank, offset, found = self.mesh.get_local_rank(axis), 0, []
-        for section, (start, stop) in zip(self.sections, self.info.ranges(rank), strict=True):
-            copy = rank % section.copies
-            found.append(LocalRange(dim, start, offset, stop - start, copy == 0))
+        for start, stop in self.info.ranges(rank):
+            found.append(LocalRange(dim, start, offset, stop - start))
             offset += stop - start
         return tuple(found)
 

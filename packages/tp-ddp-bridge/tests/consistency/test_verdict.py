@@ -13,7 +13,8 @@ from ranktest import Ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from tp_ddp_bridge import PlanError, Problem, clip_grad_norm_, pre_dp_module_transform
-from tp_ddp_bridge.consistency.verdict import Jury, named_collective
+from tp_ddp_bridge._shared.consensus import named_collective
+from tp_ddp_bridge.consistency.verdict import Jury
 
 
 @pytest.mark.ranks(4)

@@ -130,9 +130,13 @@ def test_what_is_refused_and_what_needs_no_communication(ranks: Ranks) -> None:
         assert float(clip_grad_norm_([stranger], 1.0)) == pytest.approx(math.sqrt(3))
         assert float(clip_grad_norm_([], 1.0)) == 0.0
         assert float(grad_norm(stranger)) == pytest.approx(1.0)
-        head = [p for name, p in model.named_parameters() if name.startswith("head")]
-        assert float(grad_norm(head)) > 0
     assert not log.events
+    head = [p for name, p in model.named_parameters() if name.startswith("head")]
+    head[0].grad[0, 0] += 1e-3 * ranks.rank  # replicas that differ get one norm
+    with ranks.record() as log:
+        found = float(grad_norm(head))
+    assert log.ops == ("all_reduce",)
+    assert found > 0 and len(set(ranks.gather(found))) == 1
     next(model.parameters()).grad.fill_(math.nan)
     assert math.isnan(float(grad_norm(model.parameters())))
     with pytest.raises(RuntimeError, match="nan"):

@@ -8,6 +8,7 @@ from tp_styles.__about__ import __version__
 from tp_styles._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from tp_styles._shared.norms import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.apply import apply_plan as apply_plan
     from tp_styles.from_plan.carry_out import apply_sharding_plan as apply_sharding_plan
     from tp_styles.from_plan.convert import from_sharding_plan as from_sharding_plan
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from tp_styles.styles.replicated import NoParallel as NoParallel
     from tp_styles.styles.replicated import SequenceParallel as SequenceParallel
     from tp_styles.styles.rowwise import RowwiseParallel as RowwiseParallel
-    from tp_styles.training.clip import clip_grad_norm_ as clip_grad_norm_
     from tp_styles.training.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tp_styles.training.state import full_state_dict as full_state_dict
     from tp_styles.values.spec import ModuleInfo as ModuleInfo
@@ -142,7 +142,7 @@ __getattr__, __dir__ = lazy_exports(
         "parallelize": ("parallelize_module",),
         "training.state": ("full_state_dict",),
         "training.loss": ("vocab_parallel_cross_entropy",),
-        "training.clip": ("clip_grad_norm_",),
+        "_shared.norms": ("clip_grad_norm_",),
         "runtime.rng": ("tp_rng",),
         "values.split": ("Split", "Section"),
         "values.spec": ("ModuleInfo", "ParameterInfo", "ParameterSpec", "Redistribution", "StyleSpec"),

@@ -29,6 +29,8 @@ __all__ = [
     "TorchParallelStyle",
     "all_gather_into",
     "current_mesh",
+    "foreach_norms",
+    "foreach_scale",
     "functional_collectives",
     "gradient_like",
     "is_compiling",
@@ -38,7 +40,6 @@ __all__ = [
     "norms",
     "outside_of_tracing",
     "reduce_scatter_into",
-    "scale_all_",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -140,8 +141,13 @@ def gradient_like(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(GradientDTensor, local, spec, requires_grad=False)
 
 
-def scale_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors in place, by few kernels."""
+def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Norm of each tensor in one horizontal pass, computed and returned in ``dtype``."""
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply every tensor by ``factor`` in place, in one horizontal pass."""
     torch._foreach_mul_(tensors, factor)
 
 

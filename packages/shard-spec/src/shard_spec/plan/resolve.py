@@ -320,9 +320,8 @@ def _common_mesh(layouts: Iterable[Layout | None]) -> MeshSpec | None:
     return MeshSpec({"ranks": len(ranks)}, ranks)
 
 
-def compact_rules(plan: PlanContent, module: nn.Module | ModelMetadata) -> tuple[dict[str, Any], MeshSpec | None]:
-    """Return rules with globs that mean the same for ``module``, and their mesh."""
-    found = resolve(plan, module)
+def compact_rules(found: Resolution, mesh: MeshSpec | None) -> tuple[dict[str, Any], MeshSpec | None]:
+    """Return rules with globs that mean the same for the model of ``found``, and their mesh."""
     names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
     groups: dict[str, list[str]] = {}
     rules = {}
@@ -343,6 +342,6 @@ def compact_rules(plan: PlanContent, module: nn.Module | ModelMetadata) -> tuple
         else:
             rules.update({name: found.layouts[name] for name in members})
     meshes = {layout.mesh for layout in rules.values()}
-    mesh = plan.mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
+    mesh = mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
     values = {key: str(layout) if layout.mesh == mesh else layout for key, layout in rules.items()}
     return {**values, **found.sharders}, mesh

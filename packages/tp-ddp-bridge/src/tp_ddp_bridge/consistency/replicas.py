@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge._shared.consensus import all_gather_header, ranks_of
+from tp_ddp_bridge._shared.consensus import all_gather_header, named_collective, ranks_of
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._torch_compat import local_of
-from tp_ddp_bridge.consistency.verdict import named_collective
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
 
 _CHUNK = 1 << 20

@@ -1,10 +1,8 @@
-"""One verdict over all ranks of a mesh, and errors that name the rank and the call where a peer has died."""
+"""One verdict over all ranks of a mesh."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -12,21 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tp_ddp_bridge._shared.consensus import assert_consistent
 from tp_ddp_bridge._shared.problems import PlanError, Problem
-
-_calls: collections.Counter[str] = collections.Counter()
-
-
-@contextmanager
-def named_collective(subject: str) -> Iterator[None]:
-    """Name the rank and the number of the call where a collective fails because a peer died or made no such call."""
-    _calls[subject] += 1
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{subject}, call {_calls[subject]}, failed on rank {dist.get_rank()}: another rank died, or made no such "
-            "call. Gradients and parameters may be partially updated; restore from a checkpoint"
-        ) from error
 
 
 class Jury:

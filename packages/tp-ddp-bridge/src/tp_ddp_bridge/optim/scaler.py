@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from tp_ddp_bridge._shared.consensus import named_collective
 from tp_ddp_bridge._torch_compat import LocalGradScaler
-from tp_ddp_bridge.consistency.verdict import named_collective
 from tp_ddp_bridge.layout import layout_of
 from tp_ddp_bridge.optim.elementwise import parameters_of
 

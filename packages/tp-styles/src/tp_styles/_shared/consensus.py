@@ -8,9 +8,11 @@ of misreading each other's bytes (gloo ends the process when lengths differ).
 
 from __future__ import annotations
 
+import collections
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -180,3 +182,19 @@ def _or_dead_peer(collective: Callable[[], object], subject: str) -> None:
     except RuntimeError as error:
         found = f"{subject}: rank {dist.get_rank()} got no answer while ranks compared what they are about to do"
         raise RuntimeError(f"{found}; another rank died, or made no such call. Nothing was changed.") from error
+
+
+_calls: collections.Counter[str] = collections.Counter()
+
+
+@contextmanager
+def named_collective(subject: str) -> Iterator[None]:
+    """Name the rank and the number of the call where a collective fails because a peer died or made no such call."""
+    _calls[subject] += 1
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{subject}, call {_calls[subject]}, failed on rank {dist.get_rank()}: another rank died, or made no such "
+            "call. Gradients and parameters may be partially updated; restore from a checkpoint"
+        ) from error

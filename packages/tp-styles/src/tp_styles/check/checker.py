@@ -235,7 +235,22 @@ class Checker:
             if (
                 scope.is_root and not self.is_staged and failed.stage == Stage.SHARDED
             ):  # else the call itself will raise
+                self._refuse_late_modules(scope, failed)
                 _warn(scope, failed, "the sharded model is")
+
+    def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
+        """Refuse a model that cannot be compared and has layers that the plan never saw: adapters, mostly.
+
+        Raises:
+            CheckError: There are such layers; on every rank, since modules are replicas.
+        """
+        late = [
+            name for name, module in scope.module.named_modules() if module not in self.names and module._parameters
+        ]
+        if late:
+            found = f"{', '.join(late[:5])} came after apply_plan, sized for one shard; the original: {verdict.failure}"
+            hint = "add layers first, then call apply_plan with a style for them: for LoRA, LoRAParallel on the pair"
+            raise CheckError([Problem("model-changed", str(scope), found=found, hint=hint)])
 
     # ------------------------------------------------------------------ both runs
 

@@ -16,6 +16,7 @@ from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.experts import IdentityExpert, LatentKVParallel, ParametersParallel
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.gqa import GQAParallel
+from tp_styles.styles.lora import LoRAParallel
 from tp_styles.styles.prepare_module import PrepareModuleOutput
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
@@ -112,10 +113,24 @@ def from_hf_tp_plan(
     if not plan:
         raise PlanError(Problem("missing-argument", type(model).__name__, found="no tp_plan", hint="pass plan="))
     named = _entries(model, todays_names(plan))
-    styles = {name: _style(model, name, named) for name in _modules(model, named)}
+    found_styles = {name: _style(model, name, named) for name in _modules(model, named)}
+    styles = {name: _beside_adapter(model.get_submodule(name), style) for name, style in found_styles.items()}
+    if not styles:
+        found = "no name of the plan is one of its modules"
+        hint = "of a wrapper pass the model inside (peft: get_base_model())"
+        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found=found, hint=hint))
     _keep_ties(model, styles)
     _learned_activations(model, styles)
     return _with_heads(model, styles, kv_replicate)
+
+
+def _beside_adapter(module: nn.Module, style: ParallelStyle) -> ParallelStyle:
+    """The style of a linear layer, also where peft has put a low-rank update beside it."""
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear):
+        return style
+    if style == ColwiseParallel():
+        return LoRAParallel("column")
+    return LoRAParallel("row") if style == RowwiseParallel() else style
 
 
 def _on_meta(config: Any) -> nn.Module:
