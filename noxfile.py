@@ -271,6 +271,23 @@ def vllm(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def transformers(session: nox.Session) -> None:
+    """tp-styles inside transformers: its own tensor-parallel checks, from its sdist, with our styles registered."""
+    release = "transformers==5.23.0"
+    session.install(
+        TORCH, "numpy", *PYTEST, release, "accelerate==1.15.0", "parameterized", "pip", "setuptools", str(RANKTEST)
+    )
+    _install_editable(session, ["tp-styles"])
+    sdist = Path(session.create_tmp()) / "transformers-5.23.0.tar.gz"
+    if not sdist.exists():  # the checks are in no wheel
+        pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
+        session.run(*pip, release, "--dest", str(sdist.parent))
+    session.chdir(repo.packages()["tp-styles"].path)
+    env = {**RANK_ENV, "TRANSFORMERS_SDIST": str(sdist)}
+    session.run("python", "-m", "pytest", "tests/transformers_host.py", *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """The main job, from a plan to serving, on four ranks."""
     house = wheelhouse.build_current(PACKAGES)

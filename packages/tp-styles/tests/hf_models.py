@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,6 +97,58 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": EXPERTS,
     "dots1": EXPERTS,
 }
+
+
+ENCODER: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def encoders() -> list[tuple[str, Callable[[], nn.Module], dict[str, torch.Tensor]]]:
+    """Encoders, encoder-decoders and vision models: name, maker and inputs."""
+    import transformers as of
+
+    tower = {key: value for key, value in ENCODER.items() if key != "vocab_size"}
+    small = {"image_size": 16, "patch_size": 4}
+    t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    layers = {
+        f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("layers", 2), ("attention_heads", 4))
+    }
+    both = {"vocab_size": 96, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, **layers}
+    both |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    sound = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
+    clip = {"text_config": {**ENCODER, "eos_token_id": 17}, "vision_config": {**tower, **small}, "projection_dim": 16}
+    ids = {"input_ids": torch.arange(2, 18).view(2, 8)}
+    decoder = {"decoder_input_ids": ids["input_ids"]}
+    pixels = {"pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
+    heard = {"input_features": torch.linspace(-1, 1, 512).view(2, 8, 32), **decoder}
+    return [
+        ("encoder: T5", lambda: of.T5EncoderModel(of.T5Config(**t5)), ids),
+        (
+            "encoder-decoder: T5",
+            lambda: of.T5ForConditionalGeneration(of.T5Config(**t5, use_cache=False)),
+            {**ids, **decoder},
+        ),
+        (
+            "vision: BEiT",
+            lambda: of.BeitModel(of.BeitConfig(**ENCODER, **small, use_relative_position_bias=True)),
+            pixels,
+        ),
+        ("encoder: BERT", lambda: of.BertForMaskedLM(of.BertConfig(**ENCODER)), ids),
+        (
+            "encoder: RoBERTa",
+            lambda: of.RobertaForMaskedLM(of.RobertaConfig(**ENCODER, max_position_embeddings=64)),
+            ids,
+        ),
+        ("vision: ViT", lambda: of.ViTModel(of.ViTConfig(**tower, **small)), pixels),
+        ("vision and text: CLIP", lambda: of.CLIPModel(of.CLIPConfig(**clip)), {**ids, **pixels}),
+        ("encoder-decoder: BART", lambda: of.BartModel(of.BartConfig(**both, max_position_embeddings=64)), ids),
+        ("speech: Whisper", lambda: of.WhisperModel(of.WhisperConfig(**both, **sound)), heard),
+    ]
 
 
 def build(family: str, experts: str = "eager") -> nn.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
@@ -382,6 +384,37 @@ def test_the_check_leaves_nothing_behind(ranks: Ranks) -> None:
             model.train()(x)
         assert log.ops == ("all_reduce",)
     assert models.assert_close(results[0], results[1], atol=0) > 1000
+
+
+@pytest.mark.ranks(2)
+def test_a_steady_region_calls_nothing_of_the_check(ranks: Ranks) -> None:
+    """Regions' hooks go once their mode is checked, and are back, in their place, for a mode that is new."""
+
+    def in_evaluation(x: Tensor) -> Tensor:
+        return x.tanh() if model[0].training else x.flip(-1)
+
+    model: Any = models.seeded(lambda: nn.Sequential(Pair(in_evaluation), Pair())).double()
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"*.up": tp.ColwiseParallel(), "*.down": tp.RowwiseParallel()})
+    model[1].register_forward_pre_hook(lambda module, args: None, prepend=True)  # as FSDP2's
+    called: Counter[str] = Counter()
+    for step in range(5):
+        called.clear()
+        sys.setprofile(lambda frame, event, arg: called.update([frame.f_code.co_filename] * (event == "call")))
+        model(tokens()).sum().backward()
+        sys.setprofile(None)
+        in_check = sum(count for name, count in called.items() if "tp_styles/check/" in name)
+        assert (in_check > 100) if step == 0 else (in_check <= 4) if step > 1 else True, (step, in_check)
+    hooks = [[type(hook).__name__ for hook in part._forward_pre_hooks.values()] for part in model]
+    assert "CheckHook" not in hooks[0] + hooks[1]
+    model[0].eval()  # alone
+    with pytest.raises(tp.PlanError, match=r"check-mismatch.*region '0'"):
+        model(tokens())
+    assert next(iter(model[0]._forward_pre_hooks.values())).scope.name == "0"  # the check's
+    assert [type(hook).__name__ for hook in model[1]._forward_pre_hooks.values()] == [
+        "function",
+        "CheckHook",
+        *hooks[1][1:],
+    ]
 
 
 @pytest.mark.ranks(2)

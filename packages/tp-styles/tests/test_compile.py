@@ -1,7 +1,8 @@
-"""Under the compiler: one graph, the same random numbers, the same checks. One test: the tracer starts once."""
+"""Under the compiler: one graph, the same random numbers, the same checks. One test a world: the tracer starts once."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -117,3 +118,35 @@ def draws_as_in_eager_training(ranks: Ranks) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     handle.undo()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
+@pytest.mark.ranks(4, timeout=300)
+def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
+    """Tensor parallel over 2 ranks, fully sharded over 2: each block one graph, or the model; five steps as alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    batches = [torch.randint(0, 17, (4, 6)) for _ in range(5)]
+    own = [batch.chunk(2)[mesh["dp"].get_local_rank()] for batch in batches]
+    alone: Any = models.seeded(models.GPT).double()
+    start = copy.deepcopy(alone)
+    models.train(alone, batches, models.next_token_loss)
+    for by_block in (True, False):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        model: Any = copy.deepcopy(start)
+        handle = tp.apply_plan(model, mesh["tp"], models.gpt_plan())
+        for layer in model.layers:
+            if by_block:
+                layer.compile(backend="aot_eager", fullgraph=True)
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        if not by_block:
+            model.compile(backend="aot_eager")  # graphs break where FSDP2 gathers
+        models.train(model, own, models.next_token_loss)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        found = {name: p.full_tensor() for name, p in model.named_parameters()}
+        assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 6000
+        assert "equal to the original" in handle.report()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 import hf_models
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 from tp_styles._shared.patterns import Pattern
 from tp_styles.hf.plan import OLDER, TODAY, todays_names
 
+MARKS = "<!-- families: begin -->\n", "<!-- families: end -->"
 SAMPLE = ["gemma2", "phi3", "qwen2_moe", "granitemoe", "deepseek_v2", "stablelm"]
 
 
@@ -153,40 +156,7 @@ def test_encoders(ranks: Ranks) -> None:
     import transformers
 
     mesh = ranks.mesh((2,), ("tp",))
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    tower = {key: value for key, value in sizes.items() if key != "vocab_size"}
-    small = {"image_size": 16, "patch_size": 4}
-    t5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    layers = {
-        f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("layers", 2), ("attention_heads", 4))
-    }
-    both = {"vocab_size": 96, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, **layers}
-    both |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    sound = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
-    clip = {"text_config": {**sizes, "eos_token_id": 17}, "vision_config": {**tower, **small}, "projection_dim": 16}
-    ids = {"input_ids": torch.arange(2, 18).view(2, 8)}
-    decoder = {"decoder_input_ids": ids["input_ids"]}
-    pixels = {"pixel_values": torch.linspace(-1, 1, 768).view(1, 3, 16, 16)}
-    heard = {"input_features": torch.linspace(-1, 1, 512).view(2, 8, 32), **decoder}
-    of = transformers
-    makes: list[tuple[Callable[[], Any], dict[str, torch.Tensor]]] = [
-        (lambda: of.T5EncoderModel(of.T5Config(**t5)), ids),
-        (lambda: of.T5ForConditionalGeneration(of.T5Config(**t5, use_cache=False)), {**ids, **decoder}),
-        (lambda: of.BeitModel(of.BeitConfig(**sizes, **small, use_relative_position_bias=True)), pixels),
-        (lambda: of.BertForMaskedLM(of.BertConfig(**sizes)), ids),
-        (lambda: of.RobertaForMaskedLM(of.RobertaConfig(**sizes, max_position_embeddings=64)), ids),
-        (lambda: of.ViTModel(of.ViTConfig(**tower, **small)), pixels),
-        (lambda: of.CLIPModel(of.CLIPConfig(**clip)), {**ids, **pixels}),
-        (lambda: of.BartModel(of.BartConfig(**both, max_position_embeddings=64)), ids),
-        (lambda: of.WhisperModel(of.WhisperConfig(**both, **sound)), heard),
-    ]
-    for make, inputs in makes:
+    for _, make, inputs in hf_models.encoders():
         model = models.seeded(make).eval()
         alone = copy.deepcopy(model)
         styles = tp.auto_plan(model, tp_size=2)
@@ -196,7 +166,36 @@ def test_encoders(ranks: Ranks) -> None:
         name = type(model).__name__  # gradients, too
         assert f"check of {name} (evaluation, with gradients): equal to the original" in handle.report()
     torch.manual_seed(ranks.rank)
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**hf_models.ENCODER)).eval()
     tp.apply_plan(model, mesh, tp.auto_plan(model, tp_size=2))
     with pytest.raises(tp.PlanError, match=r"replicas-differ.*position_embeddings"):
-        model(**ids)
+        model(input_ids=torch.arange(2, 18).view(2, 8))
+
+
+@pytest.mark.extra("transformers", "shard-spec")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_the_page_of_families() -> None:
+    """What `auto_plan` shards of each family on two ranks, and what it leaves in full: as the page shows it."""
+    page = Path(__file__).parents[3] / "docs" / "families.md"
+    lines = ["| family | plan | sharded | in full on every rank |", "|---|---|---|---|"]
+    shares = []
+    decoders: list[tuple[str, Callable[[], nn.Module]]] = [
+        (f"decoder: {family}", partial(hf_models.build, family)) for family in hf_models.FAMILIES
+    ]
+    for name, make in [*decoders, *((name, make) for name, make, _ in hf_models.encoders())]:
+        model = make()
+        plan = tp.plan_styles(model, tp.auto_plan(model, tp_size=2), 2)
+        assert not plan.problems, (name, plan.problems)
+        share, left = hf_models.divided(model, plan)
+        shares.append(share)
+        source = "its own" if getattr(model, "tp_plan", None) else "by blocks"
+        text = ", ".join(f"`{one}`" for one in left)
+        lines.append(f"| {name} | {source} | {share:.0%} | {text} |")
+    assert len(shares) >= 49
+    assert min(shares) > 0.3
+    text = page.read_text()
+    before, rest = text.split(MARKS[0])
+    wanted = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + rest.split(MARKS[1])[1]
+    if os.environ.get("UPDATE_README"):
+        page.write_text(wanted)
+    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"

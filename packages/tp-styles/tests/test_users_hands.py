@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +204,18 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
 
     with pytest.raises(tp.PlanError, match="local-shard-as-full"):
         step(closure)
+    # After a step that raised, gradients refuse norms again.
+    failing = _Failing(model.parameters(), lr=0.1)
+    for forgets in (True, False):
+        failing.fails = False
+        failing.step()
+        failing.fails = True
+        with pytest.raises(RuntimeError, match="out of memory"):
+            failing.step()
+        model.zero_grad(set_to_none=forgets)
+        model(x64(3, 8)).square().sum().backward()
+        with pytest.raises(tp.PlanError, match="local-shard-as-full"):
+            nn.utils.clip_grad_norm_(weights, 1e-3)
     # A norm written out is seen at steps 1, 2, 4 ...
     model.zero_grad()
     model(x64(3, 8)).square().sum().backward()
@@ -217,6 +230,15 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
     nn.utils.parametrizations.spectral_norm(model.up)
     with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*weight.*ParametrizedLinear"):
         model(x64(3, 8))
+
+
+class _Failing(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
 
 
 @pytest.mark.ranks(2)

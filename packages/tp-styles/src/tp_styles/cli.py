@@ -73,13 +73,9 @@ def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
     text = planned.to_json() if options.json else planned.explain(options.name, num_tokens=options.num_tokens)
     print(text)
     if options.html:
-        _write_html(options.html, text)
+        with open(options.html, "w", encoding="utf-8") as file:
+            file.write(page("tp-styles", [f"<pre>{escape(text)}</pre>"]))
     return PROBLEMS if planned.problems else GOOD
-
-
-def _write_html(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(page("tp-styles", [f"<pre>{escape(text)}</pre>"]))
 
 
 if __name__ == "__main__":

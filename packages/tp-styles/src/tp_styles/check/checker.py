@@ -458,11 +458,19 @@ class Checker:
 
 
 class CheckHook:
-    """Pre-hook with keywords of a scope."""
+    """Pre-hook with keywords of a scope; a region's is there only until its call is checked.
+
+    Attributes:
+        regions: Hooks of the regions within, if the scope is the root.
+    """
 
     def __init__(self, checker: Checker, scope: Scope) -> None:
         self.checker = checker
         self.scope = scope
+        self.regions: list[CheckHook] = []
+        self.seen: set[tuple[bool, ...]] = set()
+        self.key = -1
+        self.before: list[int] = []
         self.error: PlanError | None = None
         self.raise_outside_of_graphs: Callable[[], None] = self.raise_error
 
@@ -474,8 +482,42 @@ class CheckHook:
             ):
                 self.raise_outside_of_graphs()
             return
+        self.install_regions()
         if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
             self.checker(self, args, kwargs)
+        elif not self.scope.is_root and not IN_ORIGINAL.get():
+            self.remove()  # a steady step pays for the root's hook alone, which installs this one for a new mode
+
+    def install_regions(self) -> None:
+        """Put the regions' hooks back where the root is called in modes that are new."""
+        modes = torch.is_grad_enabled(), *[region.scope.module.training for region in self.regions]
+        if modes not in self.seen:
+            self.seen.add(modes)
+            for region in self.regions:
+                region.install()
+
+    def install(self) -> None:
+        """Stand before every other hook, but for those that were before it: FSDP2's gather the parameters."""
+        hooks: Any = self.scope.module._forward_pre_hooks
+        if self.key < 0:
+            self.key = self.scope.module.register_forward_pre_hook(self, prepend=True, with_kwargs=True).id
+        elif self.key not in hooks:
+            hooks[self.key] = self
+            for key in (self.key, *reversed(self.before)):
+                if key in hooks:
+                    hooks.move_to_end(key, last=False)
+
+    def remove(self) -> None:
+        """Go, and keep which hooks were before. A run has its own table of hooks, but not of those with keywords."""
+        keys = list(self.scope.module._forward_pre_hooks)
+        if self.key in keys:
+            self.before = keys[: keys.index(self.key)]
+            del self.scope.module._forward_pre_hooks[self.key]
+
+    def take_back(self) -> None:
+        """Leave the module as if it had never been there."""
+        self.remove()
+        self.scope.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
     def raise_error(self) -> None:
         """Raise what was found while a call was traced, once."""
@@ -501,6 +543,7 @@ def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: An
         return False
     with outside_of_tracing():
         try:
+            hook.install_regions()
             hook.checker(hook, values[:num_args], dict(zip(names.split(","), values[num_args:], strict=bool(names))))
         except PlanError as error:
             # With `fullgraph=True` torch raises, and shows the reason; otherwise the graph breaks, and this is called.
@@ -511,15 +554,16 @@ def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: An
 
 
 def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
-    """Hooks of all scopes, before every other hook: they see what the caller passes.
+    """Hooks of all scopes, the root's first, before every other hook: they see what the caller passes.
 
     Returns:
         Functions that take them back.
     """
-    return [
-        scope.module.register_forward_pre_hook(CheckHook(checker, scope), prepend=True, with_kwargs=True).remove
-        for scope in scopes
-    ]
+    root, *regions = (CheckHook(checker, scope) for scope in scopes)
+    root.regions = regions
+    for hook in (root, *regions):
+        hook.install()
+    return [hook.take_back for hook in (root, *regions)]
 
 
 def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]:

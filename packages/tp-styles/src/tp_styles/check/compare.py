@@ -56,7 +56,7 @@ class Comparison:
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
         """Differences of the outputs, and those outputs that gradients can start from."""
         ours, wanted = tensors(sharded.output), tensors(reference.output)
-        shapes = self.axis.all_gather_objects([_meta(x) for x in ours], "the check")
+        shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for x in ours], "the check")
         if any(len(other) != len(wanted) for other in shapes):
             return [Difference("output", "structure", math.inf, f"{len(ours)} tensors, {len(wanted)} originally")], []
         found: list[Difference] = []
@@ -220,10 +220,6 @@ def largest(x: torch.Tensor) -> float:
     """The largest finite value."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
-
-
-def _meta(x: torch.Tensor) -> tuple[tuple[int, ...], bool]:
-    return tuple(x.shape), isinstance(x, DTensor)
 
 
 def _layout(one: torch.Tensor, other: torch.Tensor, metas: list[tuple[tuple[int, ...], bool]]) -> Any:

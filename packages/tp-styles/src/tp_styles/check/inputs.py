@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from tp_styles._torch_compat import local_of, tree_flatten, tree_unflatten
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import agreed_values
+from tp_styles.runtime.redistribute import as_dtensor
 from tp_styles.values.transfer import normalized
 
 TOLERANCE = 1e-3
@@ -169,14 +170,8 @@ class Inputs:
         if isinstance(value, DTensor):
             if full:
                 return value.full_tensor().clone()
-            return DTensor.from_local(
-                local_of(value).clone(),
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+            local = local_of(value).clone()
+            return as_dtensor(local, value.device_mesh, value.placements, value.shape, value.stride())
         if not isinstance(layout, Shard):
             return agreed_values(value, self.axis, 0).clone()  # equal, but for rounding
         if not full:

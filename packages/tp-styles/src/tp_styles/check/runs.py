@@ -22,6 +22,7 @@ from tp_styles.runtime.changes import ModuleChange
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.module_hooks import DisableFastPath
 from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
+from tp_styles.runtime.redistribute import as_dtensor
 from tp_styles.runtime.torch_styles import KeyRemover
 
 Key = tuple[str, str]
@@ -155,14 +156,8 @@ class Run:
         """This rank's shard as a leaf of its own."""
         if isinstance(parameter, DTensor):
             local = self._cast(local_of(parameter).detach())
-            wrapped = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            mesh, placements = parameter.device_mesh, parameter.placements
+            wrapped = as_dtensor(local, mesh, placements, parameter.shape, parameter.stride())
             return nn.Parameter(wrapped, parameter.requires_grad)
         local = self._cast(parameter.detach().as_subclass(torch.Tensor))
         kind = ShardParameter if isinstance(parameter, ShardParameter) else nn.Parameter

@@ -73,7 +73,8 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
                 raise PlanError([Problem("plan-not-executable", name, found=text, hint=hint) for name in local])
     if data:
         # By identity: FSDP2 asks for the dim of a parameter before it replaces it, and knows no names.
-        dims = {id(p): _data_dim(layouts[name], data) for name, p in model.named_parameters()}
+        found = {id(p): [_dim(layouts[name], axis) for axis in data] for name, p in model.named_parameters()}
+        dims = {key: next((dim for dim in dims if dim is not None), 0) for key, dims in found.items()}
         for block in [*_repeated_blocks(model), model]:
             if sharding & set(data):
                 fully_shard(block, mesh=mesh[data], shard_placement_fn=lambda p: Shard(dims[id(p)]))
@@ -159,7 +160,3 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _dim(layout: Layout, axis: str) -> int | None:
     dim: int | None = layout.specs[layout.mesh.axis_index(axis)].dim
     return dim
-
-
-def _data_dim(layout: Layout, axes: tuple[str, ...]) -> int:
-    return next((dim for axis in axes if (dim := _dim(layout, axis)) is not None), 0)

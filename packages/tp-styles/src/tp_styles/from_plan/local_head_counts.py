@@ -5,7 +5,7 @@ None of them is trusted: each is tried in the rehearsal, and the first with whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from tp_styles.styles.gqa import GROUPS, KEY_HEADS, QUERY_HEADS, Heads
 
 Counts = dict[str, dict[str, int]]
 
+Guess = Callable[[str, int], int | None]
+"""Name and value of an attribute -> its local value; None if it stays."""
+
 WIDTHS = ("split_size", "inner_dim", "all_head_size", "q_size", "kv_size", "kv_dim", "d_attn", "inner_size")
 STREAM = ("embed_dim", "hidden_size", "d_model", "n_embd", "n_state", "dim", "width")
 
@@ -21,73 +24,42 @@ STREAM = ("embed_dim", "hidden_size", "d_model", "n_embd", "n_state", "dim", "wi
 def local_counts(module: nn.Module, region: Region, tp_size: int) -> Iterator[Counts]:
     """FQN -> attributes with their local values, for the module that holds the columns and the one around all."""
     holders = dict.fromkeys([name.rpartition(".")[0] for name in region.columns] + [region.scope])
+    sizes = {name: sizes_by_name(module.get_submodule(name)) for name in holders}
     seen: list[Counts] = []
-    guesses = _of_heads(region.heads, region.row_split.global_size) if region.heads else _of_channels(region, tp_size)
-    for guess in guesses:
+    width = region.row_split.global_size
+    for guess in _of_heads(region.heads, width) if region.heads else _of_channels(width, tp_size):
         counts = {
-            name: {key: guess[key][1] for key, value in _sizes(module, name).items() if _fits(guess, key, value)}
-            for name in holders
+            name: {key: local for key, value in found.items() if (local := guess(key, value)) is not None}
+            for name, found in sizes.items()
         }
         if counts not in seen:
             seen.append(counts)
             yield counts
 
 
-def _sizes(module: nn.Module, name: str) -> dict[str, int]:
-    return sizes_by_name(module.get_submodule(name))
-
-
-def _fits(guess: Mapping[str, tuple[int, int]], key: str, value: int) -> bool:
-    return key in guess and guess[key][0] == value
-
-
-class _Guess(dict[str, tuple[int, int]]):
-    """Attribute -> (global value, local value)."""
-
-
-def _of_heads(heads: Heads, width: int) -> Iterator[Mapping[str, tuple[int, int]]]:
-    known = _Guess(dict.fromkeys(QUERY_HEADS, (heads.queries, heads.local_queries)))
-    known.update(dict.fromkeys(KEY_HEADS, (heads.keys, heads.local_keys)))
-    known.update(dict.fromkeys(GROUPS, (heads.queries // heads.keys, heads.local_groups)))
-    yield known
-    yield _Guess()
+def _of_heads(heads: Heads, width: int) -> Iterator[Guess]:
+    queries, keys = (heads.queries, heads.local_queries), (heads.keys, heads.local_keys)
+    groups = heads.queries // heads.keys, heads.local_groups
+    known = dict.fromkeys(QUERY_HEADS, queries) | dict.fromkeys(KEY_HEADS, keys) | dict.fromkeys(GROUPS, groups)
+    yield _by_name(known)
+    yield _by_name({})
     size = width // heads.queries
-    more = _Guess(known)
-    more.update(dict.fromkeys(("h", "heads", "nh", "num_q_heads"), (heads.queries, heads.local_queries)))
-    more.update(dict.fromkeys(("kv_heads", "n_kv", "nkv"), (heads.keys, heads.local_keys)))
-    more.update(
-        dict.fromkeys(("groups", "kv_groups", "repeats", "n_groups"), (heads.queries // heads.keys, heads.local_groups))
-    )
+    more = known | dict.fromkeys(("h", "heads", "nh", "num_q_heads"), queries)
+    more |= dict.fromkeys(("kv_heads", "n_kv", "nkv"), keys)
+    more |= dict.fromkeys(("groups", "kv_groups", "repeats", "n_groups"), groups)
     for key in WIDTHS:
-        whole, own = (heads.keys, heads.local_keys) if key.startswith("kv") else (heads.queries, heads.local_queries)
-        more[key] = (whole * size, own * size)
-    yield more
-    stream = _Guess(more)
-    stream.update(dict.fromkeys(STREAM, (width, heads.local_queries * size)))
-    yield stream
+        full, local = keys if key.startswith("kv") else queries
+        more[key] = (full * size, local * size)
+    yield _by_name(more)
+    yield _by_name(more | dict.fromkeys(STREAM, (width, heads.local_queries * size)))
 
 
-def _of_channels(region: Region, tp_size: int) -> Iterator[Mapping[str, tuple[int, int]]]:
-    yield _Guess()
-    width = region.row_split.global_size
+def _by_name(sizes: dict[str, tuple[int, int]]) -> Guess:
+    """Attributes of these names that have the full value get the local one."""
+    return lambda key, value: sizes[key][1] if key in sizes and sizes[key][0] == value else None
+
+
+def _of_channels(width: int, tp_size: int) -> Iterator[Guess]:
+    yield _by_name({})
     if width % tp_size == 0:
-        yield _Any(width, width // tp_size)
-
-
-class _Any(Mapping[str, tuple[int, int]]):
-    """Every attribute with that value."""
-
-    def __init__(self, whole: int, own: int) -> None:
-        self.pair = (whole, own)
-
-    def __getitem__(self, key: str) -> tuple[int, int]:
-        return self.pair
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __contains__(self, key: object) -> bool:
-        return True
+        yield lambda key, value: width // tp_size if value == width else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -167,8 +167,4 @@ def _owner(name: str) -> str:
 
 def sizes_by_name(module: nn.Module) -> dict[str, int]:
     """Whole numbers that a module keeps as attributes."""
-    return {key: value for key, value in vars(module).items() if _is_count(key, value)}
-
-
-def _is_count(key: str, value: Any) -> bool:
-    return not key.startswith("_") and isinstance(value, int) and not isinstance(value, bool)
+    return {key: value for key, value in vars(module).items() if key[0] != "_" and type(value) is int}

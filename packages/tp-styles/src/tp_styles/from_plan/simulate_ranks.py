@@ -73,11 +73,13 @@ class Stage:
     def _listen(self, call: Call | None) -> str:
         """Run the whole copy once and keep each module's first arguments."""
         assert self.twin is not None
-        handles = [
-            module.register_forward_pre_hook(_Listener(self.calls, name), with_kwargs=True)
-            for name, module in self.twin.named_modules()
-            if not isinstance(module, StandIn)
-        ]
+        names = {module: name for name, module in self.twin.named_modules()}
+
+        def listen(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.calls.setdefault(names[module], (args, kwargs))
+
+        heard = [module for module in names if not isinstance(module, StandIn)]
+        handles = [module.register_forward_pre_hook(listen, with_kwargs=True) for module in heard]
         why = ""
         for attempt in (call,) if call is not None else usual_calls(self.twin):
             self.calls.clear()
@@ -140,14 +142,6 @@ class Stage:
         return Verdict(True, "", found, tuple(sorted(attempt.dropouts)))
 
 
-class _Listener:
-    def __init__(self, calls: dict[str, tuple[Any, Any]], name: str) -> None:
-        self.calls, self.name = calls, name
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.calls.setdefault(self.name, (args, kwargs))
-
-
 @dataclass
 class _Whole:
     """The run that is not divided."""
@@ -183,11 +177,14 @@ class _Attempt:
         args, kwargs = fresh(self.arguments)
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) and x.requires_grad]
         seen: dict[str, list[torch.Tensor]] = {}
-        handles = [
-            child.register_forward_pre_hook(_Watcher(seen, name))
-            for name, child in self.module.named_modules()
-            if name and isinstance(child, nn.modules.dropout._DropoutNd)
-        ]
+        names = {child: name for name, child in self.module.named_modules() if name}
+
+        def watch(child: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                seen.setdefault(names[child], []).append(args[0].detach())
+
+        dropouts = [child for child in names if isinstance(child, nn.modules.dropout._DropoutNd)]
+        handles = [child.register_forward_pre_hook(watch) for child in dropouts]
         try:
             with torch.enable_grad():
                 return self.module(*args, **kwargs), seen, inputs
@@ -260,15 +257,6 @@ class _Attempt:
             if not all(same_values(x, y) for x, y in zip(inputs, whole.shapes.get(name, []), strict=False)):
                 self.dropouts.add(f"{self.scope}.{name}" if self.scope else name)
         return ""
-
-
-class _Watcher:
-    def __init__(self, seen: dict[str, list[torch.Tensor]], name: str) -> None:
-        self.seen, self.name = seen, name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if args and isinstance(args[0], torch.Tensor):
-            self.seen.setdefault(self.name, []).append(args[0].detach())
 
 
 # ---------------------------------------------------------------------------------------------- comparing

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -180,6 +180,18 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
     own = {key: named[f"{name}.{key}"] for key in module._parameters if f"{name}.{key}" in named}
     if own or kind in ("moe_tp_experts", "ep_dispatch_experts", "local_params"):
         return ParametersParallel(own, role=ROLES.get(kind, "local"))
+    if kind == "mla_kv_a_proj":
+        return LatentKVParallel(_rope_features(model))
+    style = style_of(kind)
+    if style is None:
+        raise PlanError(
+            Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only")
+        )
+    return style
+
+
+def style_of(kind: str) -> ParallelStyle | None:
+    """Return the style of a module by its name in plans; None for names that speak of parameters, or of experts."""
     match kind:
         case "colwise":
             return ColwiseParallel()
@@ -203,9 +215,7 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
             return PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
         case "moe_identity_expert":
             return IdentityExpert()
-        case "mla_kv_a_proj":
-            return LatentKVParallel(_rope_features(model))
-    raise PlanError(Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only"))
+    return None
 
 
 def _rope_features(model: nn.Module) -> int:
@@ -242,19 +252,25 @@ def _with_heads(model: nn.Module, styles: dict[str, ParallelStyle], kv_replicate
         if name in styles or any(styles.get(f"{name}.{key}") != ColwiseParallel() for key in INPUTS):
             continue
         ends = [key for key in OUTPUTS if styles.get(f"{name}.{key}") == RowwiseParallel()]
-        size = getattr(module, "head_dim", None)
-        layers = {key: module.get_submodule(key) for key in (*INPUTS, *ends)}
-        if len(ends) != 1 or not isinstance(size, int) or not all(isinstance(v, nn.Linear) for v in layers.values()):
-            continue
-        rows = {key: layers[key].weight.shape[0] for key in INPUTS}
-        width = layers[ends[0]].weight.shape[1]
-        if any(count % size for count in (*rows.values(), width)) or rows["q_proj"] % width:
-            continue
-        if rows["k_proj"] != rows["v_proj"] or (width // size) % (rows["k_proj"] // size):
-            continue
-        for key in layers:
-            del styles[f"{name}.{key}"]
-        styles[name] = GQAParallel(
-            num_heads=width // size, num_kv_heads=rows["k_proj"] // size, kv_replicate=kv_replicate, o=ends[0]
-        )
+        style = attention_style(module, ends, kv_replicate)
+        if style is not None:
+            for key in (*INPUTS, *ends):
+                del styles[f"{name}.{key}"]
+            styles[name] = style
     return styles
+
+
+def attention_style(module: nn.Module, ends: Sequence[str], kv_replicate: bool) -> GQAParallel | None:
+    """Return the style by heads of an attention with four linear layers, one of them among `ends`; None of others."""
+    size = getattr(module, "head_dim", None)
+    layers = {key: getattr(module, key, None) for key in (*INPUTS, *ends)}
+    if len(ends) != 1 or not isinstance(size, int) or not all(isinstance(v, nn.Linear) for v in layers.values()):
+        return None
+    rows = {key: cast(nn.Linear, layers[key]).weight.shape[0] for key in INPUTS}
+    width = cast(nn.Linear, layers[ends[0]]).weight.shape[1]
+    if any(count % size for count in (*rows.values(), width)) or rows["q_proj"] % width:
+        return None
+    heads, kv_heads = width // size, rows["k_proj"] // size
+    if rows["k_proj"] != rows["v_proj"] or heads % kv_heads:
+        return None
+    return GQAParallel(num_heads=heads, num_kv_heads=kv_heads, kv_replicate=kv_replicate, o=ends[0])

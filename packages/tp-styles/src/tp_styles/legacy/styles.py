@@ -145,11 +145,7 @@ PairwiseSequenceParallel = SequenceParallel
 
 
 def _linears(parent: str, kinds: dict[str, type[nn.Module]]) -> list[str]:
-    return [name for name, kind in kinds.items() if _parent(name) == parent and issubclass(kind, nn.Linear)]
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    return [name for name, kind in kinds.items() if name.rpartition(".")[0] == parent and issubclass(kind, nn.Linear)]
 
 
 def _attention(info: ModuleInfo, name: str = "") -> Problem:

@@ -185,13 +185,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _amount(found: Collective, module: PlannedModule, num_tokens: int | None) -> str:
-    itemsize = _itemsize(module)
+    itemsize = max((info.dtype.itemsize for info in module.info.parameters if info.dtype.is_floating_point), default=4)
     if found.elements:
         return f"{found.elements * itemsize:,} bytes"
     if num_tokens is None:
         return f"{found.elements_per_token * itemsize:,.0f} bytes a token"
     return f"{found.elements_per_token * itemsize * num_tokens:,.0f} bytes"
-
-
-def _itemsize(module: PlannedModule) -> int:
-    return max((info.dtype.itemsize for info in module.info.parameters if info.dtype.is_floating_point), default=4)

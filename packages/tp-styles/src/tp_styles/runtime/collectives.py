@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ class TPGroup:
             shape = list(x.shape)
             shape[source_dim], shape[dim] = size, sizes[self.rank]
             shapes.append(shape)
-        received = [_count(shape) for shape in shapes]
+        received = [math.prod(shape) for shape in shapes]
         sent = [piece.numel() for piece in pieces]
         if is_compiling():
             out = functional_collectives.all_to_all_single(packed, received, sent, (self.mesh, 0))
@@ -144,10 +145,3 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     shape = list(x.shape)
     shape[dim] = missing
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
-
-
-def _count(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -175,7 +175,7 @@ class Output:
             else:
                 self.move.even(produced[source.dim], source.dim)
                 whole[source.dim] = produced[source.dim] * self.axis.size
-        return as_dtensor(moved, self.flow.dst, self.axis, torch.Size(whole))
+        return as_dtensor(moved, self.axis.mesh, (normalized(self.flow.dst, moved.dim()),), torch.Size(whole))
 
 
 def only(spec: StyleSpec) -> Redistribution:

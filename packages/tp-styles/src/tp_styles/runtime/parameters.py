@@ -22,7 +22,7 @@ from tp_styles._torch_compat import (
 )
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.redistribute import summed_gradient
+from tp_styles.runtime.redistribute import as_dtensor, summed_gradient
 from tp_styles.values.spec import ParameterSpec, StyleSpec
 from tp_styles.values.split import Section, Split
 
@@ -79,6 +79,7 @@ class ShardParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        ShardParameter.in_step = False  # no step replaces gradients: one has raised
         _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -247,17 +248,15 @@ def make_parameter(
 
 def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup, mode: Mode) -> nn.Parameter:
     """A parameter around this rank's part; shape, `requires_grad` and user attributes come from `original`."""
-    shape, stride = original.shape, contiguous_stride(original.shape)
-    placements = (split.placement(),)
     parameter: nn.Parameter
     if mode == "dtensor" and split.is_plain(axis.size):
-        wrapped = DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
+        wrapped = as_dtensor(local, axis.mesh, (split.placement(),), original.shape)
         parameter = nn.Parameter(wrapped, requires_grad=original.requires_grad)
         parameter.__dict__.update(original.__dict__)
         return parameter
     parameter = ShardParameter(local, original.requires_grad)
     parameter.__dict__.update(original.__dict__)
-    parameter._sharding_info = sharding_info(split, axis.mesh, shape)
+    parameter._sharding_info = sharding_info(split, axis.mesh, original.shape)
     return parameter
 
 
@@ -265,7 +264,7 @@ def sharding_info(split: Split, mesh: DeviceMesh, shape: torch.Size) -> Sharding
     """Return what a local parameter is a shard of; sections only where placements do not say everything."""
     sections = () if split.is_plain(mesh.size()) else split.sections
     found = tuple(ShardedSection(section.size, section.unit, section.copies) for section in sections)
-    return ShardingInfo(mesh, (split.placement(),), shape, contiguous_stride(shape), found)
+    return ShardingInfo(mesh, (split.placement(),), shape, torch.empty(shape, device="meta").stride(), found)
 
 
 def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
@@ -275,11 +274,6 @@ def is_shard(parameter: torch.Tensor, split: Split, mesh: DeviceMesh) -> bool:
         return same and split.is_plain(mesh.size())
     info = sharding_info_of(parameter)
     return info == sharding_info(split, mesh, info.shape) if info is not None else False
-
-
-def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    """Stride of a contiguous tensor of that shape."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None) -> torch.Tensor:
@@ -314,6 +308,8 @@ def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             return local_of(parameter)
         local: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch's Function
         return local
+    if not is_compiling() and ShardParameter.in_step:  # no forward runs in a step: one has raised
+        ShardParameter.in_step = False
     return parameter
 
 
@@ -369,9 +365,7 @@ class _Local(torch.autograd.Function):
 
 
 def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
-    return DTensor.from_local(
-        gradient, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
+    return as_dtensor(gradient, spec.mesh, spec.placements, spec.shape, spec.stride)
 
 
 def computing_parameter(module: nn.Module, name: str, axis: TPGroup, spec: ParameterSpec) -> torch.Tensor | None:

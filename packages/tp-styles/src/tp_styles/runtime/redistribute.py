@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -260,11 +262,16 @@ def _sum_of_copies(gradient: torch.Tensor, axis: TPGroup, split: Split) -> torch
     return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
 
 
-def as_dtensor(local: torch.Tensor, placement: Placement, axis: TPGroup, shape: torch.Size) -> DTensor:
-    """A DTensor of global `shape` around a local tensor."""
-    stride = torch.empty(shape, device="meta").stride()
-    placements = (normalized(placement, local.dim()),)
-    return DTensor.from_local(local, axis.mesh, placements, run_check=False, shape=shape, stride=stride)
+def as_dtensor(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...] | None = None,
+) -> DTensor:
+    """A DTensor of a global shape around a local tensor, contiguous by default; its shards may be uneven."""
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 class EvenShardsCheck:

@@ -33,9 +33,9 @@ def tp_rng(mesh: DeviceMesh, device: torch.device | str | None = None) -> Iterat
 def enter_region(rank: int, device: torch.device) -> torch.Tensor:
     """Make the default generator the rank's own; returns what `leave_region` takes back."""
     generator = default_generator(device)
-    seed = _drawn_seed(generator)
+    mixed = hashlib.blake2b(f"{_drawn_seed(generator)} {rank}".encode(), digest_size=8).digest()
     outside = generator.get_state()
-    generator.manual_seed(_mixed(seed, rank))
+    generator.manual_seed(int.from_bytes(mixed, "little") >> 2)
     return outside
 
 
@@ -63,7 +63,3 @@ def _drawn_seed(generator: torch.Generator) -> str:
     seed = f"{generator.initial_seed()} {offset}"
     generator.set_offset(offset + 4)  # offsets of CUDA generators are multiples of four
     return seed
-
-
-def _mixed(seed: str, rank: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=8).digest(), "little") >> 2

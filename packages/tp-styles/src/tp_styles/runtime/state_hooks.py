@@ -5,22 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
-from tp_styles._torch_compat import tree_map
+from tp_styles._torch_compat import is_compiling, tree_map
+from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.parameters import full_tensor, split_of
+from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
+from tp_styles.runtime.redistribute import as_dtensor
 from tp_styles.values.split import Split
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-from tp_styles._torch_compat import is_compiling
-from tp_styles.problems import PlanError, Problem
-from tp_styles.runtime.parameters import ShardParameter, contiguous_stride
 
 
 class SectionedShard(torch.Tensor):
@@ -274,9 +272,7 @@ class GlobalOnSave:
                 mesh, placements, shape, stride, sections = info = parameter._sharding_info
                 local = value.detach()
                 state[prefix + name] = (
-                    SectionedShard.of(local, info)
-                    if sections
-                    else DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+                    SectionedShard.of(local, info) if sections else as_dtensor(local, mesh, placements, shape, stride)
                 )
 
 
@@ -303,9 +299,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
         if isinstance(value, DTensor) and mesh.ndim > 1:
             return value  # FSDP2's, on a mesh of two dims: torch's own loading compares
         local = _cut(value, ShardingInfo(mesh, placements, shape, parameter.stride()), key)
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
-        )
+        return as_dtensor(local, mesh, placements, shape)
     assert isinstance(parameter, ShardParameter)
     if isinstance(value, ShardParameter):
         return value

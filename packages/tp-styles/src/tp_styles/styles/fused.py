@@ -61,7 +61,7 @@ class FusedColwiseParallel(ColwiseParallel):
 
     def features_split(self, info: ModuleInfo, features: int, tp_size: int) -> tuple[Split, list[Problem]]:
         """Each section on its own."""
-        sizes = _equal(features, self.sections) if isinstance(self.sections, int) else self.sections
+        sizes = (features // n,) * n if isinstance(n := self.sections, int) else n
         units = (self.unit,) * len(sizes) if isinstance(self.unit, int) else self.unit
         problems = []
         copies = (self.copies,) * len(sizes) if isinstance(self.copies, int) else self.copies
@@ -105,7 +105,3 @@ class FusedColwiseParallel(ColwiseParallel):
             )
         sections = tuple(Section(*found) for found in zip(sizes, units, copies, strict=True))
         return Split(0, sections), problems
-
-
-def _equal(features: int, count: int) -> tuple[int, ...]:
-    return (features // count,) * count

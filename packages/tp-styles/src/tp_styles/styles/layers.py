@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement
 from tp_styles.problems import Problem, StyleTypeError
 from tp_styles.values.spec import ModuleInfo, ParameterSpec, Redistribution
 from tp_styles.values.split import Split
-from tp_styles.values.transfer import NoTransfer, Step
+from tp_styles.values.transfer import NoTransfer
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,10 @@ def single(placement: Placement | tuple[Placement, ...] | None, default: Placeme
     return placement
 
 
-def specs(splits: Iterable[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec], ...]:
+def specs(splits: Sequence[tuple[str, Split]]) -> tuple[tuple[str, ParameterSpec], ...]:
     """Parameter specs by name; parts that several ranks hold have their gradients summed."""
-    return tuple((name, ParameterSpec(split, sum_gradient=_has_copies(split))) for name, split in splits)
+    copied = {name: any(section.copies > 1 for section in split.sections) for name, split in splits}
+    return tuple((name, ParameterSpec(split, sum_gradient=copied[name])) for name, split in splits)
 
 
 def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]]) -> list[Problem]:
@@ -144,7 +145,11 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
             )
             continue
         steps = (found.forward, found.backward)
-        if flow.split is not None and not flow.split.is_single and any(_cuts_across(step) for step in steps):
+        if (
+            flow.split is not None
+            and not flow.split.is_single
+            and any(step.op in ("reduce_scatter", "all_to_all") for step in steps)
+        ):
             problems.append(
                 Problem(
                     "invalid-sections",
@@ -157,11 +162,3 @@ def flow_problems(info: ModuleInfo, flows: Iterable[tuple[str, Redistribution]])
 
 
 PROBE_DIMS = 8
-
-
-def _has_copies(split: Split) -> bool:
-    return any(section.copies > 1 for section in split.sections)
-
-
-def _cuts_across(step: Step) -> bool:
-    return step.op in ("reduce_scatter", "all_to_all")

@@ -45,7 +45,7 @@ class LoRAParallel(ParallelStyle):
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """Styles of the layers below; see `ParallelStyle.spec`."""
-        found = {name: _layers(info, name) for name in (self.base, self.a, self.b)}
+        found = {name: _below(info, name, nn.Linear) for name in (self.base, self.a, self.b)}
         missing = [name for name, layers in found.items() if not layers]
         if missing:
             hint = "pass the names of the base layer, A and B"
@@ -67,10 +67,6 @@ class LoRAParallel(ParallelStyle):
             if not any(p.name.startswith(name + ".") for names in found.values() for name in names)
         ]
         return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
-
-
-def _layers(info: ModuleInfo, name: str) -> list[str]:
-    return _below(info, name, nn.Linear)
 
 
 def _below(info: ModuleInfo, name: str, kind: type[nn.Module]) -> list[str]:

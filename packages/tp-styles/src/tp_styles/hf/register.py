@@ -1,0 +1,163 @@
+"""Registers our styles with transformers: after `import tp_styles.hf.register`, `from_pretrained` shards with them.
+
+The names of transformers' plans stay, so that every model's own plan and `DistributedConfig(tp_plan={...})` work as
+before. transformers makes, loads and saves the parameters, as its DTensors; what runs in a module's forward is ours.
+One name is new: `"kv_replicate"` on an attention module, for fewer key-value heads than ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, TODAY, attention_style, style_of
+from tp_styles.plan.planned import PlannedModule
+from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.install import install_module
+from tp_styles.styles.base import ParallelStyle
+from tp_styles.styles.experts import LatentKVParallel, ParametersParallel
+from tp_styles.styles.tp_block import ColwiseKVReplicated
+from tp_styles.values.spec import StyleSpec, describe
+
+__all__ = ["KVReplicate", "RegisteredStyle"]
+
+# A style sees one parameter or one module at a time, parameters first, and parents before their children.
+_kinds: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+"""Own parameters of a module -> style names that the plan gives them."""
+
+_copied: WeakKeyDictionary[nn.Module, ColwiseKVReplicated] = WeakKeyDictionary()
+"""Projections whose attention has fewer key-value heads than ranks."""
+
+
+class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped
+    """transformers' style of one name, with a forward of ours.
+
+    Args:
+        kind: The name, in today's vocabulary.
+        theirs: The style that transformers registered.
+    """
+
+    def __init__(self, kind: str, theirs: Any) -> None:
+        self.kind = kind
+        self.theirs = theirs
+
+    def validate_param(
+        self, module: nn.Module, param: Any, mesh: DeviceMesh, parameter_name: str | None = None
+    ) -> None:
+        """As transformers' style."""
+        self.theirs.validate_param(module, param, mesh, parameter_name=parameter_name)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Make the placeholder that transformers loads the weight into."""
+        _kinds.setdefault(module, {})[param] = self.kind
+        if module in _copied and self.kind != "colwise":
+            hint = 'kv_replicate is for "colwise" key and value projections; leave it out'
+            raise PlanError(Problem("conflicting-arguments", type(module).__name__, found=self.kind, hint=hint))
+        whole = module._parameters.get(param)
+        if module in _copied and whole is not None:
+            # Copies of some rows have no placement on this mesh: every rank holds all rows, and computes with its own.
+            placed = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
+            module._parameters[param] = nn.Parameter(placed, requires_grad=whole.requires_grad)
+        else:
+            self.theirs.shard_param(module, param, mesh)
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Put the forward on the module; where a kernel or a quantizer brings its own, transformers' style does.
+
+        Raises:
+            PlanError: The style does not fit the module.
+        """
+        if "forward" in vars(module) or getattr(module, "_hf_quantized_needs_local_tp", False):
+            installed: nn.Module = self.theirs.install_forward(module, mesh)
+            return installed
+        return _install(module, self._style(module), mesh)
+
+    def _style(self, module: nn.Module) -> ParallelStyle:
+        if module in _copied:
+            return _copied[module]
+        own = _kinds.get(module, {})
+        if self.kind in ROLES and (own or self.kind != "all_reduce"):
+            return ParametersParallel(own, role=ROLES[self.kind])
+        if self.kind == "mla_kv_a_proj":
+            config: Any = module.config  # put there by transformers, for this name
+            return LatentKVParallel(config.qk_rope_head_dim)
+        style = style_of(self.kind)
+        if style is None:
+            hint = "it has a meaning for parameters only"
+            raise PlanError(Problem("invalid-argument", type(module).__name__, found=repr(self.kind), hint=hint))
+        return style
+
+
+class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped
+    """`"kv_replicate"` on an attention module: with fewer key-value heads than ranks, several compute the same ones.
+
+    The plan shards the projections as always; those of keys and values are then held in full on every rank. Where the
+    heads divide by the ranks, nothing changes.
+    """
+
+    def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
+        """Leave a parameter of the attention itself to a style of its own."""
+
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Make head counts local, and mark the projections before their styles come.
+
+        Raises:
+            PlanError: The module is no such attention, or its heads do not divide.
+        """
+        ends = [key for key in OUTPUTS if isinstance(getattr(module, key, None), nn.Linear)]
+        style = attention_style(module, ends, kv_replicate=True)
+        if style is None:
+            found = f"{type(module).__name__}, not an attention with q_proj, k_proj, v_proj, a projection out, head_dim"
+            raise PlanError(Problem("module-kind", "kv_replicate", found=found, hint="tp_styles.apply_plan has styles"))
+        spec = style.spec(describe(module, type(module).__name__), mesh.size())
+        _raise(spec)
+        for name, value in spec.attributes:
+            setattr(module, name, value)
+        heads = style.num_kv_heads or 1
+        for name in (style.k, style.v) if mesh.size() > heads else ():
+            rows = module.get_parameter(f"{name}.weight").shape[0]
+            copies = mesh.size() // heads
+            _copied[module.get_submodule(name)] = ColwiseKVReplicated(rows, unit=rows // heads, copies=copies)
+        own = _kinds.get(module)
+        return _install(module, ParametersParallel(own), mesh) if own else module
+
+
+def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Module:
+    info = describe(module, type(module).__name__)  # transformers does not say the name
+    spec = style.spec(info, mesh.size())
+    _raise(spec)
+    for name, parameter in spec.parameters:
+        placed = module.get_parameter(name)
+        sharded = isinstance(placed, DTensor) and not placed.placements[0].is_replicate()
+        if sharded == parameter.split.is_replicated:
+            found = f"{placed.placements if isinstance(placed, DTensor) else 'in full'}, as the plan has it"
+            hint = f"{style!r} computes with {parameter.split}"
+            raise PlanError(Problem("layout-mismatch", info.where(name), found=found, hint=hint))
+    for name, value in spec.attributes:
+        setattr(module, name, value)
+    install_module(PlannedModule(info, "", style, spec), module, TPGroup(mesh))
+    return module
+
+
+def _raise(spec: StyleSpec) -> None:
+    if spec.problems:
+        raise PlanError(spec.problems)
+
+
+def _register() -> None:
+    for name in list(ALL_PARALLEL_STYLES):
+        theirs = ALL_PARALLEL_STYLES[name]
+        kind = OLDER.get(name, name)
+        # What is replicated runs as it is, and expert-parallel plans are applied otherwise: transformers' styles stay.
+        if kind in TODAY and kind not in ("replicate", "grouped_gemm", "ep_dispatch_experts"):
+            ALL_PARALLEL_STYLES.register(name, RegisteredStyle(kind, theirs))
+    ALL_PARALLEL_STYLES.register("kv_replicate", KVReplicate())
+
+
+_register()
