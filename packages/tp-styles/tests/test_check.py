@@ -18,6 +18,7 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
+from tp_styles._torch_compat import dispatch_modes
 
 Tensor = torch.Tensor
 EXACT = 1e-12
@@ -529,3 +530,51 @@ def test_unchecked_calls_are_reported(ranks: Ranks) -> None:
     report = handle.report()
     assert "check of inner (training, with gradients): unchecked: the original raised" in report, report
     assert "check of FromOutside (training, with gradients): equal to the original" in report
+
+
+class MistakeInOneMode(nn.Module):
+    """Dropout, and channels in another order in one mode of (training, gradients)."""
+
+    def __init__(self, wrong_in: tuple[bool, bool] | None = None) -> None:
+        super().__init__()
+        self.wrong_in = wrong_in
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.5, self.training)
+        return x.flip(-1) if (self.training, torch.is_grad_enabled()) == self.wrong_in else x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
+    """A region's hooks, put back while another mode is checked, were gone after it: its constants stayed for good."""
+    mesh = ranks.mesh((2,), ("tp",))
+    plan = {"*.up": tp.ColwiseParallel(), "*.down": tp.RowwiseParallel()}
+    model = models.seeded(lambda: nn.Sequential(Pair(MistakeInOneMode()), Pair()))
+    tp.apply_plan(model, mesh, plan, params=params)
+    x = torch.randn(3, 16)
+    for training in (True, False, True, False):
+        model.train(training)
+        for _ in range(6):
+            model(x).sum().backward()
+            assert not dispatch_modes()
+        with torch.no_grad():
+            model(x)
+        assert not dispatch_modes()
+        assert torch.rand(8).unique().numel() == 8
+        assert torch.equal(model(x), model(x)) != training
+    # One mistake after another in one process, each found in the mode in which it shows.
+    modes = [(training, grad) for training in (True, False) for grad in (True, False)]
+    for wrong in modes:
+        model = models.seeded(partial(lambda wrong: nn.Sequential(Pair(), Pair(MistakeInOneMode(wrong))), wrong))
+        tp.apply_plan(model, mesh, plan, params=params)
+        for mode in [*(mode for mode in modes if mode != wrong), wrong]:
+            model.train(mode[0])
+            with torch.set_grad_enabled(mode[1]):
+                for _ in range(5):
+                    if mode == wrong:
+                        with pytest.raises(tp.PlanError, match="check-mismatch"):
+                            model(x)
+                        break
+                    model(x)
+        assert not dispatch_modes()

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ __all__ = [
     "TorchParallelStyle",
     "all_gather_into",
     "current_mesh",
+    "dispatch_modes",
     "foreach_norms",
     "foreach_scale",
     "functional_collectives",

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import is_compiling, is_fake, is_transformed, outside_of_tracing
+from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, outside_of_tracing
 from tp_styles.check import IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
@@ -409,7 +409,7 @@ class Checker:
         kind = self.axis.mesh.device_type
         devices = [torch.device("cpu"), *([torch.device(kind)] if kind != "cpu" else [])]
         states = [default_generator(device).get_state() for device in devices]
-        python, grad = random.getstate(), torch.is_grad_enabled()
+        python, grad, modes = random.getstate(), torch.is_grad_enabled(), dispatch_modes()
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
@@ -422,6 +422,9 @@ class Checker:
                 for device, state in zip(devices, states, strict=True):
                     default_generator(device).set_state(state)
                 random.setstate(python)
+        # Modes end in the order in which they began, whoever ends them: one that stayed would keep the constants.
+        if dispatch_modes() != modes:
+            raise RuntimeError(f"the check left dispatch modes behind: {dispatch_modes()}, before it {modes}")
 
     def _tolerance(self, runs: ConstantRandomness) -> float:
         """Of the largest value: what rounding leaves in the coarsest type that the runs compute in, on any rank."""

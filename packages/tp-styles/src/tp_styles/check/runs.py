@@ -141,6 +141,8 @@ class Run:
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
             state[table] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in left_out)
+        # Hooks that a run installs are gone after it, with what says how they are called.
+        state["_forward_hooks_always_called"] = state["_forward_hooks_always_called"].copy()
         if reverted:
             if _is_ours(state.get("forward")):
                 del state["forward"]

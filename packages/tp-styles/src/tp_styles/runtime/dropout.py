@@ -175,12 +175,16 @@ class Region:
         self.rows = rows
         self.missing = set(columns)
         self.inner: list[RemovableHandle] = []
-        self.is_installed = False  # the tracer cannot look into handles
+        self.key = -1  # of `close`; the tracer cannot look into handles
+        self.is_installed = False
         self.install()
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
         self.random.begin()
+        if not is_compiling():
+            # A run of the check has tables of its own: what is installed within it is gone afterwards.
+            self.is_installed = self.key in self.module._forward_hooks
         if self.random.draws is not False:
             self.missing = set(self.columns)
             if not self.is_installed:
@@ -194,7 +198,7 @@ class Region:
         self.inner = [self.module.register_forward_hook(self.close, always_call=True)]
         self.inner += [column.register_forward_hook(self.called) for column in self.columns]
         self.inner += [row.register_forward_pre_hook(self.leave) for row in self.rows]
-        self.is_installed = True
+        self.key, self.is_installed = self.inner[0].id, True
 
     def remove(self) -> None:
         """Remove the hooks of `install`."""
