@@ -22,9 +22,10 @@ from memory_families import FAMILIES, PARTS, measured, predicted  # noqa: E402  
 HEAD = f"""# shard-spec: predicted and measured bytes of a step
 
 Made by `python packages/shard-spec/benchmarks/memory.py` on {date.today()}, torch {torch.__version__}, CPU.
-Small models of ten families of transformers, float32, one process: `plan.memory(model, batch, optimizer="adamw")`,
-which runs shapes only, beside a real forward, backward and step of AdamW. Activations are what autograd keeps after
-forward, each memory once, parameters and buffers left out; attention without dropout counts as a fused kernel.
+Small models of {len(FAMILIES)} families of transformers, float32, one process:
+`plan.memory(model, batch, optimizer="adamw")`, which runs shapes only, beside
+a real forward, backward and step of AdamW. Activations are what autograd keeps after forward,
+each memory once, parameters and buffers left out; attention without dropout counts as a fused kernel.
 
 | family | parameters | gradients | AdamW state | activations predicted | measured | error |
 |---|---|---|---|---|---|---|

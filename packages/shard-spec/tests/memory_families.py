@@ -1,4 +1,4 @@
-"""Predicted bytes of a training step beside those of a real one, for ten model families of transformers on the CPU."""
+"""Predicted bytes of a training step beside those of a real one, for model families of transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -73,6 +73,16 @@ _WHISPER = {
 }
 _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_heads": 4, "vocab_size": 512}
 _CLIP_TEXT = {**_SMALL, "intermediate_size": 160, "max_position_embeddings": 64}
+_STATE_SPACE = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 8}
+_BART = {
+    "d_model": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 160 for part in ("encoder", "decoder")},
+}
+_EXPERTS = {**_GATED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = (
     Family("Llama", "LlamaForCausalLM", "LlamaConfig", _GATED, tokens),
     Family("Qwen3", "Qwen3ForCausalLM", "Qwen3Config", {**_GATED, "head_dim": 16}, tokens),
@@ -86,6 +96,10 @@ FAMILIES = (
     Family("ViT", "ViTForImageClassification", "ViTConfig", _VISION, image),
     Family("CLIP", "CLIPModel", "CLIPConfig", {"text_config": _CLIP_TEXT, "vision_config": _CLIP}, image_and_text),
     Family("Whisper", "WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, speech),
+    Family("Mamba", "MambaForCausalLM", "MambaConfig", _STATE_SPACE, tokens),
+    Family("Qwen3-MoE", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", _EXPERTS, tokens),
+    Family("BART", "BartForConditionalGeneration", "BartConfig", _BART, both),
+    Family("Falcon", "FalconForCausalLM", "FalconConfig", {**_SMALL, "num_hidden_layers": 2}, tokens),
 )
 
 

@@ -270,7 +270,7 @@ INDEX = {
     "weight_map": {
         "layers.0.w": "model-1.safetensors",
         "layers.1.w": "model-1.safetensors",
-        "x": "model-2.safetensors",
+        "head.weight": "model-2.safetensors",
     },
 }
 

@@ -121,7 +121,10 @@ def test_safetensors_headers(tmp_path: Any, capsys: Any) -> None:
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"layers.0.w": "model.safetensors"}}))
     assert main(["plan", str(index), "--mesh", "dp=4", "--planner", "fsdp"]) == 0
-    index.write_text(json.dumps({"weight_map": {"layers.0.w": "../model.safetensors"}}))
+    for wrong in ("../model.safetensors", "other.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"layers.0.w": wrong}}))
+        assert main(["plan", str(index), "--mesh", "dp=4"]) == 2
+    index.write_text(json.dumps({"weight_map": {"layers.0.w": "model.safetensors", "absent": "model.safetensors"}}))
     assert main(["plan", str(index), "--mesh", "dp=4"]) == 2
     for shape in ([10**30, 0], [2**62, 2**62, 0], [2**60]):
         text = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()

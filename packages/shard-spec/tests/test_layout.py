@@ -163,6 +163,11 @@ def test_fused_qkv_gives_each_rank_its_piece_of_every_section() -> None:
         layout.offsets(1, (8, 3))
 
 
+def test_sections_of_many_sections_take_no_product_of_their_numbers() -> None:
+    layout = Layout(MeshSpec({"a": 2, "b": 2}), "a:I(0,60000), b:I(0,60000)")
+    assert [layout.local_shape(rank, (12_000_000,)) for rank in (0, 3)] == [(3_000_000,)] * 2
+
+
 def test_replicas_contributors_and_primary() -> None:
     layout = Layout(MESH, "dp:P, tp:R")
     assert layout.replicas(5) == (4, 5, 6, 7)
@@ -198,7 +203,10 @@ def test_a_million_ranks_cost_nothing() -> None:
         (lambda: MeshSpec({"dp": 2}, ranks=[0]), "invalid-mesh"),
         (lambda: MeshSpec({"dp": 2}, ranks=[1, 1]), "invalid-mesh"),
         (lambda: MeshSpec({"dp": 2}, ranks=[-1, 1]), "invalid-mesh"),
+        (lambda: MeshSpec({"dp": 2}, ranks=[0, 1.7]), "invalid-mesh"),  # type: ignore[list-item]  # on purpose
+        (lambda: MeshSpec({"dp": 200_000}, ranks=[0] * 200_000), "invalid-mesh"),
         (lambda: MeshSpec({"dp": 2}, ranks_per_host=0), "invalid-argument"),
+        (lambda: MeshSpec({"dp": 2}, ranks_per_host=1.5), "invalid-mesh"),  # type: ignore[arg-type]  # on purpose
         (lambda: MeshSpec({"dp": 10**6, "tp": 10**6}), "mesh-too-large"),
         (lambda: MeshSpec.parse("dp=2,dp=2"), "invalid-mesh"),
         (lambda: MESH.axis_size("pp"), "unknown-axis"),

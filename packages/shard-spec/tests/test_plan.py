@@ -539,3 +539,58 @@ plan.to_dtensor_placements(model)
 assert "torch.distributed.tensor" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_full_name_is_a_name_also_where_it_holds_letters_of_a_glob() -> None:
+    model = nn.ModuleDict({key: nn.Linear(2, 2, bias=False) for key in ("a*", "ab", "w[0]", "w0", "{x}", "re:y")})
+    names = ["a*.weight", "w[0].weight", "{x}.weight", "re:y.weight"]
+    found = ShardingPlan(dict.fromkeys(names, "S(0)"), mesh={"tp": 2}).resolve(model)
+    assert [name for name, layout in found.items() if not layout.is_replicated] == names
+    again = ShardingPlan(dict.fromkeys(names, "S(0)"), mesh={"tp": 2}).compact(model)
+    assert dict(again.resolve(model)) == dict(found)
+
+
+def test_subclasses_of_linear_and_embedding_count_as_these() -> None:
+    class Own(nn.Linear):
+        pass
+
+    class Table(nn.Embedding):
+        pass
+
+    rules = {"table.weight": "tp:S(0)", "up.weight": "tp:S(0)", "down.weight": "tp:S(1)", "conv.weight": "tp:S(0)"}
+    said = []
+    for linear, embedding in ((nn.Linear, nn.Embedding), (Own, Table)):
+        up, down = linear(8, 16, bias=False), linear(16, 8, bias=False)
+        model = nn.ModuleDict({"table": embedding(16, 8), "up": up, "down": down, "conv": nn.Conv1d(8, 8, 1)})
+        said.append(ShardingPlan(rules, mesh={"tp": 2}).communication(model, batch=(4, 16)))
+    assert said[0].by_axis() == said[1].by_axis()
+    assert said[0].by_axis()["tp"]["activations"] > 0
+    assert any("conv.weight are not counted" in line for line in said[0].assumptions)
+
+
+def test_batches_and_data_axes_of_estimates() -> None:
+    plan, model = ShardingPlan({"weight": "dp:S(0)"}, mesh={"dp": 2}), nn.Linear(4, 4)
+    once, twice = (plan.communication(model, (4, 4), data_axes=axes).assumptions for axes in ("dp", ["dp", "dp"]))
+    assert once == twice
+    for batch in ((-4, 4), (0, 4), True):
+        with pytest.raises(PlanError, match="invalid-argument"):
+            plan.communication(model, batch)
+
+
+def test_a_live_optimizer_is_counted_by_its_groups_or_refused() -> None:
+    plan, model = ShardingPlan({}, mesh={"dp": 1}), nn.Linear(4, 4)
+    both = [model.weight, model.bias]
+    amsgrad = torch.optim.Adam([{"params": both, "amsgrad": True}])
+    assert plan.memory(model, optimizer=amsgrad).on(0) == plan.memory(model, optimizer="amsgrad").on(0)
+    groups: list[dict[str, Any]] = [{"params": [model.weight], "momentum": 0.9}, {"params": [model.bias]}]
+    mixed = torch.optim.SGD(groups, lr=0.1)
+    optimizers: list[Any] = [mixed, torch.optim.Adam([model.weight])]
+    for optimizer in optimizers:
+        with pytest.raises(PlanError, match="invalid-argument"):
+            plan.memory(model, optimizer=optimizer)
+
+
+def test_a_plan_whose_key_is_no_text_cannot_be_written() -> None:
+    plan = ShardingPlan({3: "S(0)"}, mesh={"tp": 2})  # type: ignore[dict-item]  # on purpose
+    with pytest.raises(PlanError, match="a key of type int"):
+        plan.to_json()

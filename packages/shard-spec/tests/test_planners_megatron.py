@@ -509,6 +509,44 @@ def test_sequential_linears_are_paired() -> None:
     assert codes(mixed) == {"heads-not-recognised"}
 
 
+class SequentialWithSoftmax(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self[0](x).softmax(-1)
+        out: Tensor = self[2](hidden)
+        return out
+
+
+class ResidualSequential(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self[2](self[1](self[0](x)))
+        return out
+
+
+class OwnAttention(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]  # one input, on purpose
+        mixed = (x @ self.in_proj_weight.T).softmax(-1)[..., : x.shape[-1]]
+        out: Tensor = self.out_proj(mixed)
+        return out
+
+
+class OwnTable(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).softmax(-1)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_taken_for_torchs() -> None:
+    layers = (nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model = nn.ModuleDict(
+        {"softmax": SequentialWithSoftmax(*layers), "attn": OwnAttention(16, 4), "tok_embed": OwnTable(64, 16)}
+    )
+    plan = MegatronPlanner(MESH).build_plan(model)
+    assert dict(plan.plan) == {}
+    assert {"slices-mix", "left-replicated"} <= {note.code for note in plan.notes}
+    assert "attn.in_proj_weight" in plan.unrecognised
+    residual = nn.ModuleDict({"mlp": ResidualSequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))})
+    assert str(MegatronPlanner(MESH).build_plan(residual).plan["mlp.0.weight"]) == "tp:S(0)"  # its forward was probed
+
+
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # of no concern here
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_torch_transformer(batch_first: bool) -> None:

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from shard_spec import MeshSpec, PlanError, ShardingPlan
+from shard_spec.plan.globs import glob_rules
 from shard_spec.planners import (
     FullyShardPlanner,
     LayoutPlanner,
@@ -15,7 +16,7 @@ from shard_spec.planners import (
     ShardingPlanner,
     compose,
 )
-from shard_spec.planners.base import rules_of, short_text
+from shard_spec.planners.base import short_text
 from torch import nn
 
 MESH = MeshSpec({"dp": 2, "tp": 2})
@@ -136,7 +137,9 @@ def test_rules_name_each_layout_and_nothing_else() -> None:
             for name in names
             if rng.random() < rng.random() + 0.5
         }
-        found = rules_of(layouts, names)
+        found = glob_rules(
+            {name: short_text(layouts[name]) or None if name in layouts else None for name in names}, (), ()
+        )
         module = nn.Module()
         for name in names:
             at = module
@@ -150,3 +153,17 @@ def test_rules_name_each_layout_and_nothing_else() -> None:
         for name in names:
             assert resolved[name] == layouts.get(name, Layout.replicated(MESH)), name
     assert short_text(Layout(MESH, "dp:R, tp:I(0,[4,4])")) == "tp:I(0,[4,4])"
+
+
+def test_a_name_beside_numbers_is_not_taken_by_their_pattern() -> None:
+    layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("0", "1", "last")})
+    plan = FullyShardPlanner({"dp": 2}, keep=["last.*"]).build_plan(layers)
+    assert [name for name, layout in plan.resolve(layers).items() if layout.is_replicated] == [
+        "last.weight",
+        "last.bias",
+    ]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.add_module("head", nn.Linear(4, 4))
+    model[0].weight = model.get_parameter("head.weight")  # `*.weight` would match its other name
+    kept = FullyShardPlanner({"dp": 2}, keep=["0.weight"]).build_plan(model).resolve(model)
+    assert [name for name, layout in kept.items() if layout.is_replicated] == ["0.weight"]

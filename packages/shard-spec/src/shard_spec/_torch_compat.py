@@ -6,6 +6,7 @@ Read against torch 2.13.0; the names below also stand in 2.11.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -64,32 +65,10 @@ def build_torch_metadata(spec: Any, shape: Sequence[int]) -> Any:
     return spec.build_metadata(torch.Size(shape), TensorProperties(dtype=torch.get_default_dtype()))
 
 
-def torch_remote_device(text: str) -> Any:
-    """Torch's remote device of ``text``."""
-    from torch.distributed.remote_device import _remote_device
-
-    return _remote_device(text)
-
-
-def torch_shard_metadata(offsets: list[int], sizes: list[int], placement: Any) -> Any:
-    """Torch's shard metadata."""
-    from torch.distributed._shard.metadata import ShardMetadata
-
-    return ShardMetadata(offsets, sizes, placement)
-
-
-def torch_chunk_spec(dim: int, placements: list[Any]) -> Any:
-    """Torch's chunk sharding spec."""
-    from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
-
-    return ChunkShardingSpec(dim, placements)
-
-
-def torch_enumerable_spec(shards: list[Any]) -> Any:
-    """Torch's enumerable sharding spec."""
-    from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
-
-    return EnumerableShardingSpec(shards)
+def torch_class(kind: str) -> Any:
+    """Torch's class of the kind that :func:`shard_kind` returns."""
+    module, name = next((module, name) for module, name, each in _SHARD_MODULES if each == kind)
+    return getattr(importlib.import_module(module), name)
 
 
 def group_of_name(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.memory import memory_of
 from shard_spec.plan.metadata import ModelMetadata
@@ -80,6 +81,6 @@ def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> li
     rank, most = memory.worst_rank, memory.max_bytes
     if most <= memory_limit:
         return []
-    largest = ", ".join(f"{name} ({size / 2**30:.3g} GiB)" for name, size in memory.largest(rank, 3))
+    largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(rank, 3))
     text = f"rank {rank} needs {most} bytes, {most - memory_limit} more than the limit of {memory_limit}"
     return [Problem("does-not-fit", found=text, hint=f"shard more of the largest tensors of that rank: {largest}")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from shard_spec.apply.sources import (
 from shard_spec.apply.tensors import LocalParameter, TensorAction, replacing_problems, sharding_info, tensor_at
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
 from shard_spec.distributed.mesh_cache import RankState, capture_errors, group_or_default, raise_on_all_ranks
-from shard_spec.distributed.parameter_format import ParameterFormat, choose_format
+from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -78,9 +79,7 @@ def argument_problems(source: object, src_rank: object, size: int, init: object)
     if source not in SOURCES:
         hint = f"one of {', '.join(map(repr, SOURCES))}"
         problems.append(Problem("invalid-argument", "source", found=repr(source), hint=hint))
-    if not isinstance(src_rank, int) or isinstance(src_rank, bool) or not 0 <= src_rank < size:
-        hint = f"a rank in the group, 0 to {size - 1}"
-        problems.append(Problem("invalid-argument", "src_rank", found=repr(src_rank), hint=hint))
+    problems += source_problems(src_rank, size)
     if init is not None and source != "meta":
         found, hint = f"init= with source={source!r}", "init fills meta tensors: use source='meta', or leave it out"
         problems.append(Problem("conflicting-arguments", "init", found=found, hint=hint))
@@ -190,18 +189,18 @@ def apply_plan(
         PlanError: With every problem of every rank, before anything moved.
     """
     meeting = group_of(mesh, group)
-    settings = (meeting, source, src_rank, init, seed)
-    actions, outcome = plan_on_all_ranks(lambda: _plan(plan, module, mesh, *settings))
+    call = _Call(module, mesh, meeting, source, src_rank, init, seed)
+    actions, outcome = plan_on_all_ranks(lambda: _plan(plan, call))
     staged: list[torch.Tensor] | None = None
     if actions is not None and not actions.problems and source != "scatter":
         # Nothing is sent for these, but `init` is the caller's, and may fail on one rank.
-        staged, failed = capture_errors(lambda: _stage(module, actions, mesh, *settings))
+        staged, failed = capture_errors(lambda: _stage(call, actions))
         outcome = RankState(outcome.lines, failed)
     raise_on_all_ranks(meeting, outcome, "apply")
     assert actions is not None
     transaction = Transaction()
     try:
-        staged = _stage(module, actions, mesh, *settings) if staged is None else staged
+        staged = _stage(call, actions) if staged is None else staged
         replaced = run_sharders(module, actions, meeting, transaction)
         handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
     except BaseException:
@@ -211,22 +210,27 @@ def apply_plan(
     return mark_replaced_stale(handle)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Arguments of one call of `apply_plan`, and the group of its mesh."""
+
+    module: nn.Module
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    source: Source
+    src_rank: int
+    init: Initializer | str | None
+    seed: int
+
+
 # ---- planning -------------------------------------------------------------------------------------------------------
 
 
-def _plan(
-    plan: PlanContent,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    source: Source,
-    src_rank: int,
-    init: Initializer | str | None,
-    seed: int,
-) -> ExecutionPlan:
+def _plan(plan: PlanContent, call: _Call) -> ExecutionPlan:
     """Plan the action on each tensor; changes and sends nothing."""
+    module, mesh, source, src_rank, init = call.module, call.mesh, call.source, call.src_rank, call.init
     spec = MeshSpec.from_device_mesh(mesh)
-    problems = argument_problems(source, src_rank, dist.get_world_size(group), init)
+    problems = argument_problems(source, src_rank, dist.get_world_size(call.group), init)
     problems += mesh_order_problems(mesh)
     problems += pipeline_problems(mesh)
     if plan.mesh is None and not any(isinstance(value, Layout) for value in plan.plan.values()):
@@ -240,7 +244,7 @@ def _plan(
         )
     tensors: list[TensorAction] = []
     fingerprints = []
-    me = dist.get_rank(group)
+    me = dist.get_rank(call.group)
     for metadata in found.metadata.tensors:
         layout = found.layouts.get(metadata.name)
         if layout is None:
@@ -266,7 +270,7 @@ def _plan(
         tensors=tuple(tensors),
         sharders={path: as_sharder(sharder) for path, sharder in sorted(found.sharders.items())},
         src_rank=src_rank,
-        source=source_text(source, src_rank, init, seed),
+        source=source_text(source, src_rank, init, call.seed),
         values=tuple(fingerprints),
         device=device_of_mesh(mesh),
         problems=tuple(dict.fromkeys(problems)),
@@ -276,39 +280,21 @@ def _plan(
 # ---- moving and installing ------------------------------------------------------------------------------------------
 
 
-def _stage(
-    module: nn.Module,
-    actions: ExecutionPlan,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    source: Source,
-    src_rank: int,
-    init: Initializer | str | None,
-    seed: int,
-) -> list[torch.Tensor]:
+def _stage(call: _Call, actions: ExecutionPlan) -> list[torch.Tensor]:
     """This rank's shards; only ``source="scatter"`` communicates."""
-    fill = reset_parameters_of(module, actions.device, seed) if isinstance(init, str) else init
-    return [_shard(module, action, actions, mesh, group, source, fill, seed) for action in actions.tensors]
+    init = reset_parameters_of(call.module, actions.device, call.seed) if isinstance(call.init, str) else call.init
+    return [_shard(call, action, actions.device, init) for action in actions.tensors]
 
 
-def _shard(
-    module: nn.Module,
-    action: TensorAction,
-    actions: ExecutionPlan,
-    mesh: DeviceMesh,
-    group: dist.ProcessGroup,
-    source: Source,
-    init: Initializer | None,
-    seed: int,
-) -> torch.Tensor:
+def _shard(call: _Call, action: TensorAction, device: torch.device, init: Initializer | None) -> torch.Tensor:
     """This rank's shard, as a DTensor or a local parameter."""
-    tensor, layout, device = tensor_at(module, action.names[0]), action.layout, actions.device
+    tensor, layout, mesh, src = tensor_at(call.module, action.names[0]), action.layout, call.mesh, call.src_rank
     assert layout is not None
-    if source == "scatter":
-        full = tensor if dist.get_rank(group) == actions.src_rank else None
-        local = scatter_to_all(full, layout, action, device, group, actions.src_rank, mesh)
+    if call.source == "scatter":
+        full = tensor if dist.get_rank(call.group) == src else None
+        local = scatter_to_all(full, layout, action, device, call.group, src, mesh)
     elif tensor.is_meta:
-        local = materialize(action, device, dist.get_rank(), init, seed)
+        local = materialize(action, device, dist.get_rank(), init, call.seed)
     else:
         local = local_shard(tensor, layout, device, dist.get_rank())
     expression = _expressed(layout, action.shape, action.names[0])

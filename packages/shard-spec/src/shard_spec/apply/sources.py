@@ -136,19 +136,9 @@ def _reset(owner: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
                 table[name] = nn.Parameter(full, requires_grad=value.requires_grad) if is_parameter else full
                 tensors[name] = table[name]
         whole.__dict__[table_name] = table
-    reset_method(whole)()
+    method: Any = getattr(whole, "reset_parameters", None) or whole._reset_parameters  # torch's two spellings
+    method()
     return {name: tensor.detach() for name, tensor in tensors.items()}
-
-
-def reset_method(owner: nn.Module) -> Callable[[], object]:
-    """The method with which a module of torch's kind fills its own tensors.
-
-    Raises:
-        AttributeError: When it has none.
-    """
-    found: Any = getattr(owner, "reset_parameters", None) or owner._reset_parameters
-    method: Callable[[], object] = found
-    return method
 
 
 def reset_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:

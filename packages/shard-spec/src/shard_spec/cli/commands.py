@@ -58,7 +58,7 @@ def run_explain(arguments: argparse.Namespace) -> int:
     if arguments.html:
         if metadata is None:
             raise UsageError("--html needs --model")
-        _write_html(plan, metadata, arguments)
+        _write_html(plan, metadata, arguments, *_costs_of(plan, metadata, arguments))
     text = plan.explain(arguments.name, metadata)
     print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
     return 0
@@ -252,7 +252,7 @@ def _report(
         document["problems"], document["notes"] = [vars(p) for p in problems], [vars(n) for n in notes]
         if arguments.html:
             with progress("drawing the page"):
-                _write_html(plan, metadata, arguments, activations)
+                _write_html(plan, metadata, arguments, memory, communication, activations)
             print(f"wrote {arguments.html}", file=sys.stderr)
         document["memory"] = json.loads(memory.to_json())
         document["communication"] = None if communication is None else json.loads(communication.to_json())
@@ -328,11 +328,12 @@ def _write_html(
     plan: ShardingPlan,
     metadata: ModelMetadata,
     arguments: argparse.Namespace,
+    memory: Memory,
+    communication: Any,
     activations: ActivationEstimate | None = None,
 ) -> None:
     from shard_spec.report.html import html_report
 
-    memory, communication = _costs_of(plan, metadata, arguments)
     title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
     page = html_report(plan, metadata, memory, communication, activations, title=title)
     _write(arguments.html, page)

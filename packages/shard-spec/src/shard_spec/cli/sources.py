@@ -147,13 +147,16 @@ def _from_index(path: Path) -> ModelMetadata:
     files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict):
         raise UsageError(f"{path} is no safetensors index: it has no 'weight_map'")
-    tensors: dict[str, TensorMetadata] = {}
+    headers: dict[str, dict[str, TensorMetadata]] = {}
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name or Path(name).suffix != ".safetensors":
             raise UsageError(f"{path} names {name[:200]!r}, which is no .safetensors file beside it")
-        for tensor in _header(path.parent / name):
-            tensors[tensor.name] = tensor
-    return ModelMetadata(tuple(tensors.values()))
+        headers[name] = {tensor.name: tensor for tensor in _header(path.parent / name)}
+    missing = [name for name, file in files.items() if name not in headers[file]]
+    if missing:
+        raise UsageError(f"{path} says that {files[missing[0]]} holds {missing[0][:200]!r}, and it does not")
+    # A file may hold more than the index takes from it.
+    return ModelMetadata(tuple(headers[file][name] for name, file in files.items()))
 
 
 def _header(path: Path) -> list[TensorMetadata]:

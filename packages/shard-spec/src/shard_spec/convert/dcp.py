@@ -121,7 +121,7 @@ def to_dcp(
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor | CheckpointShard):
             converted[name] = value  # DCP knows these itself
             continue
-        layout = found[name] if name in shapes and found._first_name[name] in found.layouts else None
+        layout = found.layouts.get(found.tensor(name).name) if name in shapes else None
         if layout is None:
             hint = "state dicts are keyed by the FQNs of the model that the plan is for"
             problems.append(Problem("unknown-name", name, found="the plan has no layout for it", hint=hint))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -39,23 +38,14 @@ def the_axis(found: Resolution, axis: str | None) -> str:
     if axis is not None:
         mesh.axis_index(axis)
         return axis
-    cutting = cutting_axes(found.layouts.values())
+    named = {name for layout in found.layouts.values() for name in layout.sharded_axes}
+    cutting = [name for name, size in mesh.axes.items() if size > 1 and name in named]
     if len(cutting) == 1:
         return cutting[0]
     if not cutting:
         return "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]
     hint = "pass axis=, one of them"
     raise PlanError(Problem("missing-argument", "axis", found=f"the plan cuts along {', '.join(cutting)}", hint=hint))
-
-
-def cutting_axes(layouts: Iterable[Layout]) -> list[str]:
-    """Axes of more than one rank that cut something, in mesh order."""
-    found: dict[str, int] = {}
-    for layout in layouts:
-        for axis in layout.sharded_axes:
-            if layout.mesh.axis_size(axis) > 1:
-                found[axis] = layout.mesh.axis_index(axis)
-    return sorted(found, key=lambda axis: found[axis])
 
 
 def cut_elsewhere(found: Resolution, axis: str, target: str) -> list[Problem]:

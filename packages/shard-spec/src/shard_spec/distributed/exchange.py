@@ -58,10 +58,6 @@ class RowExchange:
         """Rows of the concatenated batch."""
         return sum(self.rows)
 
-    def row_start(self, rank: int) -> int:
-        """Return the first row of ``rank`` in the concatenated batch."""
-        return sum(self.rows[:rank])
-
 
 def gather_rows(row_sharded: torch.Tensor, exchange: RowExchange) -> torch.Tensor:
     """Every rank's rows with this rank's columns: ``[my_rows, ..., width] -> [total_rows, ..., my_columns]``.
@@ -125,7 +121,7 @@ def _scatter_rows(column_sharded: torch.Tensor, exchange: RowExchange) -> torch.
     me, my_rows = exchange.rank, exchange.rows[exchange.rank]
     none = column_sharded.narrow(0, 0, 0)
     blocks = [
-        column_sharded.narrow(0, exchange.row_start(rank), rows) if exchange.primary[me] else none
+        column_sharded.narrow(0, sum(exchange.rows[:rank]), rows) if exchange.primary[me] else none
         for rank, rows in enumerate(exchange.rows)
     ]
     shapes = [

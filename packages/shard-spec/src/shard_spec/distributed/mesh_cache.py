@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.consensus import assert_consistent, problems_of
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
+from shard_spec.layout.mesh import MeshSpec
 
 
 class GroupRef:
@@ -50,31 +50,13 @@ class GroupRef:
         self.group = _torch_compat.group_of_name(state["name"])
 
 
-class MeshKey(NamedTuple):
-    """Identity of a mesh: names and sizes of the axes, ranks row-major."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    @property
-    def axis_groups(self) -> list[list[list[int]]]:
-        """For each axis the groups of ranks along it, in mesh order."""
-        found = []
-        for axis, size in enumerate(self.shape):
-            stride = prod(self.shape[axis + 1 :])
-            starts = [at for at in range(len(self.ranks)) if at // stride % size == 0]
-            found.append([[self.ranks[start + step * stride] for step in range(size)] for start in starts])
-        return found
-
-
 class MeshCache:
     """The meshes of one call: one for each shape, order of ranks and axis names, made once."""
 
     def __init__(self, group: GroupRef, device_type: str) -> None:
         self.group = group
         self.device_type = device_type
-        self._meshes: dict[MeshKey, DeviceMesh] = {}
+        self._meshes: dict[MeshSpec, DeviceMesh] = {}
 
     def prepare(self, layouts: Iterable[Layout]) -> None:
         """Make the meshes of ``layouts``, and the 1-D one in the order of the group; a collective of the group.
@@ -83,7 +65,7 @@ class MeshCache:
             PlanError: On every rank, before anything else: ``missing-dependency``, ``no-process-group``.
         """
         keys = list(dict.fromkeys([self._flat_key(), *map(_key_of, layouts)]))
-        wanted = [members for key in keys if not self._is_flat(key) for groups in key.axis_groups for members in groups]
+        wanted = [members for key in keys if not self._is_flat(key) for groups in _groups(key) for members in groups]
         if wanted:
             self._check(wanted)
         for key in keys:
@@ -106,14 +88,14 @@ class MeshCache:
         """The 1-D mesh in the order of the group."""
         return self._meshes[self._flat_key()]
 
-    def _flat_key(self) -> MeshKey:
-        return MeshKey(("shard",), (self.group.size,), self.group.ranks)
+    def _flat_key(self) -> MeshSpec:
+        return MeshSpec({"shard": self.group.size}, self.group.ranks)
 
-    def _is_flat(self, key: MeshKey) -> bool:
-        return len(key.shape) == 1 and key.ranks == self.group.ranks
+    def _is_flat(self, key: MeshSpec) -> bool:
+        return key.ndim == 1 and tuple(key.ranks) == self.group.ranks
 
-    def _check(self, wanted: list[list[int]]) -> None:
-        unsorted = [members for members in wanted if members != sorted(members)]
+    def _check(self, wanted: list[tuple[int, ...]]) -> None:
+        unsorted = [list(members) for members in wanted if list(members) != sorted(members)]
         if unsorted and not _torch_compat.can_order_groups():
             found = f"ranks in the order {unsorted[0]}; this torch makes groups in ascending order only"
             hint = "name the ranks in ascending order, or use a torch whose new_group has sort_ranks"
@@ -124,34 +106,38 @@ class MeshCache:
         dist.all_gather_object(counts, _torch_compat.num_groups(), group=self.group.group)
         if len(set(counts)) > 1:
             # Torch names a group that only its members make after the number of groups they know.
-            found = f"new groups are needed, {wanted[0]} first, and the ranks know {counts} groups"
+            found = f"new groups are needed, {list(wanted[0])} first, and the ranks know {counts} groups"
             hint = "make the group in the order of the specs (new_group(ranks, sort_ranks=False)) and pass it"
             raise PlanError(Problem("no-process-group", "process_group", found=found, hint=hint))
 
-    def _make(self, key: MeshKey) -> DeviceMesh:
+    def _make(self, key: MeshSpec) -> DeviceMesh:
         if self._is_flat(key):
-            return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.names)
-        own = [self._own_group(groups) for groups in key.axis_groups]
+            return DeviceMesh.from_group(self.group.group, self.device_type, mesh_dim_names=key.axis_names)
+        own = [self._own_group(groups) for groups in _groups(key)]
         if len(own) == 1:
-            return DeviceMesh.from_group(own[0], self.device_type, mesh_dim_names=key.names)
-        grid = torch.tensor(key.ranks, dtype=torch.int, device="cpu").view(key.shape)
-        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.names)
+            return DeviceMesh.from_group(own[0], self.device_type, mesh_dim_names=key.axis_names)
+        grid = torch.tensor(list(key.ranks), dtype=torch.int, device="cpu").view(key.shape)
+        return DeviceMesh.from_group(own, self.device_type, mesh=grid, mesh_dim_names=key.axis_names)
 
-    def _own_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+    def _own_group(self, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
         """This rank's group of one axis; every rank that has to makes the others too, in one order."""
         everybody, me = self.group.size == dist.get_world_size(), dist.get_rank()
-        made = [_torch_compat.new_ordered_group(each, everybody) for each in groups if everybody or me in each]
+        made = [_torch_compat.new_ordered_group(list(each), everybody) for each in groups if everybody or me in each]
         (own,) = [each for each in made if each is not None]
         assert isinstance(own, dist.ProcessGroup)
         return own
 
 
-def _key_of(layout: Layout) -> MeshKey:
+def _groups(mesh: MeshSpec) -> list[tuple[tuple[int, ...], ...]]:
+    return [mesh.axis_groups(axis) for axis in mesh.axis_names]
+
+
+def _key_of(layout: Layout) -> MeshSpec:
     """Axes that specs made up (``shard0``, ``shard1``) share their meshes whatever they cut."""
     names = tuple("shard" if re.fullmatch(r"shard\d+", name) else name for name in layout.mesh.axis_names)
     if len(set(names)) < len(names):
         names = tuple(f"{name}{at}" for at, name in enumerate(names))
-    return MeshKey(names, layout.mesh.shape, tuple(layout.mesh.ranks))
+    return MeshSpec(dict(zip(names, layout.mesh.shape, strict=True)), layout.mesh.ranks)
 
 
 T = TypeVar("T")

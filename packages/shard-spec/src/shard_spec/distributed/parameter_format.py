@@ -83,7 +83,7 @@ def choose_format(
     ):
         assert spec.dim is not None
         return ParameterFormat("local", plain.specs, tuple(size for _, size in sections(spec.arg, shape[spec.dim])))
-    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_why(spec.kind)}", _hint(spec.kind, local))
+    return Problem("not-expressible", name, spec.dim, axis, f"{layout}: {_WHY[spec.kind]}", _hint(spec.kind, local))
 
 
 def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) -> ParameterFormat | Problem:
@@ -103,14 +103,6 @@ def _in_order(layout: Layout, shape: tuple[int, ...], name: str, strided: bool) 
 def _written(spec: PlacementSpec, ndim: int) -> PlacementSpec:
     """The cut as it is written, whatever kind of cut it is called."""
     return PlacementSpec("R") if spec.dim is None else PlacementSpec("S", spec.dim % ndim)
-
-
-def _why(kind: str) -> str:
-    return {
-        "U": "a DTensor cuts as torch.chunk does, not in sizes of your own",
-        "B": "a DTensor cannot keep blocks together",
-        "I": "a DTensor cannot interleave sections",
-    }[kind]
 
 
 def _hint(kind: str, local: bool) -> str:
@@ -159,7 +151,7 @@ def _from_front(spec: PlacementSpec, ndim: int) -> PlacementSpec:
 _WHY = {
     "U": "a DTensor cuts as torch.chunk does, not in sizes of your own",
     "B": "a DTensor cannot keep blocks together",
-    "I": "a DTensor's strided shard has sections of one size only",
+    "I": "a DTensor cannot interleave these sections",
 }
 
 

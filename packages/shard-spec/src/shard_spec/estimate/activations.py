@@ -1,11 +1,11 @@
 """Activations: an estimate of what autograd keeps between forward and backward, on the rank that keeps most.
 
-The forward runs once on the meta device: shapes only, but for integers that follow from the inputs (positions, masks,
-lengths), whose values are computed as well, since models branch on them. What autograd saves is counted once for each
-memory that holds it, parameters and buffers left out. Which of it a model axis shards is followed from weight to
-weight: the output of a weight with sharded output features is sharded, that of one with sharded input features is full
-again, and everything computed from something sharded is sharded. It is an estimate because a real run may fuse,
-recompute or allocate otherwise.
+The forward runs once on the meta device: shapes only, but for what follows from integer inputs and constants
+(positions, masks, lengths), whose values are computed as well, since models branch on them. What autograd saves is
+counted once for each memory that holds it, parameters and buffers left out. Which of it a model axis shards is
+followed from weight to weight: the output of a weight with sharded output features is sharded, that of one with
+sharded input features is full again, and everything computed from something sharded is sharded. It is an estimate
+because a real run may fuse, recompute or allocate otherwise.
 """
 
 from __future__ import annotations
@@ -146,6 +146,8 @@ class _FusedAttention(TorchFunctionMode):
         enable_gqa: bool = False,  # the kernel reads shared heads where they lie
     ) -> torch.Tensor | None:
         equal = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+        # Torch broadcasts one head over many with the unfused formula alone.
+        equal = equal and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
         if dropout_p or not equal or (attn_mask is not None and attn_mask.requires_grad):
             return None
         if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -196,7 +198,7 @@ class _Flow:
         self.cut: dict[int, frozenset[str]] = {}
         self.alive: list[torch.Tensor] = []  # a memory's address means something only while the memory lives
         self.given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
-        self.values: dict[int, torch.Tensor] = {}  # id of an integer tensor on meta -> its values
+        self.values: dict[int, torch.Tensor] = {}  # id of a tensor on meta -> its values, where they are known
 
     def inputs(self, value: Any) -> Any:
         """Return inputs on meta; integers keep their values, those that are on meta already count as zeros."""
@@ -211,7 +213,11 @@ class _Flow:
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and note what it made."""
-        if operator is torch.ops.aten._local_scalar_dense.default and id(args[0]) in self.values:
+        if operator is torch.ops.aten._local_scalar_dense.default:
+            if id(args[0]) not in self.values:
+                found = "forward reads a value that follows from parameters or floating-point inputs"
+                hint = "the estimate runs on shapes; measure this model, or estimate its parts"
+                raise PlanError(Problem("unverified", "batch", found=found, hint=hint))
             return self.values[id(args[0])].item()
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it keeps the originals.
@@ -234,10 +240,10 @@ class _Flow:
         return result
 
     def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Compute small integer results for real where all that they are computed from is known."""
+        """Compute small results for real where all that they are computed from is known: integers and constants."""
         made = list(_tensors(result))
-        exact = all(not t.is_floating_point() and not t.is_complex() and t.numel() <= _MAX_VALUES for t in made)
-        if not made or not exact or torch.Tag.nondeterministic_seeded in operator.tags:
+        small = all(tensor.numel() <= _MAX_VALUES for tensor in made)
+        if not made or not small or torch.Tag.nondeterministic_seeded in operator.tags:
             return
         if any(id(tensor) not in self.values for tensor in _tensors((args, kwargs))):
             return

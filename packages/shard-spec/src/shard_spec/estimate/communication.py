@@ -141,7 +141,7 @@ def communication(
     if step.tokens is not None:
         transfers += _activations(found, step)
     seconds = None if topology is None else _seconds(mesh, transfers, topology, cost_model)
-    return Communication(mesh, tuple(transfers), seconds, _assumptions(step))
+    return Communication(mesh, tuple(transfers), seconds, (*_assumptions(step), *_uncounted_weights(found, step)))
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,9 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
         for tensor in found.metadata.parameters
         if tensor.name in found.layouts and weight_dims(tensor) is not None
     ]
-    for axis, size in step.mesh.axes.items():
-        if size == 1 or axis in step.data_axes or axis in PIPELINE_AXIS_NAMES:
+    for axis in _model_axes(step):
+        size = step.mesh.axis_size(axis)
+        if size == 1:
             continue
         roles = {tensor.name: role(tensor, layout, axis) for tensor, layout in weights}
         row_parents = {_parent(t.name) for t, _ in weights if roles[t.name] == "row" and not is_embedding(t)}
@@ -216,6 +217,27 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
                 if _parent(tensor.name) not in row_parents:  # nothing downstream takes the cut output
                     transfers.append(Transfer(axis, "all_gather", "activations", tensor.name, out_bytes, 1, size))
     return transfers
+
+
+def _uncounted_weights(found: Resolution, step: _Step) -> list[str]:
+    """Remarks on sharded weights of modules whose use of them is not known, by model axis."""
+    remarks = []
+    for axis in _model_axes(step) if step.tokens is not None else ():
+        names = [
+            tensor.name
+            for tensor in found.metadata.parameters
+            if len(tensor.shape) > 1
+            and tensor.name in found.layouts
+            and role(tensor, found.layouts[tensor.name], axis) == "cut"
+        ]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            remarks.append(f"{axis}: activations around {names[0]}{more} are not counted: no linear or embedding")
+    return remarks
+
+
+def _model_axes(step: _Step) -> list[str]:
+    return [axis for axis in step.mesh.axis_names if axis not in (*step.data_axes, *PIPELINE_AXIS_NAMES)]
 
 
 def _parent(name: str) -> str:
@@ -251,10 +273,9 @@ def _seconds(
 
 
 def _assumptions(step: _Step) -> tuple[str, ...]:
-    model = [axis for axis in step.mesh.axis_names if axis not in (*step.data_axes, *PIPELINE_AXIS_NAMES)]
     lines = [
         f"data axes (ranks see different samples): {', '.join(step.data_axes) or 'none'}",
-        f"model axes (ranks see the same samples): {', '.join(model) or 'none'}",
+        f"model axes (ranks see the same samples): {', '.join(_model_axes(step)) or 'none'}",
         "weights sharded along a data axis are gathered for the forward and again for the backward",
     ]
     if step.tokens is None:

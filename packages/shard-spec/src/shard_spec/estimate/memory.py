@@ -89,8 +89,16 @@ def _from_torch(optimizer: object) -> OptimizerState | None:
     found = OPTIMIZERS.get(kind.__name__.lower())
     if found is None or not isinstance(optimizer, torch.optim.Optimizer):
         return found
+    states = {_state_of_group(found, {**optimizer.defaults, **group}) for group in optimizer.param_groups}
+    if len(states) > 1:
+        hint = "count each kind of parameter by itself, with OptimizerState"
+        text = "groups of parameters that keep different state"
+        raise PlanError(Problem("invalid-argument", "optimizer", found=text, hint=hint))
+    return states.pop()
+
+
+def _state_of_group(found: OptimizerState, settings: dict[str, Any]) -> OptimizerState:
     extra = 0
-    settings = optimizer.defaults
     if found.name == "sgd" and settings.get("momentum"):
         return OPTIMIZERS["momentum"]
     if found.name in ("adam", "adamw") and settings.get("amsgrad"):
@@ -98,6 +106,19 @@ def _from_torch(optimizer: object) -> OptimizerState | None:
     if found.name == "rmsprop":
         extra += bool(settings.get("momentum")) + bool(settings.get("centered"))
     return replace(found, slots=found.slots + extra)
+
+
+def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
+    """Refuse an optimizer that leaves out parameters which train: which ones their FQNs do not say."""
+    import torch
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        held = sum(each.requires_grad for group in optimizer.param_groups for each in group["params"])
+        trained = sum(tensor.requires_grad for tensor in resolution.metadata.parameters)
+        if held != trained:
+            found = f"an optimizer of {held} parameters for a model with {trained} that train"
+            hint = "freeze the others (requires_grad=False), or pass the optimizer's class or name"
+            raise PlanError(Problem("invalid-argument", "optimizer", found=found, hint=hint))
 
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
@@ -222,6 +243,7 @@ def memory_of(
         if not isinstance(name, bool | None) and name not in ITEM_BYTES:
             hint = f"one of {', '.join(sorted(ITEM_BYTES))}"
             raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(name), hint=hint))
+    _require_all_trained(optimizer, resolution)
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks
     position = {rank: at for at, rank in enumerate(ranks)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -48,7 +49,7 @@ DATA_AXIS_NAMES = (
 )
 
 # Class of module -> (dim of its weight that counts output features, dim that counts input features).
-_LINEAR = {"Linear": (0, 1), "NonDynamicallyQuantizableLinear": (0, 1), "Conv1D": (1, 0)}
+_LINEAR = {"Linear": (0, 1), "Conv1D": (1, 0)}
 _EMBEDDING = {"Embedding": (1, 0)}
 
 
@@ -56,7 +57,7 @@ def data_axes_of(mesh: MeshSpec, data_axes: Iterable[str] | None) -> tuple[str, 
     """The axes along which ranks see different samples: those given, else those with a name that says so."""
     if data_axes is None:
         return tuple(axis for axis in mesh.axis_names if axis in DATA_AXIS_NAMES)
-    given = tuple(data_axes)
+    given = tuple(dict.fromkeys([data_axes] if isinstance(data_axes, str) else data_axes))
     for axis in given:
         mesh.axis_index(axis)
     return given
@@ -125,10 +126,10 @@ def num_tokens(batch: Batch | None, data_ranks: int) -> int | None:
         batch = tuple(shape[:2])
     else:
         data_ranks = 1
-    tokens = data_ranks
-    for size in [batch] if isinstance(batch, int) else batch:
-        tokens *= int(size)
-    return tokens
+    sizes = [batch] if isinstance(batch, int) else batch
+    if isinstance(batch, bool) or any(size < 1 for size in sizes):
+        raise _unknown(batch)
+    return data_ranks * prod(sizes)
 
 
 def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -141,9 +142,9 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
         return (), dict(batch)
     if not _is_numbers(batch):
         return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
-    if isinstance(batch, int) or len(batch) != 2:
+    if isinstance(batch, int) or len(batch) != 2 or min(batch) < 1:
         raise _unknown(batch)
-    sequences = max(1, -(-batch[0] // data_ranks))
+    sequences = -(-batch[0] // data_ranks)
     tokens = torch.zeros(sequences, batch[1], dtype=torch.long, device="meta")
     if "input_ids" in inspect.signature(module.forward).parameters:
         return (), {"input_ids": tokens}

@@ -134,14 +134,17 @@ def compose(outer: list[Interval], inner: list[Interval]) -> list[Interval]:
     if len(outer) == 1:
         start = outer[0][0]
         return [(start + offset, size) for offset, size in inner]
+    # One pass over both lists, which ascend along the local tensor: a plan from a file must not hang its reader.
     result: list[Interval] = []
-    for offset, size in inner:
-        position = 0
-        for start, length in outer:
-            begin, end = max(offset, position), min(offset + size, position + length)
-            if begin < end:
-                result.append((start + begin - position, end - begin))
-            position += length
+    remaining = iter(inner)
+    offset, size = next(remaining, (0, 0))
+    position = 0
+    for start, length in outer:
+        while size and offset < position + length:
+            taken = min(size, position + length - offset)
+            result.append((start + offset - position, taken))
+            offset, size = (offset + taken, size - taken) if taken < size else next(remaining, (0, 0))
+        position += length
     return result
 
 

@@ -217,12 +217,37 @@ class Layout:
     # ---- comparing --------------------------------------------------------------------------------------------
 
     def canonical(self, shape: Sequence[int]) -> Layout:
-        """The plainest layout that puts the same bytes on the same ranks for a tensor of ``shape``."""
-        return canonical(self, tuple(shape))
+        """The plainest layout that puts the same bytes on the same ranks for a tensor of ``shape``.
+
+        Negative dims are counted from the front, axes of one rank replicate, a special placement that cuts exactly
+        where ``torch.chunk`` would becomes a plain shard, and an order that changes nothing is dropped.
+        """
+        shape = tuple(shape)
+        raise_problems(self.problems(shape))
+        specs = [_plain_dim(spec, len(shape)) for spec in self.specs]
+        specs = [REPLICATE if size == 1 else spec for size, spec in zip(self.mesh.shape, specs, strict=True)]
+        for dim, cuts in cuts_by_dim(self, len(shape)):
+            real = [cut for cut in cuts if cut[1] > 1]
+            if real:
+                at, count, spec = real[0]  # later cuts see intervals of several lengths: left as they are written
+                if spec.kind != "S" and _cuts_like_shard(spec, shape[dim], count):
+                    specs[at] = PlacementSpec("S", dim)
+        # The order matters only among axes that still cut, and only where they cut the same dim.
+        names = self.mesh.axis_names
+        cutting = [axis for axis in (self.order or names) if specs[names.index(axis)].dim is not None]
+        grouped = sorted(cutting, key=lambda axis: specs[names.index(axis)].dim or 0)  # stable within a dim
+        plain = sorted(grouped, key=lambda axis: (specs[names.index(axis)].dim or 0, names.index(axis)))
+        return Layout(self.mesh, tuple(specs), None if grouped == plain else tuple(grouped))
 
     def equivalent_to(self, other: Layout, shape: Sequence[int]) -> bool:
         """Return whether both put the same bytes on the same ranks (and the same reductions), whatever their syntax."""
-        return equivalent(self, other, tuple(shape))
+        if self.canonical(shape) == other.canonical(shape):
+            return True
+        ranks = set(self.mesh.ranks)
+        return ranks == set(other.mesh.ranks) and all(
+            self.boxes(rank, shape) == other.boxes(rank, shape) and _reductions(self, rank) == _reductions(other, rank)
+            for rank in sorted(ranks)
+        )
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -386,32 +411,6 @@ def _locate(spec: PlacementSpec, length: int, count: int, position: int) -> tupl
     raise AssertionError(f"{spec} leaves out position {position} of {length}")
 
 
-# ---- canonical form, and equality by bytes --------------------------------------------------------------------------
-
-
-def canonical(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """The plainest layout that puts the same bytes on the same ranks for ``shape``.
-
-    Negative dims are counted from the front, axes of one rank replicate, a special placement that cuts exactly where
-    ``torch.chunk`` would becomes a plain shard, and an order that changes nothing is dropped.
-    """
-    raise_problems(layout.problems(shape))
-    specs = [_plain_dim(spec, len(shape)) for spec in layout.specs]
-    specs = [REPLICATE if size == 1 else spec for size, spec in zip(layout.mesh.shape, specs, strict=True)]
-    for dim, cuts in cuts_by_dim(layout, len(shape)):
-        real = [cut for cut in cuts if cut[1] > 1]
-        if real:
-            at, count, spec = real[0]  # later cuts see intervals of several lengths: left as they are written
-            if spec.kind != "S" and _cuts_like_shard(spec, shape[dim], count):
-                specs[at] = PlacementSpec("S", dim)
-    # The order matters only among axes that still cut, and only where they cut the same dim.
-    names = layout.mesh.axis_names
-    cutting = [axis for axis in (layout.order or names) if specs[names.index(axis)].dim is not None]
-    grouped = sorted(cutting, key=lambda axis: specs[names.index(axis)].dim or 0)  # stable within a dim
-    plain = sorted(grouped, key=lambda axis: (specs[names.index(axis)].dim or 0, names.index(axis)))
-    return Layout(layout.mesh, tuple(specs), None if grouped == plain else tuple(grouped))
-
-
 def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layout:
     """The same bytes on the same ranks, on a mesh whose axes stand in the order in which they cut.
 
@@ -419,7 +418,7 @@ def in_mesh_order(layout: Layout, shape: tuple[int, ...] | None = None) -> Layou
     """
     if not layout.order:
         return layout
-    if shape is not None and not canonical(layout, shape).order:
+    if shape is not None and not layout.canonical(shape).order:
         return Layout(layout.mesh, layout.specs)
     mesh = layout.mesh
     cutting = iter(layout.order)
@@ -443,20 +442,6 @@ def _plain_dim(spec: PlacementSpec, ndim: int) -> PlacementSpec:
 def _cuts_like_shard(spec: PlacementSpec, length: int, count: int) -> bool:
     plain = PlacementSpec("S", 0)
     return all(intervals(spec, length, count, at) == intervals(plain, length, count, at) for at in range(count))
-
-
-def equivalent(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Return whether both layouts put the same bytes on the same ranks, and leave the same reductions to do."""
-    plain_one, plain_other = canonical(one, shape), canonical(other, shape)
-    if plain_one == plain_other:
-        return True
-    ranks = set(one.mesh.ranks)
-    if ranks != set(other.mesh.ranks):
-        return False
-    return all(
-        one.boxes(rank, shape) == other.boxes(rank, shape) and _reductions(one, rank) == _reductions(other, rank)
-        for rank in sorted(ranks)
-    )
 
 
 def _reductions(layout: Layout, rank: int) -> list[tuple[str, frozenset[int]]]:

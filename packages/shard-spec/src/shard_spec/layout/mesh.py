@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import index
 from typing import TYPE_CHECKING
 
 from shard_spec import _torch_compat
@@ -44,9 +46,10 @@ class MeshSpec:
     def __init__(
         self, axes: Mapping[str, int], ranks: Sequence[int] | None = None, ranks_per_host: int | None = None
     ) -> None:
-        raise_problems(_axes_problems(axes))
+        raise_problems(_axes_problems(axes) + _integer_problems("ranks", () if ranks is None else ranks))
+        raise_problems(_integer_problems("ranks_per_host", () if ranks_per_host is None else (ranks_per_host,)))
         names, shape = tuple(axes), tuple(int(size) for size in axes.values())
-        rank_list = None if ranks is None else tuple(int(rank) for rank in ranks)
+        rank_list = None if ranks is None else tuple(map(index, ranks))
         raise_problems(_rank_problems(prod(shape), rank_list, ranks_per_host))
         if rank_list == tuple(range(prod(shape))):
             rank_list = None  # one spelling for one mesh, so that equal meshes compare equal
@@ -233,6 +236,11 @@ def _axes_problems(axes: object) -> list[Problem]:
     return problems
 
 
+def _integer_problems(argument: str, values: Iterable[object]) -> list[Problem]:
+    wrong = [value for value in values if isinstance(value, bool) or not hasattr(value, "__index__")]
+    return [Problem("invalid-mesh", argument, found=f"{wrong[0]!r:.100}", hint="give integers")] if wrong else []
+
+
 def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: int | None) -> list[Problem]:
     problems = []
     if ranks is not None:
@@ -240,8 +248,8 @@ def _rank_problems(world: int, ranks: tuple[int, ...] | None, ranks_per_host: in
             found = f"{len(ranks)} ranks for {world} places on the axes"
             problems.append(Problem("invalid-mesh", "ranks", found=found))
         if len(set(ranks)) != len(ranks):
-            twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-            problems.append(Problem("invalid-mesh", "ranks", found=f"ranks {twice} stand there more than once"))
+            twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
+            problems.append(Problem("invalid-mesh", "ranks", found=f"duplicate ranks {twice}"))
         if any(rank < 0 for rank in ranks):
             problems.append(Problem("invalid-mesh", "ranks", found=f"{min(ranks)}", hint="ranks are at least 0"))
     if ranks_per_host is not None and ranks_per_host < 1:

@@ -244,7 +244,7 @@ def least_memory(problem: PairwiseProblem) -> Solution:
         problem.edges,
         tuple(torch.where(torch.isinf(matrix), torch.inf, 0.0).double() for matrix in problem.edge_costs),
     )
-    return Eliminator(only_memory).solve([torch.zeros(cost.numel(), 1).double() for cost in problem.costs])[0]
+    return Eliminator(only_memory).solve()
 
 
 @dataclass(order=True)
@@ -354,11 +354,11 @@ class _Search:
             charge = torch.floor(amount.double() * price / QUANTUM) * QUANTUM
             if node in allowed:
                 charge = torch.where(allowed[node], charge, torch.inf)
-            extra.append(charge[:, None])
-        found = self.eliminator.solve(extra)[0]
+            extra.append(charge)
+        found = self.eliminator.solve(extra)
         if math.isinf(found.objective) or any(not allowed[node][found.assignment[node]] for node in allowed):
             return None, math.inf
-        charged = sum(Fraction(float(extra[node][choice, 0])) for node, choice in enumerate(found.assignment))
+        charged = sum(Fraction(float(extra[node][choice])) for node, choice in enumerate(found.assignment))
         bound = Fraction(found.objective) + charged - Fraction(price) * self.limit
         self._offer(found.assignment)
         return found.assignment, _rounded_down(bound)

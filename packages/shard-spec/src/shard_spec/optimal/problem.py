@@ -244,7 +244,7 @@ def solve_exact(problem: PairwiseProblem) -> Solution:
     Raises:
         TooConnectedError: a table over more than `MAX_TABLE_ENTRIES` combinations would be needed.
     """
-    return Eliminator(problem).solve([torch.zeros(cost.numel(), 1, dtype=torch.float64) for cost in problem.costs])[0]
+    return Eliminator(problem).solve()
 
 
 class Eliminator:
@@ -255,38 +255,37 @@ class Eliminator:
         self.steps = plan_elimination([cost.numel() for cost in problem.costs], problem.edges)
         self._fixed = [self._fixed_part(step) for step in self.steps]
 
-    def solve(self, extra: Sequence[Tensor]) -> list[Solution]:
-        """Solves for several node costs at once.
+    def solve(self, extra: Sequence[Tensor] | None = None) -> Solution:
+        """The best assignment, with its objective without `extra`.
 
         Args:
-            extra: per node a float64 tensor ``[num_strategies, num_variants]`` that is added to its costs.
-
-        Returns:
-            One solution per variant, its objective without `extra`.
+            extra: per node a float64 tensor ``[num_strategies]`` that is added to its costs.
         """
-        num_variants = extra[0].shape[1] if extra else 1
         tables: list[Tensor] = []
         choices: list[Tensor] = []
         for step, fixed in zip(self.steps, self._fixed, strict=True):
-            table = self._joined(step, fixed, extra[step.node], tables)
+            table = self._joined(step, fixed, None if extra is None else extra[step.node], tables)
             least, choice = table.min(dim=0)  # over the node's strategies
             tables.append(least)
             choices.append(choice)
-        assignments = self._backtrack(choices, num_variants)
-        return [Solution(found, self.problem.evaluate(found)) for found in assignments]
+        # Nodes in the reverse order: each one's neighbours are known when its turn comes.
+        chosen = [0] * self.problem.num_nodes
+        for step, choice in zip(reversed(self.steps), reversed(choices), strict=True):
+            chosen[step.node] = int(choice[tuple(chosen[other] for other in step.neighbours)])
+        return Solution(tuple(chosen), self.problem.evaluate(chosen))
 
     def _fixed_part(self, step: Step) -> list[Tensor]:
-        """Return what does not change between calls: the node's costs and edges, as ``[node, *neighbours, 1]``.
+        """Return what does not change between calls: the node's costs and edges, as ``[node, *neighbours]``.
 
         Added up where the sum is small; a list of views where it would take memory for every step.
         """
         scope = (step.node, *step.neighbours)
         own = self.problem.costs[step.node]
-        parts = [own.reshape(-1, *([1] * len(step.neighbours)), 1)]
+        parts = [own.reshape(-1, *([1] * len(step.neighbours)))]
         entries = own.numel()
         for factor in step.factors:
             if factor < len(self.problem.edges):
-                edge = self.problem.edge_costs[factor][..., None]
+                edge = self.problem.edge_costs[factor]
                 parts.append(_aligned(edge, self.problem.edges[factor], scope))
                 entries *= edge.numel() // own.numel()
         if entries > MAX_KEPT_ENTRIES:
@@ -296,10 +295,10 @@ class Eliminator:
             table = table + part
         return [table]
 
-    def _joined(self, step: Step, fixed: Sequence[Tensor], extra: Tensor, tables: Sequence[Tensor]) -> Tensor:
-        """Sum of the step's factors, as a table ``[node, *neighbours, variant]``."""
+    def _joined(self, step: Step, fixed: Sequence[Tensor], extra: Tensor | None, tables: Sequence[Tensor]) -> Tensor:
+        """Sum of the step's factors, as a table ``[node, *neighbours]``."""
         scope = (step.node, *step.neighbours)
-        table = fixed[0] + extra.reshape(extra.shape[0], *([1] * len(step.neighbours)), extra.shape[1])
+        table = fixed[0] if extra is None else fixed[0] + extra.reshape(-1, *([1] * len(step.neighbours)))
         for part in fixed[1:]:
             table = table + part
         num_edges = len(self.problem.edges)
@@ -307,17 +306,6 @@ class Eliminator:
             if factor >= num_edges:
                 table = table + _aligned(tables[factor - num_edges], self.steps[factor - num_edges].neighbours, scope)
         return table
-
-    def _backtrack(self, choices: Sequence[Tensor], num_variants: int) -> list[tuple[int, ...]]:
-        """Fixes the nodes in the reverse order: each one's neighbours are known when its turn comes."""
-        assignments = []
-        for variant in range(num_variants):
-            chosen = [0] * self.problem.num_nodes
-            for step, choice in zip(reversed(self.steps), reversed(choices), strict=True):
-                column = min(variant, choice.shape[-1] - 1)
-                chosen[step.node] = int(choice[(*(chosen[other] for other in step.neighbours), column)])
-            assignments.append(tuple(chosen))
-        return assignments
 
 
 def plan_elimination(num_strategies: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[Step, ...]:
@@ -391,10 +379,10 @@ class _DegreeQueue:
 
 
 def _aligned(values: Tensor, nodes: Sequence[int], scope: Sequence[int]) -> Tensor:
-    """`values` over ``(*nodes, variant)`` as a broadcastable view over ``(*scope, variant)``."""
+    """`values` over `nodes` as a broadcastable view over `scope`."""
     order = sorted(range(len(nodes)), key=lambda dim: scope.index(nodes[dim]))
-    moved = values.permute(*order, values.dim() - 1)
-    shape = [1] * len(scope) + [values.shape[-1]]
+    moved = values.permute(*order)
+    shape = [1] * len(scope)
     for position, dim in enumerate(order):
         shape[scope.index(nodes[dim])] = moved.shape[position]
     return moved.reshape(shape)

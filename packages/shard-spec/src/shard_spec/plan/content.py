@@ -40,12 +40,6 @@ class Rule:
     problems: tuple[Problem, ...] = ()
 
 
-def read_rules(plan: Mapping[str, PlanValue], mesh: MeshSpec | None) -> tuple[Rule, ...]:
-    """Read every item of ``plan``; a wrong one becomes a rule that says why."""
-    layouts: dict[str, Layout] = {}  # many rules of one plan say the same text
-    return tuple(_read_rule(key, value, mesh, layouts) for key, value in plan.items())
-
-
 def _read_rule(key: Any, value: PlanValue, mesh: MeshSpec | None, layouts: dict[str, Layout]) -> Rule:
     name = key if isinstance(key, str) else repr(key)
     problems: list[Problem] = []
@@ -164,7 +158,8 @@ class PlanContent:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """Rules of ``plan``, each read on its own; one that cannot be read carries its problems."""
-        return read_rules(self.plan, self.mesh)
+        layouts: dict[str, Layout] = {}  # many rules of one plan say the same text
+        return tuple(_read_rule(key, value, self.mesh, layouts) for key, value in self.plan.items())
 
     @property
     def problems(self) -> tuple[Problem, ...]:

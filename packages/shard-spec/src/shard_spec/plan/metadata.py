@@ -34,7 +34,8 @@ class TensorMetadata:
         kind: ``"parameter"`` or ``"buffer"``.
         requires_grad: Whether it gets a gradient.
         aliases: All its FQNs in the order of the modules; more than one where it is tied.
-        module_type: Class name of the module that has it, ``""`` where that is not known.
+        module_type: Class name of the module that has it, ``"Linear"`` and ``"Embedding"`` for subclasses of torch's
+            too; ``""`` where that is not known.
     """
 
     name: str
@@ -126,11 +127,19 @@ def metadata_of(model: nn.Module | ModelMetadata) -> ModelMetadata:
         for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    entry = seen.setdefault(id(tensor), [tensor, kind, [], type(module).__name__])
+                    entry = seen.setdefault(id(tensor), [tensor, kind, [], _kind_of(module)])
                     entry[2].append(f"{path}.{name}" if path else name)
     problems: list[Problem] = []
     found = tuple(_each_tensor(seen.values(), problems))
     return ModelMetadata(found, modules, tuple(problems))
+
+
+def _kind_of(module: nn.Module) -> str:
+    """The class name by which estimates know how a module uses its weight: a subclass uses it as torch's class does."""
+    from torch import nn
+
+    known = (each.__name__ for each in (nn.Linear, nn.Embedding) if isinstance(module, each))
+    return next(known, type(module).__name__)
 
 
 def _each_tensor(entries: Iterable[list[Any]], problems: list[Problem]) -> Iterable[TensorMetadata]:

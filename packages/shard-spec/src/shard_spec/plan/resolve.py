@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.plan.content import Rule
+from shard_spec.plan.globs import glob_rules
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata, metadata_of
 from shard_spec.plan.values import spec_layout
 
@@ -43,10 +43,10 @@ class Resolution(Mapping[str, Layout]):
     sharders: dict[str, Any]
     mesh: MeshSpec | None
     problems: tuple[Problem, ...] = ()
-    _first_name: dict[str, str] = field(default_factory=dict)
+    _tensors: dict[str, TensorMetadata] = field(default_factory=dict)  # by each of its names
 
     def __getitem__(self, name: str) -> Layout:
-        return self.layouts[self._first_name.get(name, name)]
+        return self.layouts[self._tensors[name].name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layouts)
@@ -77,11 +77,7 @@ class Resolution(Mapping[str, Layout]):
 
     def tensor(self, name: str) -> TensorMetadata:
         """The metadata of the tensor called ``name`` (any of its names)."""
-        first = self._first_name.get(name, name)
-        for tensor in self.metadata.tensors:
-            if tensor.name == first:
-                return tensor
-        raise KeyError(name)
+        return self._tensors[name]
 
 
 def resolve(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
@@ -100,7 +96,8 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
     metadata = metadata_of(module)
     problems = list(metadata.problems)
     problems += [problem for rule in plan.rules for problem in rule.problems]
-    usable = [rule for rule in plan.rules if rule.pattern is not None]
+    names = {alias for tensor in metadata.tensors for alias in tensor.aliases}
+    usable = [_as_name(rule) if rule.key in names else rule for rule in plan.rules if rule.pattern is not None]
     sharders = _place_sharders([rule for rule in usable if rule.kind == "sharder"], metadata, problems)
     index = _RuleIndex([rule for rule in usable if rule.kind != "sharder"])
     made = _Layouts(problems)
@@ -132,8 +129,22 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
         sharders=sharders,
         mesh=mesh,
         problems=tuple(problems),
-        _first_name={alias: tensor.name for tensor in metadata.tensors for alias in tensor.aliases},
+        _tensors={alias: tensor for tensor in metadata.tensors for alias in tensor.aliases},
     )
+
+
+class _Name(Pattern):
+    """The full name of a tensor, where it holds letters of a glob (``nn.ModuleDict`` takes any key)."""
+
+    is_exact, is_regex, names_buffers = True, False, True
+
+    def __post_init__(self) -> None:
+        """It was read as a pattern before."""
+
+
+def _as_name(rule: Rule) -> Rule:
+    assert rule.pattern is not None
+    return rule if rule.pattern.is_exact else replace(rule, pattern=_Name(rule.key))
 
 
 class _RuleIndex:
@@ -322,26 +333,17 @@ def _common_mesh(layouts: Iterable[Layout | None]) -> MeshSpec | None:
 
 def compact_rules(found: Resolution, mesh: MeshSpec | None) -> tuple[dict[str, Any], MeshSpec | None]:
     """Return rules with globs that mean the same for the model of ``found``, and their mesh."""
-    names = [alias for tensor in found.metadata.tensors for alias in tensor.aliases]
-    groups: dict[str, list[str]] = {}
-    rules = {}
-    for tensor in found.metadata.tensors:
-        layout = found.layouts.get(tensor.name)
-        if layout is None:
-            continue
-        if tensor.kind == "parameter":
-            stem = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", tensor.name)
-            groups.setdefault(stem, []).append(tensor.name)
-        elif not layout.is_replicated:
-            rules[tensor.name] = layout
-    for stem, members in groups.items():
-        layouts = {found.layouts[name] for name in members}
-        same = len(members) > 1 and len(layouts) == 1
-        if same and set(filter(Pattern(stem).matches, names)) == set(members):
-            rules[stem] = next(iter(layouts))
-        else:
-            rules.update({name: found.layouts[name] for name in members})
-    meshes = {layout.mesh for layout in rules.values()}
+    tensors = [tensor for tensor in found.metadata.tensors if tensor.name in found.layouts]
+    stored = {
+        tensor.name: found.layouts[tensor.name]
+        for tensor in tensors
+        if tensor.kind == "parameter" or not found.layouts[tensor.name].is_replicated
+    }
+    meshes = {layout.mesh for layout in stored.values()}
     mesh = mesh or (next(iter(meshes)) if len(meshes) == 1 else None)
-    values = {key: str(layout) if layout.mesh == mesh else layout for key, layout in rules.items()}
-    return {**values, **found.sharders}, mesh
+    values = {name: str(layout) if layout.mesh == mesh else layout for name, layout in stored.items()}
+    parameters = {tensor.name: values.pop(tensor.name) for tensor in tensors if tensor.kind == "parameter"}
+    aliases = {alias for tensor in tensors if tensor.kind == "parameter" for alias in tensor.aliases} - set(parameters)
+    names = {alias for tensor in found.metadata.tensors for alias in tensor.aliases}
+    rules = glob_rules(parameters, aliases, names - aliases - set(parameters))
+    return {**rules, **values, **found.sharders}, mesh

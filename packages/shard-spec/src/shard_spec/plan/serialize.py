@@ -110,7 +110,7 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def _items(table: Mapping[str, PlanValue], mesh: MeshSpec | None, problems: list[Problem]) -> list[list[Any]]:
-    return [[key, _value_document(str(key), table[key], mesh, problems)] for key in sorted(table, key=str)]
+    return [[key, _value_document(key, table[key], mesh, problems)] for key in sorted(table, key=str)]
 
 
 def _mesh_document(mesh: MeshSpec) -> dict[str, Any]:
@@ -119,7 +119,11 @@ def _mesh_document(mesh: MeshSpec) -> dict[str, Any]:
     return {"axes": axes, "ranks": ranks, "ranks_per_host": mesh.ranks_per_host}
 
 
-def _value_document(key: str, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
+def _value_document(key: Any, value: PlanValue, mesh: MeshSpec | None, problems: list[Problem]) -> Any:
+    if not isinstance(key, str):
+        found = f"a key of type {type(key).__qualname__}"
+        problems.append(Problem("invalid-plan", repr(key), found=found, hint="use text"))
+        key = repr(key)
     if isinstance(value, Layout):
         return str(value) if value.mesh == mesh else {"layout": str(value), "mesh": _mesh_document(value.mesh)}
     if is_spec(value):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from torch import nn
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
@@ -55,73 +55,6 @@ class OptimalityBound:
         if self.memory_limit is not None:
             text += f"; {self.memory_bytes:,} of {self.memory_limit:,} bytes"
         return text
-
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
-
-
-def rules_of(layouts: Mapping[str, Layout], names: Iterable[str]) -> dict[str, str]:
-    """Rules that give each of `layouts` its text and mention no other of `names`.
-
-    Numbers in a path become ``*`` where every parameter with such a path has the same layout; others are listed by
-    name.
-
-    Args:
-        layouts: FQN to layout; fully replicated ones need no rule and get none.
-        names: FQNs of all parameters of the model, each tensor once.
-    """
-    texts = {name: short_text(layout) for name, layout in layouts.items() if not layout.is_replicated}
-    groups: dict[str, list[str]] = {}
-    for name in dict.fromkeys((*names, *texts)):
-        groups.setdefault(pattern_of(name), []).append(name)
-    rules: dict[str, str] = {}
-    for pattern, members in groups.items():
-        rules.update(_rules_of_group(pattern, members, texts))
-    return rules
-
-
-def _rules_of_group(pattern: str, members: list[str], texts: Mapping[str, str]) -> dict[str, str]:
-    """Rules for all the names that `pattern` matches: one if they are alike, else as few as are easily found."""
-    said = {texts.get(name) for name in members}
-    if said == {None}:
-        return {}
-    if len(said) == 1 and len(members) > 1:
-        return {pattern: texts[members[0]]}
-    by_position = _split_at_one_number(members, texts)
-    if by_position is not None:
-        return by_position
-    # The most frequent text becomes the pattern if every member has one; an exact name beats it.
-    spoken = {text for text in said if text is not None}
-    usual = min(spoken, key=lambda text: (-sum(texts.get(name) == text for name in members), text))
-    if None in said or len(members) <= 3:
-        return {name: texts[name] for name in members if name in texts}
-    return {pattern: usual, **{name: texts[name] for name in members if texts[name] != usual}}
-
-
-def _split_at_one_number(members: list[str], texts: Mapping[str, str]) -> dict[str, str] | None:
-    """Rules with one of the numbers written out (``layers.*.mlp.2.weight``), if that makes each of them true."""
-    num_numbers = len(_NUMBER.findall(members[0]))
-    best: dict[str, str] | None = None
-    for position in range(num_numbers if num_numbers > 1 else 0):
-        parts: dict[str, set[str | None]] = {}
-        for name in members:
-            parts.setdefault(_pattern_but_one(name, position), set()).add(texts.get(name))
-        if all(len(said) == 1 for said in parts.values()):
-            rules = {part: text for part, (text,) in parts.items() if text is not None}
-            if best is None or len(rules) < len(best):
-                best = rules
-    return best
-
-
-def _pattern_but_one(name: str, position: int) -> str:
-    """``*`` for every number but the one at `position`."""
-    seen = itertools.count()
-    return _NUMBER.sub(lambda match: match[0] if next(seen) == position else "*", name)
-
-
-def pattern_of(name: str) -> str:
-    """`name` with ``*`` for every path component that is a number."""
-    return _NUMBER.sub("*", name)
 
 
 def short_text(layout: Layout) -> str:
@@ -190,11 +123,6 @@ class PlannedSharding(ShardingPlan):
         object.__setattr__(self, "notes", tuple(decisions.notes))
         object.__setattr__(self, "unrecognised", dict(decisions.unrecognised))
         object.__setattr__(self, "certificate", decisions.certificate)
-
-    __hash__ = None  # type: ignore[assignment]  # as of the plan
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardingPlan) and _content(self) == _content(other)
 
     def __getstate__(self) -> dict[str, Any]:
         extra = {name: getattr(self, name) for name in ("notes", "unrecognised", "certificate")}
@@ -272,8 +200,11 @@ def compose(*planners: LayoutPlanner) -> ComposedPlanner:
 
 def planned(module: nn.Module, mesh: MeshSpec, decisions: Decisions) -> PlannedSharding:
     """The plan of `decisions`, its rules shortened to patterns."""
-    names = [name for name, _ in module.named_parameters()]
-    return PlannedSharding(rules_of(decisions.layouts, names), mesh, decisions)
+    texts: dict[str, str | None] = {name: None for name, _ in module.named_parameters()}
+    texts |= {name: short_text(each) for name, each in decisions.layouts.items() if not each.is_replicated}
+    others = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(texts)
+    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return PlannedSharding(glob_rules(texts, others, buffers), mesh, decisions)
 
 
 def merge_notes(notes: Iterable[Problem]) -> tuple[Problem, ...]:
@@ -312,7 +243,3 @@ def merged(first: Mapping[str, Layout], second: Mapping[str, Layout]) -> dict[st
     if problems:
         raise PlanError(problems, "planners contradict each other")
     return layouts
-
-
-def _content(plan: ShardingPlan) -> tuple[object, ...]:
-    return plan.plan, plan.output_plan, plan.return_local_tensor, plan.mesh, plan.strict

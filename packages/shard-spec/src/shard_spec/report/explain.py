@@ -10,6 +10,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.formatting import Parts, Table, human_ranks, joined, table
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.content import Rule
+from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
 
@@ -45,7 +46,7 @@ def explain_model(plan: PlanContent, found: Resolution) -> Parts:
         if tensor.kind == "buffer" and layout is not None and layout.is_replicated:
             continue
         said = str(layout) if layout is not None else "by its Sharder"
-        stem = ".".join("*" if part.isdigit() else part for part in tensor.name.split("."))
+        stem = pattern_of(tensor.name)
         groups.setdefault((stem, said, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")), []).append(tensor)
     rows = []
     for (stem, said, shape, rule), tensors in groups.items():

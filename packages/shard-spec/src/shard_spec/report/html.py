@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from html import escape
 from math import prod
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
 from shard_spec.formatting import human_count, human_ranks
 from shard_spec.layout.layout import Layout
+from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
 
@@ -124,7 +124,7 @@ def stems(found: Resolution) -> dict[tuple[str, str, tuple[int, ...]], list[Tens
         layout = found.layouts.get(tensor.name)
         if tensor.kind == "buffer" and (layout is None or layout.is_replicated):
             continue
-        stem = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", tensor.name)
+        stem = pattern_of(tensor.name)
         said = "by its Sharder" if layout is None else str(layout)
         groups.setdefault((stem, said, tensor.shape), []).append(tensor)
     return groups

@@ -63,14 +63,14 @@ def to_torch(value: ShardingSpec | ShardMetadata | RemoteDevice, shape: Sequence
         PlanError: ``missing-argument`` when it is needed and missing, ``wrong-type`` for other objects.
     """
     if isinstance(value, RemoteDevice):
-        return _torch_compat.torch_remote_device(value.text)
+        return _torch_compat.torch_class("device")(value.text)
     if isinstance(value, ShardMetadata):
-        return _torch_shard(value)
+        placement = None if value.placement is None else to_torch(value.placement)
+        return _torch_compat.torch_class("shard")(list(value.shard_offsets), list(value.shard_sizes), placement)
     if isinstance(value, ChunkShardingSpec):
-        devices = [to_torch(device) for device in value.placements]
-        return _torch_compat.torch_chunk_spec(value.dim, devices)
+        return _torch_compat.torch_class("chunk")(value.dim, [to_torch(device) for device in value.placements])
     if isinstance(value, EnumerableShardingSpec):
-        return _torch_compat.torch_enumerable_spec([_torch_shard(shard) for shard in value.shards])
+        return _torch_compat.torch_class("enumerable")([to_torch(shard) for shard in value.shards])
     if isinstance(value, TorchShardingSpec):
         return value.spec
     if isinstance(value, ShardingSpec):
@@ -111,8 +111,3 @@ def _shard(shard: Any) -> ShardMetadata:
     if isinstance(shard, ShardMetadata):
         return shard
     return ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
-
-
-def _torch_shard(shard: ShardMetadata) -> Any:
-    placement = None if shard.placement is None else to_torch(shard.placement)
-    return _torch_compat.torch_shard_metadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)

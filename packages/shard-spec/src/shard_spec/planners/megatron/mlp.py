@@ -39,7 +39,7 @@ class FeedForward:
 def find_mlps(context: Context, name: str) -> list[Found]:
     """Decide about the feed-forward blocks whose linears are children of the module called `name`."""
     module = context.modules[name]
-    if isinstance(module, nn.Sequential):
+    if type(module).forward is nn.Sequential.forward:
         return [_decide(context, block, Evidence.LIBRARY) for block in _sequential(context, name, module)]
     block = _by_children(context, name, module) or _intermediate_and_output(context, name, module)
     if block is None:
@@ -50,7 +50,7 @@ def find_mlps(context: Context, name: str) -> list[Found]:
 # ---- finding the linears ----
 
 
-def _sequential(context: Context, name: str, module: nn.Sequential) -> list[FeedForward]:
+def _sequential(context: Context, name: str, module: nn.Module) -> list[FeedForward]:
     """Pairs of linears with only elementwise modules between them, first with second, third with fourth, ..."""
     blocks = []
     pending: LinearView | None = None

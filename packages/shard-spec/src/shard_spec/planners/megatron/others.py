@@ -18,7 +18,7 @@ _TRANSPOSED = {"Llama4TextExperts": True}
 def find_multihead_attention(context: Context, name: str) -> Found | None:
     """Torch's own attention module: q, k and v in one ``in_proj_weight`` or in three, biases for keys and values."""
     module = context.modules[name]
-    if not isinstance(module, nn.MultiheadAttention):
+    if not isinstance(module, nn.MultiheadAttention) or not _forward_is_known(module, nn.MultiheadAttention):
         return None
     context.claimed.add(id(module.out_proj))
     own = [parameter_name for parameter_name, _ in module.named_parameters()]
@@ -44,6 +44,10 @@ def find_multihead_attention(context: Context, name: str) -> Found | None:
             num_pieces=module.num_heads,
         )
     )
+
+
+def _forward_is_known(module: nn.Module, base: type[nn.Module]) -> bool:
+    return type(module).forward is base.forward or from_library(module)
 
 
 def find_experts(context: Context, name: str) -> Found | None:
@@ -122,10 +126,14 @@ def _is_token_embedding(name: str, module: nn.Embedding, sizes: frozenset[int], 
 
 def _embedding(context: Context, name: str, module: nn.Embedding) -> Found:
     weight, tp_size = join(name, "weight"), context.options.tp_size
-    if module.max_norm is not None or module.num_embeddings < tp_size:
+    own = not _forward_is_known(module, nn.Embedding)
+    if own or module.max_norm is not None or module.num_embeddings < tp_size:
         found, hint = f"{module.num_embeddings} rows", "fewer rows than ranks"
         if module.max_norm is not None:
             found, hint = f"max_norm={module.max_norm}", "max_norm rewrites rows that a rank may not hold"
+        if own:
+            found = f"the forward of {type(module).__qualname__} is its own"
+            hint = "if it is linear in the rows, write the rule by hand"
         return Found(left_whole=((weight, Problem("left-replicated", name, found=found, hint=hint)),))
     notes = (uneven(name, module.num_embeddings, tp_size),) if module.num_embeddings % tp_size else ()
     unit = TPBlock(

@@ -1,0 +1,86 @@
+"""Rules with globs for layouts that are known name by name, as a person would write them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
+_GLOB_LETTERS = re.compile(r"[*?\[{]|\Are:")
+
+
+def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others: Collection[str]) -> dict[str, T]:
+    """Rules that give each name its value, and those without a value none.
+
+    Numbers in a path become ``*`` where every parameter with such a path has the same value; others are listed by
+    name, and so are those whose pattern would match a name of another tensor (``layers.*`` and ``layers.norm``).
+
+    Args:
+        values: FQN of each parameter, by one of its names, to its value; None for those that get no rule.
+        aliases: further names of tied parameters.
+        others: names that no pattern may match.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in values:
+        groups.setdefault(pattern_of(name), []).append(name)
+    stems = {*groups, *map(pattern_of, aliases)}
+    rules: dict[str, T] = {}
+    for pattern, members in groups.items():
+        alone = {stem for stem in stems if _glob_matches(pattern, stem)} == {pattern}
+        alone = alone and not any(_glob_matches(pattern, name) for name in others)
+        alone = alone and not any(map(_GLOB_LETTERS.search, members))
+        listed = {name: value for name in members if (value := values[name]) is not None}
+        rules.update(_rules_of_group(pattern, members, values) if alone and len(members) > 1 else listed)
+    return rules
+
+
+def _glob_matches(pattern: str, stem: str) -> bool:
+    mine, theirs = pattern.split("."), stem.split(".")
+    return len(mine) == len(theirs) and all(one in ("*", other) for one, other in zip(mine, theirs, strict=True))
+
+
+def _rules_of_group(pattern: str, members: list[str], values: Mapping[str, T | None]) -> dict[str, T]:
+    """Rules for all the names that `pattern` matches: one if they are alike, else as few as are easily found."""
+    listed = {name: value for name in members if (value := values[name]) is not None}
+    said = list(listed.values())
+    whole = len(listed) == len(members)
+    if not listed or (whole and len(set(said)) == 1):
+        return {pattern: said[0]} if listed else {}
+    by_position = _split_at_one_number(members, values)
+    if by_position is not None:
+        return by_position
+    if not whole or len(members) <= 3:
+        return listed
+    # The most frequent value becomes the pattern; an exact name beats it.
+    usual = min(said, key=lambda value: (-said.count(value), str(value)))
+    return {pattern: usual, **{name: value for name, value in listed.items() if value != usual}}
+
+
+def _split_at_one_number(members: list[str], values: Mapping[str, T | None]) -> dict[str, T] | None:
+    """Rules with one of the numbers written out (``layers.*.mlp.2.weight``), if that makes each of them true."""
+    num_numbers = len(_NUMBER.findall(members[0]))
+    best: dict[str, T] | None = None
+    for position in range(num_numbers if num_numbers > 1 else 0):
+        parts: dict[str, set[T | None]] = {}
+        for name in members:
+            parts.setdefault(_pattern_but_one(name, position), set()).add(values[name])
+        if all(len(said) == 1 for said in parts.values()):
+            rules = {part: text for part, (text,) in parts.items() if text is not None}
+            if best is None or len(rules) < len(best):
+                best = rules
+    return best
+
+
+def _pattern_but_one(name: str, position: int) -> str:
+    """``*`` for every number but the one at `position`."""
+    seen = itertools.count()
+    return _NUMBER.sub(lambda match: match[0] if next(seen) == position else "*", name)
+
+
+def pattern_of(name: str) -> str:
+    """`name` with ``*`` for every path component that is a number."""
+    return _NUMBER.sub("*", name)
