@@ -39,8 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import dp_models as models
 import dp_partition as dp
+from dp_partition.api import runner_of
 
 WORLD = 2
+SHARDED = (0.5, 1, 2, "auto", "once")
 MB = 1 << 20
 
 
@@ -153,20 +155,23 @@ def interleaved(runs: dict[str, Run], rounds: int) -> dict[str, list[float]]:
 
 
 def peak_bytes(run: Run) -> int:
-    """Most bytes on top of what lives between steps, as the profiler sees the allocator; the least of two runs."""
-    peaks = []
-    for _ in range(2):
+    """Most bytes on top of what lives between steps."""
+    return min(peak for peak, _ in (memory_of(run) for _ in range(2)))
+
+
+def memory_of(run: Run) -> tuple[int, int]:
+    """Most bytes during a call, and bytes left after it, on top of those before; as the profiler sees the allocator."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        run()
         gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            run()
-        found: Any = seen.profiler
-        events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
-        now = most = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            now += event.nbytes()
-            most = max(most, now)
-        peaks.append(most)
-    return min(peaks)
+    found: Any = seen.profiler
+    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most, now
 
 
 def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
@@ -177,8 +182,9 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
     (batch,) = models.tokens(torch.Generator().manual_seed(rank), rows=4, vocabulary=512, length=64)
     runs: dict[str, Run] = {"ddp": ddp(batch), "fsdp2": fsdp2(mesh, batch)}
-    for mb in (25, 2, 0.5):
-        runs[f"replicate {mb}"] = ours(mesh, batch, style="replicate", bucket_mb=mb)
+    for mb in (25, 2, 1, 0.5):
+        if mb != 1:
+            runs[f"replicate {mb}"] = ours(mesh, batch, style="replicate", bucket_mb=mb)
         runs[f"fully_shard {mb}"] = ours(mesh, batch, style="fully_shard", bucket_mb=mb, reshard_after_forward=True)
     runs["fully_shard auto"] = ours(mesh, batch, style="fully_shard", bucket_mb=2)
     runs["fully_shard once"] = ours(mesh, batch, style="fully_shard", bucket_mb=2, reshard_after_forward=False)
@@ -191,7 +197,7 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
     seconds = interleaved(runs, rounds)
     peaks = {
         name: peak_bytes(runs[name])
-        for name in ("ddp", "fsdp2", "replicate 25", *(f"fully_shard {how}" for how in (0.5, 2, "auto", "once")))
+        for name in ("ddp", "fsdp2", "replicate 25", *(f"fully_shard {how}" for how in SHARDED))
     }
     step = runs["fully_shard 2"]
     from dp_partition.analysis.memory import live_memory
@@ -212,6 +218,80 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
         queue.put(facts)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def small_modules() -> nn.Module:
+    """Ten blocks of 30 layers each."""
+    torch.manual_seed(0)
+    block = [nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(30))) for _ in range(10)]
+    return nn.Sequential(*block)
+
+
+def wrapped(model: Any, modules: Any, mesh: Any) -> nn.Module:
+    for module in modules:
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model  # type: ignore[no-any-return]
+
+
+def measure_small(rank: int, folder: str, rounds: int, queue: Any) -> None:
+    """300 small modules, and what the check costs; rank 0 reports."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=dist.FileStore(folder + "/store", WORLD))
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(rank))
+    model: Any = small_modules()
+    each = wrapped(model, [layer for block in model for layer in block], mesh)
+    model = small_modules()
+    blocks = wrapped(model, list(model), mesh)
+    model = small_modules()
+    runs: dict[str, Run] = {
+        "each": partial(models.mean_step, each, adamw(each), x),
+        "blocks": partial(models.mean_step, blocks, adamw(blocks), x),
+        "ours": partial(dp.compile(models.mean_step, mesh=mesh, style="fully_shard"), model, adamw(model), x),
+    }
+    for run in runs.values():
+        run()
+    seconds = interleaved(runs, rounds)
+    (batch,) = models.tokens(torch.Generator().manual_seed(rank), rows=4, vocabulary=512, length=64)
+    never = ours(mesh, batch, style="fully_shard", bucket_mb=2, check="never")
+    sampled: Any = ours(mesh, batch, style="fully_shard", bucket_mb=2)
+    schedule = runner_of(sampled.func).schedule
+
+    def checked() -> None:
+        schedule.next = schedule.calls + 1
+        sampled()
+        schedule.next = 0
+
+    def between() -> None:
+        sampled()
+
+    for run in (never, checked, checked, between):
+        run()
+    seconds |= interleaved({"never": never, "checked": checked, "between": between}, max(rounds // 2, 5))
+    memory = {"never": memory_of(never), "checked": memory_of(checked), "between": memory_of(between)}
+    if rank == 0:
+        queue.put({"seconds": seconds, "memory": memory})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of_small(facts: dict[str, Any]) -> list[dict[str, str]]:
+    seconds, memory = facts["seconds"], facts["memory"]
+    what = "300 small modules, fully_shard"
+    rows = [
+        compared(what, "< 1.00x", seconds["ours"], "FSDP2 per module", seconds["each"]),
+        compared(what, "< 1.00x", seconds["ours"], "FSDP2 per block of 30", seconds["blocks"]),
+        compared("a checked call, fully_shard, 2 MiB", "-", seconds["checked"], "check='never'", seconds["never"]),
+        compared("a call between checks", "1.00x", seconds["between"], "check='never'", seconds["never"]),
+    ]
+    for name in ("checked", "between"):
+        (peak, left), (other, _) = memory[name], memory["never"]
+        measured = f"{(peak - other) / MB:+.1f} MiB at the peak, {left / MB:.1f} MiB left after it"
+        target = "-" if name == "checked" else "0, 0"
+        rows.append(row(f"memory of a call, {name}", target, measured, f"check='never': {other / MB:.1f} MiB"))
+    return rows
 
 
 def on_ranks(measure: Callable[..., None], rounds: int, timeout: float = 600) -> Any:
@@ -303,7 +383,7 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     for mb in (25, 2, 0.5):
         own = seconds[f"replicate {mb}"]
         rows.append(compared(f"replicate, buckets of {mb} MiB", "<= 1.00x", own, "DDP", seconds["ddp"]))
-    for mb in (25, 2, 0.5):
+    for mb in (25, 2, 1, 0.5):
         own = seconds[f"fully_shard {mb}"]
         rows.append(compared(f"fully_shard, reshard, {mb} MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
     for how, name in (("reshard where it helps", "auto"), ("gathered once", "once")):
@@ -312,13 +392,18 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     for style, compute in (("replicate 25", "compute, replicate"), ("fully_shard once", "compute, fully_shard")):
         floor = [a + b for a, b in zip(seconds[compute], seconds[f"collectives, {style}"], strict=True)]
         rows.append(compared(f"{style} against the floor", "<= 1.15x", seconds[style], "compute + collectives", floor))
-    sharded = [(f"fully_shard {how}", "fsdp2") for how in (0.5, 2, "auto", "once")]
+    sharded = [(f"fully_shard {how}", "fsdp2") for how in SHARDED]
     for name, peer in (("replicate 25", "ddp"), *sharded):
         measured = f"{peaks[name] / MB:.1f} MiB on top of what lives between steps"
         other = f"{peer}: {peaks[peer] / MB:.1f} MiB"
         if peer == "ddp":  # ours are made in the step
             other += f", and {facts['gradients'] / MB:.1f} MiB of buckets that it keeps between steps"
         rows.append(row(f"peak memory, {name}", "<= the peer's", measured, other))
+    for how in SHARDED:
+        name = f"fully_shard {how}"
+        ratios = peaks[name] / peaks["fsdp2"], statistics.median(seconds[name]) / statistics.median(seconds["fsdp2"])
+        measured = f"{ratios[0]:.2f}x of the peak at {ratios[1]:.2f}x of the time"
+        rows.append(row(f"peak and time, {name}", "<= 1.00x (aim 0.86x) at <= 0.75x", measured, "fsdp2 per block: 1"))
     whole = peaks["fully_shard 2"] + facts["resident"]
     off = (facts["predicted"] + facts["resident"]) / whole - 1
     rows.append(row("predicted peak against measured", "within 5 %", f"{off:+.1%}", f"profiler: {whole / MB:.1f} MiB"))
@@ -332,7 +417,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    rows = rows_of(on_ranks(measure, options.rounds))
+    rows = rows_of(on_ranks(measure, options.rounds)) + rows_of_small(on_ranks(measure_small, options.rounds))
     numel, taken, memory, exact = in_child(plan_for_1024)
     rows.append(
         row(

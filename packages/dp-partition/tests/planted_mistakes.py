@@ -195,7 +195,7 @@ MENDED: dict[str, Cause] = {
         ),
         batch=lambda x, y: (Batch(x, y),),
     ),
-    "2 conjugate view": Cause(lambda: rotary, lambda: patch.object(peephole, "_place", _place_without_bits)),
+    "2 conjugate view": Cause(lambda: rotary, lambda: patch.object(peephole, "place_of", _place_without_bits)),
     "3 recomputed dropout": Cause(
         lambda: recomputed, lambda: patch.object(random_replay.RandomReplay, "installed", lambda self: nullcontext())
     ),

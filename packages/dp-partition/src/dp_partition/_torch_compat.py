@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
@@ -33,9 +33,11 @@ __all__ = [
     "current_trace_nodes",
     "decomposition_of",
     "failed_node",
+    "global_modes",
     "inductor_compile",
     "inductor_problem",
     "is_gloo",
+    "known_size",
     "latest_trace_nodes",
     "make_fx",
     "new_fake_mode",
@@ -82,6 +84,13 @@ def symbolic_size(mode: FakeTensorMode, value: int, label: str) -> Any:
     return shapes.create_symintnode(symbol, hint=value, source=source)
 
 
+def known_size(size: Any) -> int:
+    """Return a size as it is in the batch that was traced; 0 for one that depends on values."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 0
+
+
 @contextlib.contextmanager
 def without_onednn() -> Iterator[None]:
     """Within the block operators do not choose oneDNN's kernels. ``torch.backends.mkldnn.flags`` warns about TF32."""
@@ -102,6 +111,14 @@ def without_autocast() -> contextlib.AbstractContextManager[Any]:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+def global_modes() -> tuple[Any, ...]:
+    """Return torch's modes and defaults in this thread, as far as a step may leave them changed."""
+    flags = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())
+    casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    stack = [id(mode) for mode in _get_current_dispatch_mode_stack()]
+    return *flags, *casts, torch.get_default_dtype(), torch.get_default_device(), *stack
 
 
 class _Scalars(ShapeEnv):

@@ -143,6 +143,16 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
+def place_of(node: fx.Node) -> Any:
+    """Return shape, strides, dtype and place in memory of a node's tensor, to compare."""
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    bits = value.is_conj(), value.is_neg()  # views that differ in nothing else: what is read of them is another number
+    # Symbols by their text: comparing sizes that depend on values would ask for the values.
+    return str((*value.shape, *value.stride(), value.storage_offset())), value.dtype, bits
+
+
 def draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call of an operator draws random numbers, from its arguments as they are."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):

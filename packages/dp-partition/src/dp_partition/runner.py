@@ -22,7 +22,7 @@ from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.lengths import first_difference
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
-from dp_partition.capture.tracer import line_of_node
+from dp_partition.capture.tracer import asks_for_values, line_of_node, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
 from dp_partition.mesh import num_replicas, shard_world
 from dp_partition.ops import is_collective, is_wait
@@ -346,7 +346,12 @@ class Runner:
         function = counted(self.function, self.progress)
         before = self.python_state(step_state, call)
         arguments = (function, call.args, call.kwargs, step_state, plan, self.mesh)
-        program = build_program(*arguments, *settings, keep_views=keep_views or bool(marked))
+        try:
+            program = build_program(*arguments, *settings, keep_views=keep_views or bool(marked))
+        except Exception as error:
+            if isinstance(error, PlanError) or marked or not asks_for_values(error):
+                raise
+            raise PlanError(trace_problem(self.name, error), "a shape depends on values of tensors") from error
         self.check_python_state(before, self.python_state(step_state, call))
         return program
 

@@ -95,9 +95,9 @@ def make_fakes(
         for group in optimizer.param_groups:
             for param in group["params"]:
                 fqn = fqn_of[id(param)]
-                if not param.requires_grad:
-                    continue
                 known = optimizer.state.get(param)
+                if not known and not param.requires_grad:
+                    continue
                 if not known:
                     with mode:
                         known = initial_state(optimizer, group, params[fqn])

@@ -325,11 +325,11 @@ def attributes_restored(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[No
     finally:
         for base, table, before in tables:
             for key in [key for key in (*table, *before) if table.get(key) is not before.get(key)]:
-                if key == "training":
-                    continue
                 old, new = before.get(key), table.pop(key, None)
                 if key in before:
                     table[key] = old
+                if key == "training":  # the step's graph sets it at every call
+                    continue
                 same = old is None or (isinstance(old, PLAIN) and old == new)
                 if not same and isinstance(old, (*PLAIN, torch.Tensor)):
                     kind = "a tensor" if isinstance(old, torch.Tensor) else f"the Python value {old!r}"

@@ -120,6 +120,8 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
     for key, value in vars(optimizer).items():
         if key[0] != "_" and isinstance(value, bool | int | float | str):
             found += (key, value)
+        elif callable(value) and getattr(value, "__wrapped__", None) is not getattr(type(optimizer), key, None):
+            found += (key, id(value), value)  # a `step` put over the class's, if it is no scheduler's count of calls
     for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         for hook in table.values():
             found += (id(hook), hook)  # held, so that its id does not come again

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dp_partition._torch_compat import current_trace_nodes
 from dp_partition.capture.updates import shared_updates
@@ -104,15 +105,24 @@ def gradients_tagging(params: dict[str, torch.Tensor]) -> Iterator[None]:
     Safe to trace: the tags become nodes of the graph, from which `build_data_parallel_strategies` removes them.
 
     Args:
-        params: Parameters by name; those that need no gradient are passed over.
+        params: Parameters by name; the step may thaw those that need no gradient.
     """
-    tensors: dict[str, Any] = dict(params)
-    handles = [param.register_hook(_tagger(name)) for name, param in tensors.items() if param.requires_grad]
+    handles = [hook_gradient(param, _tagger(name)) for name, param in params.items()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def hook_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """Register a hook, on a frozen parameter too; return its handle."""
+    if not (param.is_floating_point() or param.is_complex()):
+        return RemovableHandle({})
+    trained = param.requires_grad
+    handle: Any = param.requires_grad_(True).register_hook(hook)
+    param.requires_grad_(trained)
+    return handle
 
 
 class _DifferentiableTag(torch.autograd.Function):

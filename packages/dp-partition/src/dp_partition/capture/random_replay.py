@@ -61,6 +61,8 @@ class RandomReplay(TorchDispatchMode):
             stack.enter_context(self)
             try:
                 yield
+                if any(self.position[device] < len(known) for device, known in self.drawn.items()):
+                    raise self._refused("puts a generator back to where it was before it drew")
             finally:
                 for known in self.drawn.values():
                     known.clear()  # holds nothing of the step when it is over

@@ -65,6 +65,8 @@ def find_step_state(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
     modules: list[tuple[str, nn.Module]] = []
     optimizers: list[Optimizer] = []
     for name, leaf in _named_leaves(function, args, kwargs):
+        if isinstance(leaf, torch.jit.ScriptModule):
+            raise PlanError(Problem("not-traceable", name, found="is TorchScript", hint="pass the plain module"))
         if isinstance(leaf, nn.Module) and all(leaf is not known for _, known in modules):
             modules.append((name, leaf))
         if isinstance(leaf, Optimizer) and all(leaf is not known for known in optimizers):
@@ -177,17 +179,24 @@ def check_traceable(step_state: StepState) -> None:
         for name, module in root.named_modules(prefix=prefix)
         if isinstance(module, nn.parallel.DistributedDataParallel)
     ]
+    problems += hooked_parameters(step_state.params)
     for name, param in step_state.params.items():
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
-            problems.append(
-                Problem("parameter-hooks", name, found="has a gradient hook, which no trace sees", hint=hint)
-            )
         if isinstance(param, DTensor):
             problems.append(Problem("already-applied", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
     problems += _shared_memory({**step_state.params, **step_state.buffers})
     if problems:
         raise PlanError(problems, "the model cannot be placed")
+
+
+def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
+    """Return a problem for each parameter with gradient hooks."""
+    hint = "remove the hook, and change p.grad in the step, between backward() and optim.step()"
+    found = "has a gradient hook, which no trace sees"
+    return [
+        Problem("parameter-hooks", name, found=found, hint=hint)
+        for name, param in params.items()
+        if param._backward_hooks or param._post_accumulate_grad_hooks
+    ]
 
 
 def _shared_memory(tensors: dict[str, Any]) -> list[Problem]:

@@ -54,6 +54,9 @@ class Capture:
         cleared: Whether the step clears gradients before its first backward.
         gradients: Names of parameters whose gradients the step reads, and in how many backward passes each gets one.
         sizes: The symbol of each size that is one.
+        modes: Modules that the step leaves in another mode than it found them in, and that mode.
+        trained: Parameters whose `requires_grad` it leaves as another, and as which.
+        left: Names of parameters whose gradients it leaves for the next call to clear.
     """
 
     module: fx.GraphModule
@@ -65,6 +68,9 @@ class Capture:
     cleared: bool = False
     gradients: Counter[str] = field(default_factory=Counter)
     sizes: Sizes = field(default_factory=dict)
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    trained: dict[str, bool] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[Output]:
@@ -90,10 +96,12 @@ class _Tracing:
         phases: Which operators are forward, backward and optimizer.
         returned: What the step returned.
         symbols: The symbols of its hyperparameters.
+        modes: Modes of modules that it changed.
     """
 
     returned: Returned
     symbols: dict[Hyperparameter, Any]
+    modes: list[tuple[nn.Module, bool]]
 
     def __init__(
         self,
@@ -134,9 +142,11 @@ class _Tracing:
         with installed(self.step_state, self.fakes) as self.symbols, recording:
             tagging, unchanged = gradients_tagging(dict(self.fakes.params)), param_groups_unchanged(optimizers)
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
+            modes = [(part, part.training) for module in modules for part in module.modules()]
             with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed():
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
+            self.modes = [(part, part.training) for part, mode in modes if part.training != mode]
             values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases)
         return values
 
@@ -185,10 +195,15 @@ def trace_step(
     except PlanError:
         raise
     except Exception as error:
-        problem = _trace_problem(tracing.name, error, tracing.phases.stepping)
+        problem = trace_problem(tracing.name, error, tracing.phases.stepping)
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
-    capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes)
+    capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
+    for name, param in tracing.fakes.params.items():
+        if param.requires_grad != step_state.params[name].requires_grad:
+            capture.trained[name] = param.requires_grad
+        if param.grad is not None:
+            capture.left.append(name)
     if capture.sizes:
         erase_full_slices(module.graph)
         use_first_sizes(module.graph, tracing.mode)
@@ -269,19 +284,20 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
         raise PlanError(problems[:3], "the step keeps values of its own, which a graph would not renew")
 
 
-def _trace_problem(name: str, error: Exception, optimizer: str) -> Problem:
+def trace_problem(name: str, error: Exception, optimizer: str = "") -> Problem:
+    """Return what a failed trace is refused with."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()
     if optimizer:
         hint = "use an optimizer whose step depends on no value of its state: SGD, Adam, AdamW, NAdam, RMSprop, ..."
         found = f"the optimizer {optimizer} cannot be traced: {text[0][:300]}"
         return Problem("not-traceable", name, found=found, hint=hint)
     hint = "the step must not depend on the values of tensors (no if on a tensor, no nonzero, no number formatted)"
-    if not _asks_for_values(error):
+    if not asks_for_values(error):
         hint = "see the error: the step gets model, optimizer and batch, and must run on tensors without values there"
     return Problem("not-traceable", name, found=" ".join(text[:3])[:600] + user_line(error), hint=hint)
 
 
-def _asks_for_values(error: Exception) -> bool:
+def asks_for_values(error: Exception) -> bool:
     """Return whether an error of a trace comes from a value that is not there."""
     words = (
         "data-dependent",

@@ -12,6 +12,7 @@ The recipe (all ranks alike, since the copy and the averages communicate):
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import warnings
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ import torch
 
 from dp_partition._shared.consensus import all_gather_objects
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import FakeTensor
+from dp_partition._torch_compat import FakeTensor, global_modes
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.hyperparameters import read_optimizers
 from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
@@ -92,7 +93,7 @@ class CheckedCall:
         try:
             self.before = Snapshot(self.binding, self.arguments)
             self.random = RandomState(self.arguments, self.runner.stream)
-            copied, reason = copy_step(self.runner.function, self.arguments, self.binding), ""
+            copied, reason = self.copy(), ""
         except CannotCopyError as error:
             copied, reason = None, f"cannot copy {error}"
         except Exception as error:
@@ -105,12 +106,16 @@ class CheckedCall:
         result = self.graph_run(self.gradients)
         after = RandomState(self.arguments, self.runner.stream)
         try:
-            versions = self.versions()
+            versions, modes = self.versions(), global_modes()
             self.random.restore()
             ended = self.reference(copied)
             del copied
+            drawn = RandomState(self.arguments, self.runner.stream)
             after.restore()
-            self.conclude(ended, result, versions)
+            if ended.outcome is not None and modes != global_modes():
+                torch.set_grad_enabled(modes[0])
+                ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
+            self.conclude(ended, result, versions, self.draws_alike(after, drawn))
             self.runner.schedule.advance(again=self.any_unseen())
         except CheckMismatch:
             raise
@@ -120,7 +125,7 @@ class CheckedCall:
             raise
         return result
 
-    def conclude(self, ended: Ended, result: Any, versions: list[int]) -> None:
+    def conclude(self, ended: Ended, result: Any, versions: list[int], draws_alike: bool) -> None:
         """Compare, and raise on every rank what any rank found."""
         found: list[Difference] = []
         failure = None
@@ -132,6 +137,8 @@ class CheckedCall:
             graph = live_outcome(self.binding, result, self.before.local)
             graph.add_gradients(self.gradients)
             found = differences(graph, ended.outcome)
+            if not draws_alike:
+                found.append(Difference("random numbers", math.inf, "generators stand elsewhere after the graph"))
             self.count_gradients(ended.outcome)
         rows = self.gather((failure, ended.unchecked, len(found)))
         failed = [(rank, text) for rank, (text, _, _) in enumerate(rows) if text is not None]
@@ -180,7 +187,7 @@ class CheckedCall:
         self.before.restore()
         self.random.restore()
         try:
-            copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
+            copied = self.copy(transform)
         except CannotCopyError:
             copied = None
         if not all(self.gather(copied is not None)) or copied is None:
@@ -224,6 +231,21 @@ class CheckedCall:
         self.runner.schedule.advance(again=True)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def copy(self, transform: Transform | None = None) -> StepCopy:
+        """Copy the step, with what its calls leave for the next one to clear."""
+        copied = copy_step(self.runner.function, self.arguments, self.binding, transform)
+        if self.runner.schedule.calls > 1:
+            programs = [one for known in self.runner.programs.values() for one in known]
+            for name in {name for one in programs for name in one.capture.left}:
+                # The graph leaves no gradients: whatever stands there must not matter to the step.
+                copied.step_state.params[name].grad = torch.ones_like(copied.step_state.params[name])
+        return copied
+
+    def draws_alike(self, graph: RandomState, reference: RandomState) -> bool:
+        """Return whether graph and step drew alike, where both draw from the same generators."""
+        local = self.runner.settings.semantics == "local" and self.program.lowered is None
+        return not local or graph.equals(reference)
 
     def reference(self, copied: StepCopy) -> Ended:
         """Run a copy of the step."""

@@ -115,7 +115,8 @@ class Copier:
         if isinstance(value, torch.Tensor):
             return self.hand(value, self._tensor(value))
         if isinstance(value, torch.Generator):
-            return self.hand(value, _generator(value))
+            # The default one is where the run's own draws come from: it is put back, not copied.
+            return self.hand(value, value if value is torch.default_generator else _generator(value))
         if kind is types.CellType:
             cell = types.CellType()
             self.cells.append((value, cell))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dp_partition.capture.phases import hook_gradient
 from dp_partition.mesh import all_groups, num_replicas, replica_group_name, shard_group, shard_world
 from dp_partition.passes.reduction import GradientGroup, division
 from dp_partition.plan.settings import CommConfig
@@ -48,7 +49,7 @@ class GradientAverage:
     """
 
     def __init__(self, params: dict[str, nn.Parameter], mesh: DeviceMesh, comm: CommConfig, averages: bool) -> None:
-        self.params = {name: param for name, param in params.items() if param.requires_grad}
+        self.params = {name: p for name, p in params.items() if p.is_floating_point() or p.is_complex()}
         self.mesh, self.comm = mesh, comm
         self.averages = averages
         casts = comm.reduce_dtype is not None or comm.hook is not None
@@ -67,8 +68,7 @@ class GradientAverage:
         backward, grad = torch.autograd.backward, torch.autograd.grad
         with ExitStack() as stack:
             for name, param in self.params.items():
-                handle: Any = param.register_hook(self._note(name))
-                stack.callback(handle.remove)
+                stack.callback(hook_gradient(param, self._note(name)).remove)
             stack.enter_context(patch.object(torch.autograd, "backward", self._around(backward, self._after_backward)))
             stack.enter_context(patch.object(torch.autograd, "grad", self._around(grad, self._after_grad)))
             self.passes, self.fired = 0, set()

@@ -349,8 +349,10 @@ def live_outcome(binding: Binding, result: Any, before: Callable[[torch.Tensor],
 
 
 def numbers_of(step_state: StepState) -> dict[str, Any]:
-    """Plain values of optimizer state and parameter groups, by name."""
-    found: dict[str, Any] = {}
+    """Plain values of optimizer state and parameter groups, and modes of modules and parameters, by name."""
+    found: dict[str, Any] = {f"{name} requires_grad": p.requires_grad for name, p in step_state.params.items()}
+    for prefix, root in step_state.modules:
+        found |= {f"{path}.training": module.training for path, module in root.named_modules(prefix=prefix)}
     names = {id(param): fqn for fqn, param in step_state.params.items()}
     states = states_by_id(step_state.optimizers)
     for number, optimizer in enumerate(step_state.optimizers):

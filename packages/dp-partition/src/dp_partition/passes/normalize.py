@@ -7,14 +7,13 @@ memory is never dead, whether its output is used or not.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from dp_partition._torch_compat import pytree
 from dp_partition.capture.fakes import Input
 from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyperparameter
 from dp_partition.capture.tracer import Capture
-from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs, set_argument
+from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs, place_of, set_argument
 
 _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
@@ -96,19 +95,11 @@ def merge_aliases(graph: fx.Graph) -> None:
             written = mutated_inputs(node)
             returned = node.target._schema.returns[0].alias_info
             if len(written) == 1 and returned is not None and returned.is_write:
-                source = written[0] if _same_geometry(node, written[0]) else None
+                source = written[0] if place_of(node) == place_of(written[0]) else None
         if source is not None:
             node.replace_all_uses_with(source)
             if node.target in _ALIASES:
                 graph.erase_node(node)
-
-
-def _same_geometry(one: fx.Node, other: fx.Node) -> bool:
-    a, b = one.meta.get("val"), other.meta.get("val")
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    same = a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-    return same and a.shape == b.shape and a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def eliminate_dead(graph: fx.Graph) -> bool:

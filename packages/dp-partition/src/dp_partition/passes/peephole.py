@@ -13,7 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_partition.ops import arguments, aten, base_of, erase_chain, is_op, mutated_inputs, set_argument
+from dp_partition.ops import (
+    arguments,
+    aten,
+    base_of,
+    erase_chain,
+    is_op,
+    is_tensor,
+    mutated_inputs,
+    place_of,
+    set_argument,
+)
 from dp_partition.plan.placements import NodeType
 
 # Where memory begins that kernels are fastest on, and bit for bit the same on: what torch's CPU allocator gives.
@@ -142,24 +152,11 @@ def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
 def _equal_before(node: fx.Node, traced: set[fx.Node]) -> fx.Node | None:
     """The first of the nodes that it is a view of, and that is the same tensor."""
     found, base = None, base_of(node) if node.op == "call_function" and node in traced else None
-    while base is not None and base in traced and _value(base) is not None:
-        if _place(base) == _place(node):
+    while base is not None and base in traced and is_tensor(base):
+        if place_of(base) == place_of(node):
             found = base
         base = base_of(base)
     return found
-
-
-def _value(node: fx.Node) -> torch.Tensor | None:
-    value: Any = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _place(node: fx.Node) -> Any:
-    value = _value(node)
-    if value is None:
-        return None
-    bits = value.is_conj(), value.is_neg()  # views that differ in nothing else: what is read of them is another number
-    return value.shape, value.stride(), value.storage_offset(), value.dtype, bits
 
 
 def make_contiguous_for_fused(graph: fx.Graph) -> None:

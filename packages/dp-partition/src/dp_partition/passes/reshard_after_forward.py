@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
+from dp_partition._torch_compat import known_size
 from dp_partition.ops import aten, mutated_inputs, root_of, substitution, viewed_input
 from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import gradient_name, is_gradient
@@ -126,7 +127,7 @@ def _follows(node: fx.Node) -> bool:
 
 def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+    return known_size(value.numel()) * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _units(idle: list[Idle], nodes: list[fx.Node], comm: CommConfig) -> list[Unit]:

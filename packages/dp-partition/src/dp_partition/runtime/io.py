@@ -45,7 +45,7 @@ def reconcile(binding: Binding) -> OptimizerReads:
                     hint = "call release() on the step first, and pass the module that holds it"
                     found = f"holds a tensor of shape {tuple(param.shape)} that is not a placed parameter"
                     problems.append(Problem("parameter-not-in-module", f"optimizer {number}", found=found, hint=hint))
-                elif param.requires_grad:
+                elif param.requires_grad or id(param) in states:
                     state, seen = states.get(id(param)), binding.seen.get((number, fqn))
                     # The same objects as at the last call lie as they lay then: what most calls find.
                     same = state is not None and seen is not None and len(state) == len(seen)
@@ -171,7 +171,11 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
 
 
 def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...]) -> None:
-    """Put buffers and state that the step replaced in place."""
+    """Put buffers and state that the step replaced in place, and set the modes that it sets."""
+    for module, mode in program.capture.modes:
+        module.training = mode
+    for name, trained in program.capture.trained.items():
+        binding.params[name].requires_grad_(trained)
     for value, entry, placement in zip(values, program.capture.outputs, program.output_placements, strict=True):
         if entry.kind == "buffer":
             replace_buffer(binding, entry.name, value)

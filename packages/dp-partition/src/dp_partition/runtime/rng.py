@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,14 @@ class RandomState:
         numpy: Any = sys.modules.get("numpy")  # a program that never imported it draws nothing from it
         self.numpy = numpy.random.get_state() if numpy is not None else None
         self.own = (stream.cpu_state, stream.cuda_state) if stream is not None else None
+
+    def equals(self, other: RandomState) -> bool:
+        """Return whether generators stand alike; those of a GPU count by kernels, which may differ."""
+        # Those that were passed do not count: a copy of the step draws from copies of them.
+        same = torch.equal(self.cpu, other.cpu) and self.python == other.python
+        if self.own is not None and other.own is not None:
+            same = same and torch.equal(self.own[0], other.own[0])
+        return same and pickle.dumps(self.numpy) == pickle.dumps(other.numpy)  # which holds an array
 
     def restore(self) -> None:
         """Put all generators back."""

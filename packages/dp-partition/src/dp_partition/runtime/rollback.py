@@ -28,6 +28,8 @@ class Snapshot:
             self.entries.append((container, key, tensor, local_tensor(tensor.detach()).clone()))
         for optimizer in binding.step_state.optimizers:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
+        self.modes = [(part, part.training) for _, root in binding.step_state.modules for part in root.modules()]
+        self.trained = [(param, param.requires_grad) for param in binding.params.values()]
         self.buffers = (binding.step_state.buffers, dict(binding.step_state.buffers))
         self.found = {id(tensor): copy for _, _, tensor, copy in self.entries}
 
@@ -40,6 +42,10 @@ class Snapshot:
         for table, before in (*self.states, self.buffers):
             table.clear()
             table.update(before)
+        for module, mode in self.modes:
+            module.training = mode
+        for param, trained in self.trained:
+            param.requires_grad_(trained)
         with torch.no_grad():
             for container, key, tensor, value in self.entries:
                 if container is not None:

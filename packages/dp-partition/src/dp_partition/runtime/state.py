@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import storage_keys
-from dp_partition.capture.state import StepState, initial_state
+from dp_partition.capture.state import StepState, hooked_parameters, initial_state
 from dp_partition.mesh import on_mesh, shard_rank, shard_world
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.plan.plan import PartitionPlan
@@ -221,11 +221,14 @@ class Binding:
                 module._parameters[attribute] = params[name]
 
     def check_in_place(self) -> None:
-        """Raise if someone put other parameters into the module, or other memory into a parameter."""
+        """Raise if someone put other parameters into the module, or hooks or other memory into a parameter."""
         problems = []
         params = self.params
         for fqn, module, attribute, name in self.param_slots:
-            if module._parameters.get(attribute) is not params[name]:
+            param: Any = params[name]
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                problems += hooked_parameters({name: param})
+            if module._parameters.get(attribute) is not param:
                 hint = "leave unsharded(); load values in place (load_state_dict without assign), or release() first"
                 problems.append(Problem("parameter-replaced", fqn, found="is not the placed parameter", hint=hint))
         keys = storage_keys(params.values())

@@ -200,6 +200,8 @@ class _Walk:
         written = mutated_inputs(node)
         for source in self.tensor_inputs(node):
             state = self.placement_of(source)
+            if isinstance(state, Partial) and source not in self.from_gradient:
+                self.states[source] = state = R  # the unreduced sum of a parameter's shards
             if isinstance(state, Partial):
                 hint = "under local semantics gradients are averaged over the ranks before anything else uses them"
                 self.complain(

@@ -1,0 +1,239 @@
+"""What a call leaves for the next one: modes, frozen parameters, gradients, hooks, generators."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from dp_partition.plan.settings import Style
+from ranktest import Ranks
+from torch import nn
+
+CALLS = 7
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 8)
+        self.scale = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.norm(self.body(x))))
+        return out
+
+
+def update(optim: Any, loss: Any) -> Any:
+    optim.zero_grad()
+    loss.backward()
+    optim.step()
+    return loss
+
+
+def leaves_eval(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    loss = update(o1, (one(x) - x).square().mean())
+    one.eval()
+    return loss
+
+
+def sets_modes(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    one.train()
+    one.norm.eval()
+    return update(o1, (one(x) - x).square().mean())
+
+
+def freezes(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    loss = update(o1, (one(x) - x).square().mean())
+    one.body.requires_grad_(not one.body.weight.requires_grad)
+    return loss
+
+
+def critic_left_frozen(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    made = one(x)
+    other.requires_grad_(True)
+    first = update(o2, F.softplus(-other(x)).mean() + F.softplus(other(made.detach())).mean())
+    other.requires_grad_(False)
+    return first, update(o1, F.softplus(-other(made)).mean())
+
+
+def generator_first(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    """The first pass adds to gradients of the other model that are cleared before anything reads them."""
+    first = update(o1, F.softplus(-other(one(x))).mean())
+    return first, update(o2, F.softplus(-other(x)).mean() + F.softplus(other(one(x).detach())).mean())
+
+
+def weighted_losses(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    """Parts of a parameter meet the batch, all of it the loss: under shards a sum that is not yet reduced."""
+    error = (one(x) - x).square().mean()
+    return update(o1, error * torch.exp(-one.scale[0]) + one.scale.sum() + 0.01 * one.head.weight.abs().sum())
+
+
+def rows_of_experts(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    """Rows are chosen by values: sizes that no trace holds."""
+    out = torch.zeros_like(x)
+    chosen = one(x).argmax(-1) % 2
+    for index, expert in enumerate((one, other)):
+        rows = torch.where(chosen == index)[0]
+        out = out.index_add(0, rows, expert.head(expert.body(x[rows])))
+    o2.zero_grad()
+    loss = update(o1, (out - x).square().mean())
+    o2.step()
+    return loss
+
+
+RIGHT = (leaves_eval, sets_modes, freezes, critic_left_frozen, generator_first, weighted_losses, rows_of_experts)
+
+
+def trained(ranks: Ranks, function: Any, style: Style | None) -> list[torch.Tensor]:
+    """Results, values and modes after some calls; with no style in plain PyTorch that averages gradients by hooks."""
+    one, other = models.seeded(Net).double().to(ranks.device), models.seeded(Net).double().to(ranks.device)
+    other.body.requires_grad_(False)
+    optims = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (one, other)]
+    if style is None:
+        for param in (*one.parameters(), *other.parameters()):
+            was = param.requires_grad
+            param.requires_grad_(True).register_hook(averaged)
+            param.requires_grad_(was)
+        step: Any = function
+    else:
+        step = dp.compile(function, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style)
+    found: list[torch.Tensor] = []
+    for call in range(CALLS):
+        generator = torch.Generator().manual_seed(10 * call + ranks.rank)
+        x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
+        result = step(one, other, *optims, x)
+        found += [r.detach() for r in (result if isinstance(result, tuple) else (result,))]
+        modes = [m.training for m in one.modules()], [p.requires_grad for p in one.parameters()]
+        found += map(torch.tensor, modes)
+    if style is not None:
+        step.release()
+    return found + [t.detach() for model in (one, other) for t in model.state_dict().values()]
+
+
+def averaged(gradient: torch.Tensor) -> torch.Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["zero2", "fully_shard"])
+def test_the_next_call_begins_with_it(ranks: Ranks, style: Style) -> None:
+    for function in RIGHT:
+        with models.case(function.__name__):
+            expected, found = trained(ranks, function, None), trained(ranks, function, style)
+            assert len(found) == len(expected) > 3 * CALLS
+            for one, another in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, another, rtol=1e-9, atol=1e-11)
+
+
+def steps_first(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    o1.step()
+    o1.zero_grad()
+    loss = (one(x) - x).square().mean()
+    loss.backward()
+    return loss
+
+
+def clears_one_of_two(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    loss = update(o1, other(one(x)).square().mean())
+    o2.step()
+    return loss
+
+
+def clips_what_it_never_clears(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    o1.zero_grad()
+    loss = other(one(x)).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_([*one.parameters(), *other.parameters()], 0.1)
+    o1.step()
+    return loss
+
+
+def forks(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    with torch.random.fork_rng():
+        noise = torch.randn_like(x)
+    return update(o1, (one(x + noise) - x).square().mean())
+
+
+def leaves_a_mode(one: Net, other: Net, o1: Any, o2: Any, x: torch.Tensor) -> Any:
+    loss = update(o1, (one(x) - x).square().mean())
+    torch.set_grad_enabled(False)
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_what_a_graph_cannot_leave_is_refused(ranks: Ranks) -> None:
+    refused = {
+        steps_first: "check-mismatch",
+        clears_one_of_two: "check-mismatch",
+        clips_what_it_never_clears: "check-mismatch",
+        forks: "random-replay",
+        leaves_a_mode: "check-error",
+    }
+    for function, code in refused.items():
+        with models.case(function.__name__), pytest.raises(dp.PlanError, match=code):
+            trained(ranks, function, "fully_shard")
+        assert torch.is_grad_enabled()
+
+
+@pytest.mark.ranks(2)
+def test_hooks_that_come_after_the_first_call(ranks: Ranks) -> None:
+    """A hook on a parameter is refused; a `step` put over the optimizer's, which no hook list shows, is traced."""
+
+    def doubled(closure: Any = None) -> Any:
+        for group in optim.param_groups:
+            for param in group["params"]:
+                param.grad.mul_(2)
+        torch.optim.SGD.step(optim)
+
+    x = torch.ones(4, 8, device=ranks.device)
+    model = models.seeded(models.mlp).to(ranks.device)
+    plain = copy.deepcopy(model)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
+    step(model, optim, x)
+    optim.step = doubled  # type: ignore[method-assign]
+    step(model, optim, x)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for rate in (0.1, 0.2):
+        other.param_groups[0]["lr"] = rate
+        models.mean_step(plain, other, x)
+    with step.unsharded():
+        for one, another in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, another)
+    next(model.parameters()).register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(dp.PlanError, match="parameter-hooks"):
+        step(model, optim, x)
+
+
+def draws_from(one: Net, optim: Any, x: torch.Tensor, generator: torch.Generator) -> Any:
+    noise = torch.rand(x.shape, generator=generator, dtype=x.dtype) + torch.rand_like(x)
+    return update(optim, (one(x + noise) - x).square().mean())
+
+
+@pytest.mark.ranks(2)
+def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
+    """The check compares generators after graph and step; a copy of the step draws from copies."""
+    generators = [torch.Generator(ranks.device)]
+    if ranks.device.type == "cpu":
+        generators.append(torch.default_generator)
+    for generator in generators:
+        found = []
+        for compiled in (True, False):
+            model = models.seeded(Net).double().to(ranks.device)
+            optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            step: Any = draws_from
+            if compiled:
+                step = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+            torch.manual_seed(1)
+            generator.manual_seed(2)
+            x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
+            found.append([step(model, optim, x, generator).detach() for _ in range(5)])
+        torch.testing.assert_close(found[0], found[1])
