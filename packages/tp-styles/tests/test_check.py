@@ -545,13 +545,30 @@ class MistakeInOneMode(nn.Module):
 
 
 @pytest.mark.ranks(2)
+def test_hooks_for_one_call_run_in_the_call(ranks: Ranks) -> None:
+    """A hook that removes itself was removed by the check's runs, and the call went without it."""
+    model = models.seeded(Pair)
+    x = torch.randn(3, 16)
+    wanted = [model(x * 3), model(x)]
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+
+    def once(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        handle.remove()
+        return args[0] * 3
+
+    handle = model.up.register_forward_pre_hook(once)
+    for expected in wanted:
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("params", ["dtensor", "local"])
 def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
     """A region's hooks, put back while another mode is checked, were gone after it: its constants stayed for good."""
     mesh = ranks.mesh((2,), ("tp",))
     plan = {"*.up": tp.ColwiseParallel(), "*.down": tp.RowwiseParallel()}
     model = models.seeded(lambda: nn.Sequential(Pair(MistakeInOneMode()), Pair()))
-    tp.apply_plan(model, mesh, plan, params=params)
+    handle = tp.apply_plan(model, mesh, plan, params=params)
     x = torch.randn(3, 16)
     for training in (True, False, True, False):
         model.train(training)
@@ -563,6 +580,9 @@ def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: 
         assert not dispatch_modes()
         assert torch.rand(8).unique().numel() == 8
         assert torch.equal(model(x), model(x)) != training
+        assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
+    handle.undo()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     # One mistake after another in one process, each found in the mode in which it shows.
     modes = [(training, grad) for training in (True, False) for grad in (True, False)]
     for wrong in modes:

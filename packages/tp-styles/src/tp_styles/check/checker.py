@@ -511,7 +511,7 @@ class CheckHook:
                     hooks.move_to_end(key, last=False)
 
     def remove(self) -> None:
-        """Go, and keep which hooks were before. A run has its own table of hooks, but not of those with keywords."""
+        """Go, and keep which hooks were before."""
         keys = list(self.scope.module._forward_pre_hooks)
         if self.key in keys:
             self.before = keys[: keys.index(self.key)]

@@ -2,11 +2,12 @@
 
 The copies are swapped into the module itself for the time of a forward or a backward, and taken out again: a forward
 may reach a module by any way, also through a closure, which a copied module would miss. Everything else that a module
-holds is as before afterwards, because its `__dict__` is put back.
+holds is as before afterwards, because its `__dict__` is put back, and the entries of its tables of hooks and modules.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ Key = tuple[str, str]
 
 INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
+TABLES = [key for key, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
+"""Their entries are swapped in place: handles of hooks hold the tables, also those that a forward makes or removes."""
 FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
@@ -113,7 +116,7 @@ class Run:
         before: dict[nn.Module, Original],
         copies: dict[tuple[int, bool], nn.Parameter],
     ) -> dict[str, Any]:
-        state = dict(vars(module))
+        state = _saved(module)
         replaced: dict[int, Any] = {}
         parameters: dict[str, nn.Parameter | None] = {}
         buffers: dict[str, torch.Tensor | None] = {}
@@ -130,19 +133,19 @@ class Run:
                 copy = self._cast(buffer.detach().clone())
                 buffers[key] = replaced[id(buffer)] = self.buffers[name, key] = copy
         state["_parameters"], state["_buffers"] = parameters, buffers
+        state["_modules"] = dict(module._modules)
         for key, value in state.items():
             if key not in INTERNAL:
                 state[key] = _copied(value, replaced)
         original = before.get(module)
         foreign = original.foreign_hooks if original is not None else set()
         for table in HOOK_TABLES:
-            hooks = state[table]
+            hooks = vars(module)[table]
             left_out = {key for key, hook in hooks.items() if hook is self._skipped or _of_fsdp(hook)}
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
-            state[table] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in left_out)
-        # Hooks that a run installs are gone after it, with what says how they are called.
-        state["_forward_hooks_always_called"] = state["_forward_hooks_always_called"].copy()
+            kept = [item for item in hooks.items() if item[0] not in left_out]
+            state[table] = kept, []
         if reverted:
             if _is_ours(state.get("forward")):
                 del state["forward"]
@@ -184,22 +187,19 @@ class Run:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """The copies stand in the module."""
-        kept = {module: dict(vars(module)) for module in self._state}
+        kept = {module: _saved(module) for module in self._state}
         kinds = {module: type(module) for module in self._kinds}
         try:
             for module, kind in self._kinds.items():
                 object.__setattr__(module, "__class__", kind)
             for module, state in self._state.items():
-                vars(module).update(state)
-                for key in vars(module).keys() - state.keys():
-                    del vars(module)[key]
+                _put(module, state)
             yield
         finally:
             for module, kind in kinds.items():
                 object.__setattr__(module, "__class__", kind)
             for module, state in kept.items():
-                vars(module).clear()
-                vars(module).update(state)
+                _put(module, state)
 
     # ------------------------------------------------------------------ running
 
@@ -275,6 +275,23 @@ class GradientsAside(TorchDispatchMode):
             if id(leaf) not in self.own:
                 self._aside[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
+
+
+def _saved(module: nn.Module) -> dict[str, Any]:
+    """A module's `__dict__` with its tables as items, and as keys in the order of calls: a compiler counts the items."""
+    return vars(module) | {key: ([*dict.items(vars(module)[key])], [*vars(module)[key]]) for key in TABLES}
+
+
+def _put(module: nn.Module, state: dict[str, Any]) -> None:
+    tables = {key: vars(module)[key] for key in TABLES}
+    vars(module).clear()
+    vars(module).update(state | tables)
+    for key, table in tables.items():
+        items, order = state[key]
+        table.clear()
+        table.update(items)
+        for one in order:
+            table.move_to_end(one)
 
 
 def has_fsdp_below(module: nn.Module) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
-from torch.utils.hooks import RemovableHandle
 
 from tp_styles._torch_compat import TorchDispatchMode, is_compiling
 from tp_styles.plan.planned import PlannedModule, TPPlan
@@ -174,37 +173,37 @@ class Region:
         self.columns = columns
         self.rows = rows
         self.missing = set(columns)
-        self.inner: list[RemovableHandle] = []
-        self.key = -1  # of `close`; the tracer cannot look into handles
-        self.is_installed = False
+        hooks: list[tuple[nn.Module, Any]] = [(module, self.close), *((column, self.called) for column in columns)]
+        # Tables, keys and hooks. What is installed is read from the tables, which a run of the check puts back.
+        self.hooks: list[tuple[Any, int, Any]] = [
+            *((one._forward_hooks, one.register_forward_hook(hook).id, hook) for one, hook in hooks),
+            *((row._forward_pre_hooks, row.register_forward_pre_hook(self.leave).id, self.leave) for row in rows),
+        ]
+        self.key = self.hooks[0][1]
+        self.hooks.append((module._forward_hooks_always_called, self.key, True))
         self.install()
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
         self.random.begin()
-        if not is_compiling():
-            # A run of the check has tables of its own: what is installed within it is gone afterwards.
-            self.is_installed = self.key in self.module._forward_hooks
+        is_installed = self.key in module._forward_hooks
         if self.random.draws is not False:
             self.missing = set(self.columns)
-            if not self.is_installed:
+            if not is_installed:
                 # Hooks that a graph's tracing adds would be a side effect of the graph.
                 torch.compiler.disable(self.install)() if is_compiling() else self.install()
-        elif self.is_installed and not is_compiling():
+        elif is_installed and not is_compiling():
             self.remove()
 
     def install(self) -> None:
         """Install the hooks that switch the generator; in a graph they have to be there before."""
-        self.inner = [self.module.register_forward_hook(self.close, always_call=True)]
-        self.inner += [column.register_forward_hook(self.called) for column in self.columns]
-        self.inner += [row.register_forward_pre_hook(self.leave) for row in self.rows]
-        self.key, self.is_installed = self.inner[0].id, True
+        for table, key, hook in self.hooks:
+            table[key] = hook
 
     def remove(self) -> None:
         """Remove the hooks of `install`."""
-        for handle in self.inner:
-            handle.remove()
-        self.inner, self.is_installed = [], False
+        for table, key, _ in self.hooks:
+            table.pop(key, None)
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
