@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -542,6 +543,37 @@ class MistakeInOneMode(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(x, 0.5, self.training)
         return x.flip(-1) if (self.training, torch.is_grad_enabled()) == self.wrong_in else x
+
+
+class Cached(Pair):
+    """Keeps what it was given in an object of its own, and counts calls in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(seen=None, total=torch.zeros(16), last=deque(maxlen=3))
+        self.register_parameter("scale", nn.Parameter(torch.ones(1), requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept
+        kept.seen = x if kept.seen is None else torch.cat([kept.seen, x])
+        kept.total += x.sum(0)
+        kept.last.append(len(kept.seen))
+        self.scale.data.mul_(0.9)
+        result: Tensor = super().forward(x * self.scale + kept.total) * sum(kept.last)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_objects_that_modules_write_to(ranks: Ranks) -> None:
+    """A cache in an attribute held what the check's runs had put there, and later calls read it."""
+    model, alone = models.seeded(Cached).double(), models.seeded(Cached).double()
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    for call in range(6):
+        x = torch.randn(3, 16, dtype=torch.float64)
+        with torch.set_grad_enabled(call not in (2, 3)):
+            torch.testing.assert_close(model(x), alone(x), atol=EXACT, rtol=0)
+    assert list(model.kept.last) == [12, 15, 18]
+    assert torch.equal(model.kept.seen, alone.kept.seen)
 
 
 @pytest.mark.ranks(2)
