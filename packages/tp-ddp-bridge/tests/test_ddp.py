@@ -100,10 +100,10 @@ def test_communication_hooks(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(4)
 def test_hooks_over_the_wrong_ranks_are_refused(ranks: Ranks) -> None:
-    # Torch's hooks read None as the default group: gradients of different shards would be averaged.
+    # In the default group, gradients of different shards would be averaged.
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
     ddp = wrap_ddp(models.parallelize_mlp(models.MLP(), mesh["tp"]), mesh=mesh)
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2)
     with pytest.raises(ValueError, match="different shards would be mixed"):
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     with pytest.raises(ValueError, match="mesh-mismatch"):

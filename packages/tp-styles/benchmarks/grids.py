@@ -149,7 +149,7 @@ def families_page(sizes: list[int], kept: Path | None) -> str:
         WHY,
         "",
         "| model type | "
-        + " | ".join(f"tp {size}, {'its own plan' if way == 'own' else '`auto_plan`'}" for size, way in columns)
+        + " | ".join(f"tp {size}, {'its own plan' if way == 'module' else '`auto_plan`'}" for size, way in columns)
         + " | left replicated by `auto_plan` |",
         "|---|" + "---|" * (len(columns) + 1),
     ]

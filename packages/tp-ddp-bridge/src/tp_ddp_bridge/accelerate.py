@@ -11,23 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.norms import clip_grad_norm_
-from tp_ddp_bridge._shared.problems import PlanError, Problem
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
+from tp_ddp_bridge.consistency.verdict import Jury
+from tp_ddp_bridge.optim.elementwise import parameters_of
 from tp_ddp_bridge.optim.scaler import GradScaler
 from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
 
@@ -45,7 +47,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         **kwargs: As in accelerate, without ``parallelism_config``, which refuses tensor parallelism under DDP.
 
     Attributes:
-        mesh: The ranks as ``(dp, tp)``.
+        mesh: The ranks as ``(dp_replicate, tp)``.
 
     Raises:
         PlanError: ``tp_size`` does not divide the number of ranks, or another parallelism is configured.
@@ -58,12 +60,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
     def __init__(self, tp_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         ranks = self.num_processes
-        if tp_size < 1 or ranks % tp_size or self.parallelism_config or self.is_fsdp2:
+        if tp_size < 1 or ranks % tp_size or self.parallelism_config or self.is_fsdp2 or self.dispatch_batches:
             found = f"tp_size={tp_size} on {ranks} ranks"
-            hint = "a size that divides the ranks, without parallelism_config and FSDP"
+            hint = "a size that divides the ranks, without parallelism_config, FSDP and dispatch_batches"
             raise PlanError(Problem("invalid-mesh", "tp_size", found=found, hint=hint))
-        self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
-        self._data_group = self.mesh["dp"].get_group()
+        self.dataloader_config.dispatch_batches = False  # dispatching sends other rows to each rank of the world
+        # accelerate's names: its data loaders read the axes.
+        axes = ("dp_replicate", "tp")
+        self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=axes)
+        self._data_group = self.mesh["dp_replicate"].get_group()
         self._unbridged: list[Optimizer] = []
         if self.scaler is not None:
             handler = self.scaler_handler
@@ -72,14 +77,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         self.register_load_state_pre_hook(self._load_shards)
 
     @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The same as ``mesh``."""
+        return getattr(self, "mesh", None)
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of ranks that see different batches."""
         return dist.get_world_size(self._data_group)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; an optimizer that was built before follows the model's new parameters."""
+        """Prepare as accelerate does; an optimizer that was built before follows the model's new parameters.
+
+        Raises:
+            PlanError: An optimizer holds parameters of no prepared model: it was built before tensor parallelism.
+        """
         self._unbridged = [each for each in args if isinstance(each, Optimizer)]
-        return super().prepare(*args, device_placement=device_placement)
+        prepared = super().prepare(*args, device_placement=device_placement)
+        held = {id(parameter) for model in self._models for parameter in model.parameters()}
+        hint = "build the optimizer after the model is tensor parallel"
+        raise_problems(
+            Problem("parameter-not-in-module", f"optimizer parameter of shape {tuple(each.shape)}", hint=hint)
+            for optimizer in self._unbridged
+            for each in parameters_of(optimizer)
+            if held and id(each) not in held
+        )
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -107,25 +130,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare as accelerate does, for the data-parallel ranks; those of one tensor-parallel group read the same."""
-        if getattr(data_loader, "_is_accelerate_prepared", False):
-            return super().prepare_data_loader(data_loader, device_placement)
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=self.data_parallel_size,
-            process_index=dist.get_rank(self._data_group),
-            split_batches=self.split_batches,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
-            rng_types=self.rng_types.copy(),
-            dispatch_batches=False,  # dispatching sends other rows to each rank of the world
-            even_batches=self.even_batches,
-            use_seedable_sampler=self.use_seedable_sampler,
-            data_seed=self.dataloader_config.data_seed,
-            non_blocking=self.non_blocking,
-            use_stateful_dataloader=self.use_stateful_dataloader,
-        )
-        self._dataloaders.append(prepared)
+        """Prepare as accelerate does, for the data-parallel ranks; those of one tensor-parallel group read the same.
+
+        Raises:
+            PlanError: Where iteration begins, the first batches of a tensor-parallel group differ.
+        """
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if not isinstance(prepared, _SameBatches):
+            prepared.jury = Jury(self.mesh["tp"])
+            # Its own `__class__` is that of the loader within, and cannot be set.
+            object.__dict__["__class__"].__set__(prepared, type("SameBatches", (_SameBatches, type(prepared)), {}))
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -153,6 +167,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over the data-parallel ranks, without the samples that pad the last batch."""
+        state = self.gradient_state
+        samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # without padding
         try:
             data = None if use_gather_object else self.gather(input_data)
         except TypeError:  # no tensors, as accelerate decides it
@@ -160,15 +176,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         if data is None:
             rows: list[Any] = [None] * self.data_parallel_size
             dist.all_gather_object(rows, input_data, group=self._data_group)
-            data = [each for row in rows for each in row]
-            return data[: self._samples] if self._samples else data
-        return recursively_apply(lambda each: each[: self._samples], data) if self._samples else data
-
-    @property
-    def _samples(self) -> int | None:
-        """Samples of the last batch that are no padding; ``None`` elsewhere."""
-        state = self.gradient_state
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+            return [each for row in rows for each in row][:samples]
+        return recursively_apply(lambda each: each[:samples], data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the data-parallel ranks alone; ``scale`` is for XLA only, as in accelerate."""
@@ -228,6 +237,29 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
             getattr(model, "module", model).load_state_dict(state[f"model_{index}"])
         for index, each in enumerate(optimizers):
             optimizer_state_to_local(_owner(models, each.optimizer), each.optimizer, state[f"optimizer_{index}"])
+
+
+class _SameBatches:
+    """A data loader that compares the first batch of each pass: a data set without a seed is another on each rank."""
+
+    jury: Jury
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]  # of the loader's own class
+            if index == 0:
+                self.jury.agree("the first batch of a data loader", (), _summary(batch))
+            yield batch
+
+
+def _summary(batch: Any) -> list[str]:
+    lines: list[str] = []
+
+    def one(tensor: torch.Tensor) -> None:
+        values = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+        lines.append(f"batch: {tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(values.tobytes()):x}")
+
+    recursively_apply(one, batch)
+    return lines
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # the host has no types here

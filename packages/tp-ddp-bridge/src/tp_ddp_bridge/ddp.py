@@ -50,11 +50,11 @@ class BridgedDDP(DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Register a communication hook, on the data-parallel group.
 
-        Hooks take ``state=None`` for the default group, in which ranks hold different shards; here they get DDP's group
-        instead.
+        Hooks take ``None`` for the default group, in which ranks hold different shards; here they get DDP's group.
 
         Args:
-            state: As in DDP. A process group, or a state object that has one, must have DDP's ranks.
+            state: As in DDP; ``None``, as the state or as its ``process_group``, becomes DDP's group. Another must have
+                DDP's ranks.
             hook: As in DDP.
 
         Raises:
@@ -62,6 +62,8 @@ class BridgedDDP(DistributedDataParallel):
         """
         if state is None:
             state = self.process_group
+        elif getattr(state, "process_group", state) is None:
+            state.process_group = self.process_group  # type: ignore[attr-defined]  # it has one
         raise_problems(_hook_problems(self.process_group, hook, state))
         super().register_comm_hook(state, hook)
 
