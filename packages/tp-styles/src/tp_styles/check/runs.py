@@ -7,7 +7,7 @@ holds is as before afterwards, because its `__dict__` is put back, and the entri
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,15 +25,13 @@ from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.module_hooks import DisableFastPath
 from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
 from tp_styles.runtime.redistribute import as_dtensor
-from tp_styles.runtime.torch_styles import KeyRemover
+from tp_styles.runtime.torch_styles import TABLES, KeyRemover
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
 
 INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
-TABLES = [key for key, value in vars(nn.Module()).items() if isinstance(value, OrderedDict)]
-"""Their entries are swapped in place: handles of hooks hold the tables, also those that a forward makes or removes."""
 Objects = dict[int, tuple[Any, list[Any]]]
 """Containers that modules hold in objects, attributes of these among them, by identity, with what is in them."""
 FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
@@ -289,6 +287,7 @@ def _saved(module: nn.Module) -> dict[str, Any]:
 
 
 def _put(module: nn.Module, state: dict[str, Any]) -> None:
+    """Entries of tables are swapped in place: handles of hooks, also those that a forward makes, hold the tables."""
     tables = {key: vars(module)[key] for key in TABLES}
     vars(module).clear()
     vars(module).update(state | tables)
