@@ -287,7 +287,7 @@ def transformers(session: nox.Session) -> None:
         TORCH, "numpy", *PYTEST, release, "accelerate==1.15.0", "parameterized", "pip", "setuptools", str(RANKTEST)
     )
     _install_editable(session, ["tp-styles"])
-    sdist = Path(session.create_tmp()) / "transformers-5.23.0.tar.gz"
+    sdist = Path(session.create_tmp()).resolve() / "transformers-5.23.0.tar.gz"  # the working directory changes below
     if not sdist.exists():  # the checks are in no wheel
         pip = ("python", "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation")
         session.run(*pip, release, "--dest", str(sdist.parent))
