@@ -551,10 +551,10 @@ class Cached(Pair):
     def __init__(self) -> None:
         super().__init__()
         self.kept = SimpleNamespace(seen=None, total=torch.zeros(16), last=deque(maxlen=3))
-        self.register_parameter("scale", nn.Parameter(torch.ones(1), requires_grad=False))
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.kept
+        kept: Any = self.kept
         kept.seen = x if kept.seen is None else torch.cat([kept.seen, x])
         kept.total += x.sum(0)
         kept.last.append(len(kept.seen))
@@ -566,7 +566,8 @@ class Cached(Pair):
 @pytest.mark.ranks(2)
 def test_objects_that_modules_write_to(ranks: Ranks) -> None:
     """A cache in an attribute held what the check's runs had put there, and later calls read it."""
-    model, alone = models.seeded(Cached).double(), models.seeded(Cached).double()
+    model: Any = models.seeded(Cached).double()
+    alone: Any = models.seeded(Cached).double()
     tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
     for call in range(6):
         x = torch.randn(3, 16, dtype=torch.float64)
@@ -579,7 +580,7 @@ def test_objects_that_modules_write_to(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_hooks_for_one_call_run_in_the_call(ranks: Ranks) -> None:
     """A hook that removes itself was removed by the check's runs, and the call went without it."""
-    model = models.seeded(Pair)
+    model: Any = models.seeded(Pair)
     x = torch.randn(3, 16)
     wanted = [model(x * 3), model(x)]
     tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
