@@ -240,6 +240,15 @@ def peft(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def spmd_types(session: nox.Session) -> None:
+    """Collectives of tp-styles under the strict mode of spmd-types, and mistakes that both refuse."""
+    session.install(TORCH, *PYTEST, "spmd-types==0.3.0", str(RANKTEST))
+    _install_editable(session, ["tp-styles"])
+    session.chdir(repo.packages()["tp-styles"].path)
+    session.run("python", "-m", "pytest", "tests/spmd_types_host.py", *session.posargs, env=RANK_ENV)
+
+
+@nox.session(default=False)
 def jax(session: nox.Session) -> None:
     """shard-spec's layouts against JAX's own, on 10,000 random meshes and shapes."""
     session.install(TORCH, *PYTEST, "jax==0.10.2", "jaxlib==0.10.2")

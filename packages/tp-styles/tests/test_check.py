@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -544,6 +545,55 @@ class MistakeInOneMode(nn.Module):
         return x.flip(-1) if (self.training, torch.is_grad_enabled()) == self.wrong_in else x
 
 
+class Cached(Pair):
+    """Keeps what it was given in an object of its own, and counts calls in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(seen=None, total=torch.zeros(16), last=deque(maxlen=3))
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Any = self.kept
+        kept.seen = x if kept.seen is None else torch.cat([kept.seen, x])
+        kept.total += x.sum(0)
+        kept.last.append(len(kept.seen))
+        self.scale.data.mul_(0.9)
+        result: Tensor = super().forward(x * self.scale + kept.total) * sum(kept.last)
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_objects_that_modules_write_to(ranks: Ranks) -> None:
+    """A cache in an attribute held what the check's runs had put there, and later calls read it."""
+    model: Any = models.seeded(Cached).double()
+    alone: Any = models.seeded(Cached).double()
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    for call in range(6):
+        x = torch.randn(3, 16, dtype=torch.float64)
+        with torch.set_grad_enabled(call not in (2, 3)):
+            torch.testing.assert_close(model(x), alone(x), atol=EXACT, rtol=0)
+    assert list(model.kept.last) == [12, 15, 18]
+    assert torch.equal(model.kept.seen, alone.kept.seen)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_for_one_call_run_in_the_call(ranks: Ranks) -> None:
+    """A hook that removes itself was removed by the check's runs, and the call went without it."""
+    model: Any = models.seeded(Pair)
+    x = torch.randn(3, 16)
+    wanted = [model(x * 3), model(x)]
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+
+    def once(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        handle.remove()
+        return args[0] * 3
+
+    handle = model.up.register_forward_pre_hook(once)
+    for expected in wanted:
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("params", ["dtensor", "local"])
 def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
@@ -551,7 +601,7 @@ def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: 
     mesh = ranks.mesh((2,), ("tp",))
     plan = {"*.up": tp.ColwiseParallel(), "*.down": tp.RowwiseParallel()}
     model = models.seeded(lambda: nn.Sequential(Pair(MistakeInOneMode()), Pair()))
-    tp.apply_plan(model, mesh, plan, params=params)
+    handle = tp.apply_plan(model, mesh, plan, params=params)
     x = torch.randn(3, 16)
     for training in (True, False, True, False):
         model.train(training)
@@ -563,6 +613,9 @@ def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: 
         assert not dispatch_modes()
         assert torch.rand(8).unique().numel() == 8
         assert torch.equal(model(x), model(x)) != training
+        assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
+    handle.undo()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     # One mistake after another in one process, each found in the mode in which it shows.
     modes = [(training, grad) for training in (True, False) for grad in (True, False)]
     for wrong in modes:

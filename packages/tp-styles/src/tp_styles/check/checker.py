@@ -158,7 +158,9 @@ class Checker:
             StyleInputError: The root's inputs differ between the ranks.
             CheckError: The sharded module is not equal to the original; on every rank.
         """
-        if is_compiling() or IN_ORIGINAL.get() or is_transformed() or not self._can_run(hook.scope.module):
+        if is_compiling() or IN_ORIGINAL.get() or is_transformed() or self.axis.size == 1:
+            return
+        if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in hook.scope.module.parameters()):
             return
         scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
         try:
@@ -177,11 +179,6 @@ class Checker:
             self.results[str(scope), mode] = "FSDP2 shards modules inside; regions within them are checked"
             return
         self._check(hook, inputs, hypotheses, mode)
-
-    def _can_run(self, module: nn.Module) -> bool:
-        if self.axis.size == 1 or dist.get_backend(self.axis.group) == "fake":
-            return False
-        return not any(is_fake(p) for p in module.parameters())
 
     def _compare_replicas(self, scope: Scope) -> None:
         """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
@@ -288,7 +285,9 @@ class Checker:
         verdict = Verdict()
         with ExitStack() as stack:
             mode_of_runs = stack.enter_context(self._isolated())
-            others = stack.enter_context(GradientsAside(self._leaves())) if everywhere else None
+            # Of the whole root: parameters outside of a region may be reached from within it.
+            leaves = (p for module in self.names for p in module._parameters.values() if p is not None and p.is_leaf)
+            others = stack.enter_context(GradientsAside(p for p in leaves if p.requires_grad)) if everywhere else None
             ours = self._agreed(lambda: inputs.copies(layouts, dtype, full=False))
             wanted = self._agreed(lambda: inputs.copies(layouts, dtype, full=True))
             sharded = self._agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
@@ -322,11 +321,6 @@ class Checker:
             verdict.stage = Stage.ALL
             verdict.differences = verdict.differences or self._union(comparison.buffers(sharded, reference))
         return verdict
-
-    def _leaves(self) -> list[torch.Tensor]:
-        """Parameters of the whole root: those outside of a region may be reached from within it."""
-        found = (p for module in self.names for p in module._parameters.values())
-        return [p for p in found if p is not None and p.requires_grad and p.is_leaf]
 
     def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
         others = self._checkers_below(scope.module)
@@ -415,7 +409,7 @@ class Checker:
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(torch.autocast(kind, enabled=False))
             # The innermost hooks count: a checkpoint around the call would take what the runs save for its own.
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
             try:
                 yield stack.enter_context(ConstantRandomness())
             finally:
@@ -511,7 +505,7 @@ class CheckHook:
                     hooks.move_to_end(key, last=False)
 
     def remove(self) -> None:
-        """Go, and keep which hooks were before. A run has its own table of hooks, but not of those with keywords."""
+        """Go, and keep which hooks were before."""
         keys = list(self.scope.module._forward_pre_hooks)
         if self.key in keys:
             self.before = keys[: keys.index(self.key)]
@@ -602,10 +596,6 @@ def _shares(inner: nn.Module, outer: nn.Module) -> bool:
     below = set(inner.modules())
     outside = (m for m in outer.modules() if m not in below)
     return any(id(p) in inside for m in outside for p in m._parameters.values())
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 # ---------------------------------------------------------------------------------------------- words

@@ -2,11 +2,12 @@
 
 The copies are swapped into the module itself for the time of a forward or a backward, and taken out again: a forward
 may reach a module by any way, also through a closure, which a copied module would miss. Everything else that a module
-holds is as before afterwards, because its `__dict__` is put back.
+holds is as before afterwards, because its `__dict__` is put back, and the entries of its tables of hooks and modules.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,18 +19,21 @@ from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import TorchDispatchMode, local_of, tree_flatten, without_torch_function
+from tp_styles.check.inputs import PLAIN, SHARED
 from tp_styles.runtime.changes import ModuleChange
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.module_hooks import DisableFastPath
 from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
 from tp_styles.runtime.redistribute import as_dtensor
-from tp_styles.runtime.torch_styles import KeyRemover
+from tp_styles.runtime.torch_styles import TABLES, KeyRemover
 
 Key = tuple[str, str]
 """FQN of a module and name of its parameter or buffer."""
 
 INTERNAL = frozenset(vars(nn.Module()))
 HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks"
+Objects = dict[int, tuple[Any, list[Any]]]
+"""Containers that modules hold in objects, attributes of these among them, by identity, with what is in them."""
 FSDP = "torch.distributed.fsdp", "torch.distributed._composable"
 
 
@@ -96,6 +100,7 @@ class Run:
         self._skipped = skipped
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._state: dict[nn.Module, dict[str, Any]] = {}
+        self._objects: Objects = {}
         stays = {below for one in opaque for below in one.modules()}
         before = {original.module: original for original in originals or ()}
         copies: dict[tuple[int, bool], nn.Parameter] = {}
@@ -113,7 +118,7 @@ class Run:
         before: dict[nn.Module, Original],
         copies: dict[tuple[int, bool], nn.Parameter],
     ) -> dict[str, Any]:
-        state = dict(vars(module))
+        state = _saved(module)
         replaced: dict[int, Any] = {}
         parameters: dict[str, nn.Parameter | None] = {}
         buffers: dict[str, torch.Tensor | None] = {}
@@ -127,22 +132,22 @@ class Run:
         for key, buffer in module._buffers.items():
             buffers[key] = None
             if buffer is not None:
-                copy = self._cast(buffer.detach().clone())
+                copy = self._cast(buffer.detach())
                 buffers[key] = replaced[id(buffer)] = self.buffers[name, key] = copy
         state["_parameters"], state["_buffers"] = parameters, buffers
+        state["_modules"] = dict(module._modules)
         for key, value in state.items():
             if key not in INTERNAL:
-                state[key] = _copied(value, replaced)
+                state[key] = _copied(value, replaced, self._objects)
         original = before.get(module)
         foreign = original.foreign_hooks if original is not None else set()
         for table in HOOK_TABLES:
-            hooks = state[table]
+            hooks = vars(module)[table]
             left_out = {key for key, hook in hooks.items() if hook is self._skipped or _of_fsdp(hook)}
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
-            state[table] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in left_out)
-        # Hooks that a run installs are gone after it, with what says how they are called.
-        state["_forward_hooks_always_called"] = state["_forward_hooks_always_called"].copy()
+            kept = [item for item in hooks.items() if item[0] not in left_out]
+            state[table] = kept, []
         if reverted:
             if _is_ours(state.get("forward")):
                 del state["forward"]
@@ -152,7 +157,8 @@ class Run:
         return state
 
     def _cast(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype) if self.dtype is not None and x.is_floating_point() else x
+        """A copy even in the same type: a forward may write to what it reads, a teacher's weights."""
+        return x.to(self.dtype if self.dtype is not None and x.is_floating_point() else x.dtype, copy=True)
 
     def _shard(self, parameter: nn.Parameter) -> nn.Parameter:
         """This rank's shard as a leaf of its own."""
@@ -184,22 +190,20 @@ class Run:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """The copies stand in the module."""
-        kept = {module: dict(vars(module)) for module in self._state}
+        kept = {module: _saved(module) for module in self._state}
         kinds = {module: type(module) for module in self._kinds}
         try:
             for module, kind in self._kinds.items():
                 object.__setattr__(module, "__class__", kind)
             for module, state in self._state.items():
-                vars(module).update(state)
-                for key in vars(module).keys() - state.keys():
-                    del vars(module)[key]
+                _put(module, state)
             yield
         finally:
             for module, kind in kinds.items():
                 object.__setattr__(module, "__class__", kind)
             for module, state in kept.items():
-                vars(module).clear()
-                vars(module).update(state)
+                _put(module, state)
+            _restore(self._objects)
 
     # ------------------------------------------------------------------ running
 
@@ -277,6 +281,24 @@ class GradientsAside(TorchDispatchMode):
                 leaf.grad = None
 
 
+def _saved(module: nn.Module) -> dict[str, Any]:
+    """Its `__dict__`; tables as items, which a compiler counts, and as keys in the order of calls."""
+    return vars(module) | {key: ([*dict.items(vars(module)[key])], [*vars(module)[key]]) for key in TABLES}
+
+
+def _put(module: nn.Module, state: dict[str, Any]) -> None:
+    """Entries of tables are swapped in place: handles of hooks, also those that a forward makes, hold the tables."""
+    tables = {key: vars(module)[key] for key in TABLES}
+    vars(module).clear()
+    vars(module).update(state | tables)
+    for key, table in tables.items():
+        items, order = state[key]
+        table.clear()
+        table.update(items)
+        for one in order:
+            table.move_to_end(one)
+
+
 def has_fsdp_below(module: nn.Module) -> bool:
     """True if modules within a module are units of FSDP2, which gather their parameters only when they are called."""
     below = (child for child in module.modules() if child is not module)
@@ -299,16 +321,50 @@ def _is_ours(hook: Any) -> bool:
     return type(owner).__module__.startswith("tp_styles.") and not isinstance(owner, DisableFastPath)
 
 
-def _copied(value: Any, replaced: dict[int, Any]) -> Any:
+def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
     """A value of a module's `__dict__` that a run may write to; parameters and buffers in it are the run's."""
     if id(value) in replaced:
         return replaced[id(value)]
     if type(value) in (list, tuple, set):
-        return type(value)([_copied(one, replaced) for one in value])
+        return type(value)([_copied(one, replaced, objects) for one in value])
     if type(value) is dict:
-        return {key: _copied(one, replaced) for key, one in value.items()}
+        return {key: _copied(one, replaced, objects) for key, one in value.items()}
     if type(value) is torch.Tensor:
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    _remember(value, objects)
     return value
+
+
+def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
+    """Add an object, and those that it holds, as they are: a cache may be shared by modules, and keeps its identity."""
+    is_left = callable(value) or isinstance(value, (*PLAIN, *SHARED)) or _is_ours(value)
+    if depth == 0 or id(value) in objects or is_left:
+        return
+    if type(value) is torch.Tensor:
+        objects[id(value)] = value, [value.detach().clone()]
+        return
+    for container in (value, vars(value) if hasattr(value, "__dict__") else value):
+        objects[id(container)] = container, _items(container)
+        for inside in objects[id(container)][1]:
+            _remember(inside, objects, depth - 1)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [one for item in value.items() for one in item]
+    return [*value] if isinstance(value, list | tuple | set | deque) else []
+
+
+def _restore(objects: Objects) -> None:
+    for value, items in objects.values():
+        if type(value) is torch.Tensor:
+            if not torch.equal(value, items[0]):
+                value.data.copy_(items[0])  # no write that autograd counts
+        elif len(now := _items(value)) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
+            value.clear()
+            if isinstance(value, dict):
+                value.update(zip(items[::2], items[1::2], strict=True))
+            else:
+                (value.update if isinstance(value, set) else value.extend)(items)

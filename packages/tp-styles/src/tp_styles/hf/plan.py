@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,25 +22,28 @@ from tp_styles.styles.prepare_module import PrepareModuleOutput
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
 
-TODAY = (
-    "colwise",
-    "rowwise",
-    "packed_colwise",
-    "packed_rowwise",
-    "colwise_gather_output",
-    "rowwise_split_input",
-    "embedding_rowwise",
-    "embedding_colwise",
-    "replicated_with_grad_allreduce",
-    "replicate",
-    "all_reduce",
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "mla_kv_a_proj",
-    "local_params",
-    "grouped_gemm",
-    "ep_dispatch_experts",
-)
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "packed_colwise": partial(FusedColwiseParallel, 2),
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel,
+    "embedding_colwise": partial(ColwiseParallel, output_layouts=Replicate()),
+    "replicated_with_grad_allreduce": partial(NoParallel, sum_gradient=True),
+    "replicate": NoParallel,
+    "all_reduce": partial(PrepareModuleOutput, output_layouts=Partial(), desired_output_layouts=Replicate()),
+    "moe_identity_expert": IdentityExpert,
+}
+"""Name in plans -> style of a module."""
+
+ROLES = {
+    "moe_tp_experts": "experts",
+    "ep_dispatch_experts": "dispatch",
+    "all_reduce": "sum",
+    "local_params": "local",
+}
+TODAY = tuple(dict.fromkeys((*STYLES, *ROLES, "packed_rowwise", "mla_kv_a_proj", "grouped_gemm")))
 
 # Names that 4.5x and early 5.x used -> today's.
 OLDER = {
@@ -73,13 +77,6 @@ def todays_names(plan: Mapping[str, str]) -> dict[str, str]:
 INPUTS = "q_proj", "k_proj", "v_proj"
 OUTPUTS = "o_proj", "out_proj", "dense"
 """Names of an attention's projections; one of the latter."""
-
-ROLES = {
-    "moe_tp_experts": "experts",
-    "ep_dispatch_experts": "dispatch",
-    "all_reduce": "sum",
-    "local_params": "local",
-}
 
 
 def from_hf_tp_plan(
@@ -182,40 +179,11 @@ def _style(model: nn.Module, name: str, named: Mapping[str, str]) -> ParallelSty
         return ParametersParallel(own, role=ROLES.get(kind, "local"))
     if kind == "mla_kv_a_proj":
         return LatentKVParallel(_rope_features(model))
-    style = style_of(kind)
-    if style is None:
+    if kind not in STYLES:
         raise PlanError(
             Problem("invalid-argument", name, found=repr(kind), hint="it has a meaning for parameters only")
         )
-    return style
-
-
-def style_of(kind: str) -> ParallelStyle | None:
-    """Return the style of a module by its name in plans; None for names that speak of parameters, or of experts."""
-    match kind:
-        case "colwise":
-            return ColwiseParallel()
-        case "rowwise":
-            return RowwiseParallel()
-        case "packed_colwise":
-            return FusedColwiseParallel(2)
-        case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "rowwise_split_input":
-            return RowwiseParallel(input_layouts=Replicate())
-        case "embedding_rowwise":
-            return RowwiseParallel()
-        case "embedding_colwise":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "replicated_with_grad_allreduce":
-            return NoParallel(sum_gradient=True)
-        case "replicate":
-            return NoParallel()
-        case "all_reduce":
-            return PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
-        case "moe_identity_expert":
-            return IdentityExpert()
-    return None
+    return STYLES[kind]()
 
 
 def _rope_features(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, TODAY, attention_style, style_of
+from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, STYLES, TODAY, attention_style
 from tp_styles.plan.planned import PlannedModule
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
@@ -87,11 +87,10 @@ class RegisteredStyle(TensorParallelLayer):  # type: ignore[misc]  # transformer
         if self.kind == "mla_kv_a_proj":
             config: Any = module.config  # put there by transformers, for this name
             return LatentKVParallel(config.qk_rope_head_dim)
-        style = style_of(self.kind)
-        if style is None:
+        if self.kind not in STYLES:
             hint = "it has a meaning for parameters only"
             raise PlanError(Problem("invalid-argument", type(module).__name__, found=repr(self.kind), hint=hint))
-        return style
+        return STYLES[self.kind]()
 
 
 class KVReplicate(TensorParallelLayer):  # type: ignore[misc]  # transformers' class is untyped

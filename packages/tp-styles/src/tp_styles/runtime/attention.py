@@ -60,7 +60,8 @@ class AttentionForward(RowLinear):
         self._check_masks(query, key, value, attn_mask, key_padding_mask)
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = self._merged_mask(None if causal else attn_mask, key_padding_mask, query)
-        q, k, v = (self._by_heads(x) for x in self._project(query, key, value))  # [B, H, L or S, D]
+        projected = self._project(query, key, value)
+        q, k, v = (x.unflatten(-1, (self.heads, self.size)).transpose(1, 2) for x in projected)  # [B, H, L or S, D]
         k, v, mask = self._with_extra_keys(k, v, mask)
         out, weights = self._attend(q, k, v, mask, causal, need_weights)
         produced = self._out(out.transpose(1, 2).flatten(2), batched)
@@ -131,9 +132,6 @@ class AttentionForward(RowLinear):
             weights = tuple(weight for weight in found if weight is not None)
         biases = bias.chunk(3) if bias is not None else (None, None, None)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
-
-    def _by_heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:-1], self.heads, self.size).transpose(1, 2)
 
     def _merged_mask(
         self, attn_mask: torch.Tensor | None, key_padding_mask: torch.Tensor | None, query: torch.Tensor

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
-from torch.utils.hooks import RemovableHandle
 
 from tp_styles._torch_compat import TorchDispatchMode, is_compiling
 from tp_styles.plan.planned import PlannedModule, TPPlan
@@ -54,7 +53,8 @@ class RandomOps:
     def __init__(self, axis: TPGroup, modules: Iterable[nn.Module]) -> None:
         self.axis = axis
         self.modules = list(modules)
-        self.fields = [(module, name) for module in self.modules for name in _numbers(module)]
+        numbers = bool | int | float
+        self.fields = [(m, key) for m in self.modules for key, value in vars(m).items() if isinstance(value, numbers)]
         self.draws: bool | None = False
         self.outside: torch.Tensor | None = None
         self._calls: dict[Any, int] = {}
@@ -138,10 +138,6 @@ class _Observer(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _numbers(module: nn.Module) -> Iterable[str]:
-    return (name for name, value in vars(module).items() if isinstance(value, bool | int | float))
-
-
 MODULE_FORWARDS = {
     "module",
     "module-row-linear",
@@ -170,41 +166,39 @@ class Region:
 
     def __init__(self, random: RandomOps, module: nn.Module, columns: list[nn.Module], rows: list[nn.Module]) -> None:
         self.random = random
-        self.module = module
         self.columns = columns
-        self.rows = rows
         self.missing = set(columns)
-        self.inner: list[RemovableHandle] = []
-        self.key = -1  # of `close`; the tracer cannot look into handles
-        self.is_installed = False
+        hooks: list[tuple[nn.Module, Any]] = [(module, self.close), *((column, self.called) for column in columns)]
+        # Tables, keys and hooks. What is installed is read from the tables, which a run of the check puts back.
+        self.hooks: list[tuple[Any, int, Any]] = [
+            *((one._forward_hooks, one.register_forward_hook(hook).id, hook) for one, hook in hooks),
+            *((row._forward_pre_hooks, row.register_forward_pre_hook(self.leave).id, self.leave) for row in rows),
+        ]
+        self.key = self.hooks[0][1]
+        self.hooks.append((module._forward_hooks_always_called, self.key, True))
         self.install()
 
     def open(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of the module."""
         self.random.begin()
-        if not is_compiling():
-            # A run of the check has tables of its own: what is installed within it is gone afterwards.
-            self.is_installed = self.key in self.module._forward_hooks
+        is_installed = self.key in module._forward_hooks
         if self.random.draws is not False:
             self.missing = set(self.columns)
-            if not self.is_installed:
+            if not is_installed:
                 # Hooks that a graph's tracing adds would be a side effect of the graph.
                 torch.compiler.disable(self.install)() if is_compiling() else self.install()
-        elif self.is_installed and not is_compiling():
+        elif is_installed and not is_compiling():
             self.remove()
 
     def install(self) -> None:
         """Install the hooks that switch the generator; in a graph they have to be there before."""
-        self.inner = [self.module.register_forward_hook(self.close, always_call=True)]
-        self.inner += [column.register_forward_hook(self.called) for column in self.columns]
-        self.inner += [row.register_forward_pre_hook(self.leave) for row in self.rows]
-        self.key, self.is_installed = self.inner[0].id, True
+        for table, key, hook in self.hooks:
+            table[key] = hook
 
     def remove(self) -> None:
         """Remove the hooks of `install`."""
-        for handle in self.inner:
-            handle.remove()
-        self.inner, self.is_installed = [], False
+        for table, key, _ in self.hooks:
+            table.pop(key, None)
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
@@ -243,7 +237,10 @@ def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup) -> list[Calla
         ends = [row for row in rows if is_below(row, home)]
         apart = {*inside, *ends, *styled, *(other for other in homes if other != home and is_below(other, home))}
         modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
-        removers += _install(model, home, _groups(model, inside, ends), ends, modules, axis)
+        module, below = model.get_submodule(home), [model.get_submodule(name) for name in ends]
+        for columns in _groups(model, inside, ends):
+            region = Region(RandomOps(axis, modules), module, [model.get_submodule(name) for name in columns], below)
+            removers += [module.register_forward_pre_hook(region.open).remove, region.remove]
     return removers
 
 
@@ -271,21 +268,13 @@ def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:
     """The innermost module around column-wise and row-wise layers -> the column-wise ones."""
     homes: dict[str, list[str]] = {}
     for found in plan.modules:
-        home = _home(found.name, rows) if _is_column(found) else None
-        if home is not None:
-            homes.setdefault(home, []).append(found.name)
+        home = found.name if _is_column(found) else ""
+        while home:
+            home = home.rpartition(".")[0]
+            if any(is_below(row, home) for row in rows):
+                homes.setdefault(home, []).append(found.name)
+                break
     return homes
-
-
-def _install(
-    model: nn.Module, home: str, groups: list[list[str]], rows: list[str], modules: list[nn.Module], axis: TPGroup
-) -> list[Callable[[], None]]:
-    module, removers = model.get_submodule(home), []
-    below = [model.get_submodule(name) for name in rows]
-    for columns in groups:
-        region = Region(RandomOps(axis, modules), module, [model.get_submodule(name) for name in columns], below)
-        removers += [module.register_forward_pre_hook(region.open).remove, region.remove]
-    return removers
 
 
 def _is_column(found: PlannedModule) -> bool:
@@ -301,16 +290,6 @@ def _is_row(found: PlannedModule) -> bool:
     spec = found.spec
     sums = len(spec.outputs) == 1 and spec.outputs[0] is not None and isinstance(spec.outputs[0].src, Partial)
     return sums and bool(spec.inputs) and isinstance(spec.inputs[0][1].src, Shard)
-
-
-def _home(column: str, rows: list[str]) -> str | None:
-    """The innermost module around a column-wise layer that has a row-wise one, too."""
-    home = column
-    while home:
-        home = home.rpartition(".")[0]
-        if any(is_below(row, home) for row in rows):
-            return home
-    return None
 
 
 def _groups(model: nn.Module, columns: list[str], rows: list[str]) -> list[list[str]]:

@@ -161,10 +161,8 @@ class Output:
 
     def given(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> torch.Tensor:
         """The moved output in its form; `produced` is the local shape before the move."""
-        return moved if self.local else self.wrapped(moved, produced, known)
-
-    def wrapped(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> DTensor:
-        """A DTensor around the moved output; `produced` is the local shape before the move."""
+        if self.local:
+            return moved
         source = normalized(self.flow.src, len(produced))
         whole = list(produced)
         if isinstance(source, Shard):
@@ -270,24 +268,18 @@ class RowLookup:
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum that is the lookup."""
         elsewhere = (ids < self.start) | (ids >= self.stop)
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check_ids(ids)
+        # On CPU, where it costs no synchronisation, as nn.Embedding does it; elsewhere such an id gives zeros.
+        looks = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
+        if looks and not bool(((ids >= 0) & (ids < self.num_rows)).all()):
+            raise IndexError(f"{self.name}: an id is outside of 0..{self.num_rows - 1}")
         if self.stop == self.start:  # no rows here: a zero that depends on the weight keeps the ranks' graphs alike
             return weight.sum() + weight.new_zeros((*ids.shape, weight.shape[1]))
         local = (ids - self.start).masked_fill(elsewhere, 0)
         found = F.embedding(local, weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        return self._without_padding_gradient(found, ids)
-
-    def _without_padding_gradient(self, found: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         padding = self.module.padding_idx
         if padding is None or not self.start <= padding < self.stop or not found.requires_grad:
             return found
         return torch.where((ids == padding).unsqueeze(-1), found.detach(), found)
-
-    def _check_ids(self, ids: torch.Tensor) -> None:
-        # On CPU, where it costs no synchronisation, as nn.Embedding does it; elsewhere such an id gives zeros.
-        if ids.numel() and not bool(((ids >= 0) & (ids < self.num_rows)).all()):
-            raise IndexError(f"{self.name}: an id is outside of 0..{self.num_rows - 1}")
 
 
 class RowEmbedding(Forward):

@@ -90,18 +90,17 @@ class ShardParameter(nn.Parameter):
         if id(self) in memo:
             found: ShardParameter = memo[id(self)]
             return found
-        copied = ShardParameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
-        copied.__dict__.update(self.__dict__)
-        memo[id(self)] = copied
+        value = self.detach().clone(memory_format=torch.preserve_format)
+        copied = memo[id(self)] = rebuild(value, self.requires_grad, self.__dict__)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
+        return rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
     def module_load(self, other: torch.Tensor, assign: bool = False) -> ShardParameter:
         """Return the parameter that `load_state_dict` swaps in, if torch is set to swap."""
         value = other.detach() if assign else self.detach().copy_(other.detach())
-        return _rebuild(value, self.requires_grad, dict(self.__dict__))
+        return rebuild(value, self.requires_grad, self.__dict__)
 
     def _drawn(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
         """This rank's part of what is drawn for the whole: the same numbers that the whole parameter would get.
@@ -161,7 +160,8 @@ class ShardParameter(nn.Parameter):
             )
 
 
-def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
+def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
+    """A parameter with the attributes of another."""
     parameter = ShardParameter(data, requires_grad)
     parameter.__dict__.update(attributes)
     if (info := sharding_info_of(parameter)) is not None:  # a plain tuple after pickling

@@ -12,7 +12,7 @@ from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_in
 from tp_styles._torch_compat import is_compiling, tree_map
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
+from tp_styles.runtime.parameters import ShardParameter, full_tensor, rebuild, split_of
 from tp_styles.runtime.redistribute import as_dtensor
 from tp_styles.values.split import Split
 
@@ -157,7 +157,8 @@ class PreserveShardingOnApply(_StandIn):
                 object.__setattr__(new, "__class__", ShardParameter)
                 vars(new).update(known)
             elif new is not None and new is not old:
-                module._parameters[name] = _remembering(new, known)
+                module._parameters[name] = kept = rebuild(new.detach(), new.requires_grad, known)
+                kept.grad = new.grad
         return module
 
 
@@ -182,13 +183,6 @@ class ResetFullParameters(_StandIn):
             for name, part in kept.items():
                 mesh = part._sharding_info.mesh
                 part.copy_(split_of(part._sharding_info).take(whole[name], mesh.get_local_rank(), mesh.size()))
-
-
-def _remembering(new: torch.Tensor, known: dict[str, Any]) -> ShardParameter:
-    parameter = ShardParameter(new.detach(), new.requires_grad)
-    parameter.__dict__.update(known)
-    parameter.grad = new.grad
-    return parameter
 
 
 class CheckSharded:
@@ -303,9 +297,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
     assert isinstance(parameter, ShardParameter)
     if isinstance(value, ShardParameter):
         return value
-    loaded = ShardParameter(_cut(value, parameter._sharding_info, key), parameter.requires_grad)
-    loaded.__dict__.update(parameter.__dict__)
-    return loaded
+    return rebuild(_cut(value, parameter._sharding_info, key), parameter.requires_grad, vars(parameter))
 
 
 def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,26 +12,18 @@ from tp_styles.plan.planned import PlannedModule
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.changes import ModuleChange, restore
 
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+TABLES = [key for key, value in vars(nn.Module()).items() if "hooks" in key and isinstance(value, dict)]
+"""Every table of hooks of a module."""
 
 
 def apply_torch_style(
     found: PlannedModule, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None
 ) -> list[ModuleChange]:
     """A style that only knows how it is applied: what it did is found by comparing before and after."""
-    before = [(child, dict(child._parameters), _hooks(child), dict(vars(child))) for child in module.modules()]
+    before = [
+        (child, dict(child._parameters), {key: set(vars(child)[key]) for key in TABLES}, dict(vars(child)))
+        for child in module.modules()
+    ]
     found.style.src_data_rank = src_data_rank
     try:
         returned = found.style._apply(module, mesh)
@@ -61,39 +52,19 @@ def _differences(before: _Before) -> list[ModuleChange]:
     for child, parameters, hooks, attributes in before:
         replaced = {key: value for key, value in parameters.items() if child._parameters.get(key) is not value}
         change = ModuleChange(child, parameters={key: value for key, value in replaced.items() if value is not None})
-        change.removers += _hook_removers(child, hooks)
-        change.removers += [_AttributeRemover(child, key) for key in vars(child) if key not in attributes]
+        tables = [(vars(child)[table], keys) for table, keys in hooks.items()]
+        change.removers += [KeyRemover(table, key) for table, keys in tables for key in table if key not in keys]
+        change.removers += [KeyRemover(vars(child), key) for key in vars(child) if key not in attributes]
         if "forward" in attributes and vars(child)["forward"] is not attributes["forward"]:
             change.attributes["forward"] = attributes["forward"]
         changes.append(change)
     return changes
 
 
-def _hooks(module: nn.Module) -> dict[str, set[int]]:
-    return {table: set(getattr(module, table)) for table in _HOOK_TABLES if hasattr(module, table)}
-
-
-def _hook_removers(module: nn.Module, before: dict[str, set[int]]) -> list[Callable[[], None]]:
-    removers: list[Callable[[], None]] = []
-    for table, keys in before.items():
-        current = getattr(module, table)
-        removers += [KeyRemover(current, key) for key in current if key not in keys]
-    return removers
-
-
 @dataclass
 class KeyRemover:
-    table: dict[int, Any]
-    key: int
+    table: dict[Any, Any]
+    key: Any
 
     def __call__(self) -> None:
         self.table.pop(self.key, None)
-
-
-@dataclass
-class _AttributeRemover:
-    module: nn.Module
-    name: str
-
-    def __call__(self) -> None:
-        vars(self.module).pop(self.name, None)
