@@ -37,13 +37,13 @@ def trained(ranks: Ranks, make: Callable[[], nn.Module], style: Any, marked: boo
         return step, [*results, *(param.detach().clone() for param in model.parameters())]
 
 
-def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any) -> dp.Step:
+def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any, traces: tuple[int, ...] = (3,)) -> dp.Step:
     step, results = trained(ranks, make, style, marked=True)
     plain, wanted = trained(ranks, make, style, marked=False)
     assert len(results) == len(wanted) > len(LENGTHS)
     assert [torch.equal(a, b) for a, b in zip(results, wanted, strict=True)] == [True] * len(wanted)
     # One with symbols, one to compare it with at the second length, one for length 1; else one for each length.
-    assert (step.num_traces, plain.num_traces) == (3, 4)
+    assert step.num_traces in traces and plain.num_traces == 4
     assert runner_of(step).num_checked >= 2
     return step
 
@@ -51,9 +51,12 @@ def equal(ranks: Ranks, make: Callable[[], nn.Module], style: Any) -> dp.Step:
 @pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
 def test_one_trace_serves_all_lengths(ranks: Ranks, style: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        equal(ranks, lambda: models.GPT(length=32), style)
+    # The fake attention kernel of older releases takes a decision on the length.
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+    with pytest.warns(UserWarning, match="a trace for each length") if is_old else warnings.catch_warnings():
+        if not is_old:
+            warnings.simplefilter("error")
+        equal(ranks, lambda: models.GPT(length=32), style, traces=(4, 5) if is_old else (3,))
 
 
 @pytest.mark.ranks(4, timeout=300)

@@ -57,12 +57,13 @@ def test_each_mended_cause_is_found_with_its_mending_taken_back(ranks: Ranks, na
                 try:
                     with cause.around():
                         step(model, optim, *cause.batch(*batch(ranks, call)))
-                except (dp.PlanError, dp.StepInterrupted) as error:
+                except (dp.PlanError, RuntimeError) as error:
                     found = error
                     break
         if reverted:
-            # A cast in the update is met by a kernel before the check could find it.
-            assert isinstance(found, CheckMismatch | dp.StepInterrupted), found
+            # A cast is met by a kernel, in older releases by one of the backward, before the check could find it.
+            by_kernel = any("raised by node" in note for note in getattr(found, "__notes__", ()))
+            assert isinstance(found, CheckMismatch | dp.StepInterrupted) or by_kernel, found
         else:
             assert found is None or (
                 isinstance(found, dp.PlanError) and {p.code for p in found.problems} == {"python-state"}
