@@ -1,7 +1,8 @@
 """Our styles inside transformers: its own tensor-parallel checks, and what it lacks; `nox -s transformers` runs it.
 
-The checks are those of `tests/test_tensor_parallel_mixin.py` in the sdist of transformers, which `TRANSFORMERS_SDIST`
-names. The file is run as it is; the model tester and `run_distributed`, which the sdist leaves out, are ours.
+The checks are those of `test_tensor_parallel_mixin.py` and `test_fsdp_mixin.py` in the sdist of transformers, which
+`TRANSFORMERS_SDIST` names. The files are run as they are; what the sdist leaves out, the model tester and how ranks are
+started, is ours.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-MIXIN = "tests/test_tensor_parallel_mixin.py"
 FAMILIES = [
     "llama",
     "qwen2",
@@ -78,19 +78,21 @@ class ModelTester:
         return self.get_config(), {}
 
 
-def load_mixin() -> Any:
-    """The module of the sdist, in a package where it finds our `run_distributed`."""
+def load_mixin(name: str) -> Any:
+    """A module of the sdist, in a package where it finds our ways to run on ranks."""
     path = Path(os.environ["TRANSFORMERS_SDIST"])
     with tarfile.open(path) as archive:
-        member = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/{MIXIN}")
+        member = archive.extractfile(f"{path.name.removesuffix('.tar.gz')}/tests/{name}.py")
         assert member is not None
         source = member.read()
     helpers: Any = types.ModuleType("hf_tests.distributed_testing_utils")
     helpers.run_distributed = lambda world_size: _on_this_rank  # each rank runs the whole test
-    mixin: Any = types.ModuleType("hf_tests.test_tensor_parallel_mixin")
+    helpers._get_distributed_device_type, helpers._get_distributed_backend = lambda: "cpu", lambda: "gloo"
+    helpers._get_rank_device = lambda rank: torch.device("cpu")
+    helpers._set_rank_device = helpers._start_rank_processes = lambda *args: None
+    mixin: Any = types.ModuleType(f"hf_tests.{name}")
     sys.modules |= {"hf_tests": types.ModuleType("hf_tests"), helpers.__name__: helpers, mixin.__name__: mixin}
-    exec(compile(source, MIXIN, "exec"), vars(mixin))
-    mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None  # all that have a plan
+    exec(compile(source, name, "exec"), vars(mixin))
     return mixin
 
 
@@ -114,7 +116,8 @@ def forwards(model: nn.Module) -> Counter[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checks_of_transformers(ranks: Ranks, family: str) -> None:
     """Forward, tied and untied, backward and generation, as transformers compares them with one process."""
-    mixin = load_mixin()
+    mixin = load_mixin("test_tensor_parallel_mixin")
+    mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None  # all that have a plan
     ours: list[Counter[str]] = []
     load = mixin._load_tp_and_reference_models
 
@@ -145,6 +148,34 @@ def test_checks_of_transformers(ranks: Ranks, family: str) -> None:
     assert len(names) == 6
     assert len(ours) == 4
     assert all(sum(count.values()) >= 4 for count in ours), ours
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(2, timeout=600)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
+def test_fsdp_checks_of_transformers(ranks: Ranks, family: str) -> None:
+    """What it wraps, 20 steps beside DDP with a checkpoint between, both ways to save."""
+    mixin = load_mixin("test_fsdp_mixin")
+    config = config_of(family, max_position_embeddings=128)
+    arguments = ranks.rank, type(config), config.to_dict()
+    for tied in (False, True):
+        mixin._test_fsdp2_sharding_structure_impl(*arguments, tied)
+        mixin._test_fsdp2_plan_vs_ddp_impl(*arguments, tied)
+    mixin._test_fsdp2_save_load_impl(*arguments)
+    mixin._test_fsdp2_save_load_dcp_impl(*arguments)
+    mixin._test_fsdp2_bf16_training_impl(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(4, timeout=600)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_fsdp_and_experts_of_transformers(ranks: Ranks, family: str) -> None:
+    """Its (fsdp, tp) mesh with experts on `tp`, and hybrid sharding with accumulation: 20 and 8 steps."""
+    mixin = load_mixin("test_fsdp_mixin")
+    config = config_of(family, max_position_embeddings=128)
+    arguments = ranks.rank, type(config), config.to_dict()
+    mixin._test_fsdp2_expert_parallel_2d_vs_ddp_impl(*arguments)
+    mixin._test_hsdp_grad_accumulation_vs_single_device_impl(*arguments, 2)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
