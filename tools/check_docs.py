@@ -122,7 +122,9 @@ def run_page(page: Path) -> tuple[int, list[str], list[str]]:
 
 def _run_python(found: list[Block], ranks: int, page: Path, folder: Path) -> list[str]:
     script = folder / "page.py"
-    script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found))
+    # A gloo thread may abort a process while Python ends (docs/troubleshooting.md): a page that is through is right.
+    end = "\nimport os, sys\nsys.stdout.flush(), sys.stderr.flush()\nos._exit(0)\n" if ranks else ""
+    script.write_text(f"\nprint({BETWEEN!r})\n".join(block.code for block in found) + end)
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     done = _call([sys.executable, *launch, str(script)], folder)
     failed = _failure(done, page)
