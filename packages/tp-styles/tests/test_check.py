@@ -412,6 +412,10 @@ def test_a_steady_region_calls_nothing_of_the_check(ranks: Ranks) -> None:
     with pytest.raises(tp.PlanError, match=r"check-mismatch.*region '0'"):
         model(tokens())
     assert next(iter(model[0]._forward_pre_hooks.values())).scope.name == "0"  # the check's
+    assert [type(hook).__name__ for hook in model[1]._forward_pre_hooks.values()] == hooks[1]  # its mode was checked
+    model[1].eval()
+    with pytest.raises(tp.PlanError, match=r"check-mismatch.*region '0'"):
+        model(tokens())
     assert [type(hook).__name__ for hook in model[1]._forward_pre_hooks.values()] == [
         "function",
         "CheckHook",
@@ -631,3 +635,30 @@ def test_a_check_after_steady_steps_leaves_nothing_behind(ranks: Ranks, params: 
                         break
                     model(x)
         assert not dispatch_modes()
+
+
+@pytest.mark.ranks(2)
+def test_what_was_refused_is_refused_again(ranks: Ranks) -> None:
+    """Whoever catches an error and calls once more gets it once more, until the mistake is mended."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(lambda: Pair(lambda x: x.flip(-1)))
+    tp.apply_plan(model, mesh, PAIR)
+    inner: Any = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), Pair(lambda x: x.flip(-1))))
+    tp.apply_plan(inner, mesh, {"1.up": tp.ColwiseParallel(), "1.down": tp.RowwiseParallel()})
+    data = models.seeded(Pair)
+    tp.apply_plan(data, mesh, PAIR)
+    replicas: Any = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), Pair()))
+    replicas[0].weight.data += ranks.rank
+    tp.apply_plan(replicas, mesh, {"1.up": tp.ColwiseParallel(), "1.down": tp.RowwiseParallel()})
+    for _ in range(3):
+        for refused in (model, inner):
+            with pytest.raises(tp.PlanError, match="check-mismatch"):
+                refused(torch.ones(2, 4, 16))
+        with pytest.raises(tp.PlanError, match="ranks-disagree"):
+            data(torch.full((2, 4, 16), float(ranks.rank)))
+        with pytest.raises(tp.PlanError, match="replicas-differ"):
+            replicas(torch.ones(2, 4, 16))
+    replicas[0].weight.data -= ranks.rank
+    model.function = inner[1].function = torch.tanh
+    for mended in (model, inner, data, replicas):
+        mended(torch.ones(2, 4, 16)).sum().backward()

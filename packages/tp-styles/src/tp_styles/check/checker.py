@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, outside_of_tracing
-from tp_styles.check import IN_ORIGINAL
+from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
 from tp_styles.check.randomness import ConstantRandomness
@@ -168,17 +168,20 @@ class Checker:
         except NotReady as error:  # the next call may have an empty cache
             self.results[str(scope), mode] = str(error)
             return
-        scope.done.add(mode)
         if scope.is_root and not self.is_staged and not self.has_compared_replicas:
             self._compare_replicas(scope)
+            self.has_compared_replicas = True
         hypotheses = inputs.hypotheses()
         if scope.is_root and inputs.differ and not hypotheses and not self.is_staged:
             raise StyleInputError(_different(scope, inputs))
         if has_fsdp_below(scope.module):
             # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
             self.results[str(scope), mode] = "FSDP2 shards modules inside; regions within them are checked"
-            return
-        self._check(hook, inputs, hypotheses, mode)
+            is_final = True
+        else:
+            is_final = self._check(hook, inputs, hypotheses, mode) or not IN_FLOAT64.get()
+        if is_final:  # what raised is checked again by the next call
+            scope.done.add(mode)
 
     def _compare_replicas(self, scope: Scope) -> None:
         """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
@@ -186,7 +189,6 @@ class Checker:
         Raises:
             CheckError: Some are not; on every rank.
         """
-        self.has_compared_replicas = True
         different = []
         for name, parameter in scope.module.named_parameters():
             if name in scope.unstyled and type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
@@ -202,7 +204,8 @@ class Checker:
                 for one in found
             )
 
-    def _check(self, hook: CheckHook, inputs: Inputs, hypotheses: list[Layouts], mode: Mode) -> None:
+    def _check(self, hook: CheckHook, inputs: Inputs, hypotheses: list[Layouts], mode: Mode) -> bool:
+        """Compare under one layout after the other; False if neither run could be compared with the other."""
         scope = hook.scope
         key = (str(scope), mode)
         # Reasons stay visible in the report. A region that is unchecked by itself is still a part of the root's runs.
@@ -220,7 +223,7 @@ class Checker:
                         scope.verified.add(mode)
                 elif scope.is_root and verdict.stage == Stage.SHARDED_BACKWARD:
                     _warn(scope, verdict, "gradients of the sharded model are")
-                return
+                return True
             else:
                 failed = failed or verdict
         if scope.is_root and inputs.differ and not self.is_staged:  # the likely cause stands first
@@ -234,6 +237,7 @@ class Checker:
             ):  # else the call itself will raise
                 self._refuse_late_modules(scope, failed)
                 _warn(scope, failed, "the sharded model is")
+        return failed is None
 
     def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
         """Refuse a model that cannot be compared and has layers that the plan never saw: adapters, mostly.
@@ -349,8 +353,12 @@ class Checker:
             with self._original():
                 run.forward(copies.args, copies.kwargs)
         else:
-            with self._following():
-                run.forward(copies.args, copies.kwargs)
+            token = IN_FLOAT64.set(IN_FLOAT64.get() or dtype is not None)
+            try:
+                with self._following():
+                    run.forward(copies.args, copies.kwargs)
+            finally:
+                IN_FLOAT64.reset(token)
         return run
 
     @contextmanager
@@ -465,11 +473,10 @@ class CheckHook:
         self.checker = checker
         self.scope = scope
         self.regions: list[CheckHook] = []
-        self.seen: set[tuple[bool, ...]] = set()
         self.key = -1
         self.before: list[int] = []
         self.error: PlanError | None = None
-        self.raise_outside_of_graphs: Callable[[], None] = self.raise_error
+        self.outside_of_graphs: Callable[[tuple[Any, ...], dict[str, Any]], None] = self.check_again
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call, if its mode is new."""
@@ -477,7 +484,7 @@ class CheckHook:
             if all(isinstance(value, Traceable) for value in (*args, *kwargs.values())) and (
                 _check_while_tracing(self, len(args), ",".join(kwargs), *args, *kwargs.values())
             ):
-                self.raise_outside_of_graphs()
+                self.outside_of_graphs(args, kwargs)
             return
         self.install_regions()
         if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
@@ -486,11 +493,10 @@ class CheckHook:
             self.remove()  # a steady step pays for the root's hook alone, which installs this one for a new mode
 
     def install_regions(self) -> None:
-        """Put the regions' hooks back where the root is called in modes that are new."""
-        modes = torch.is_grad_enabled(), *[region.scope.module.training for region in self.regions]
-        if modes not in self.seen:
-            self.seen.add(modes)
-            for region in self.regions:
+        """Put hooks back on regions that are not yet checked in their mode; the check around this one removes them."""
+        with_gradients = torch.is_grad_enabled()
+        for region in self.regions:
+            if (region.scope.module.training, with_gradients) not in region.scope.done:
                 region.install()
 
     def install(self) -> None:
@@ -516,11 +522,13 @@ class CheckHook:
         self.remove()
         self.scope.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
-    def raise_error(self) -> None:
-        """Raise what was found while a call was traced, once."""
+    def check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise what was found while a call was traced; check later calls of the compiled code until one is right."""
         error, self.error = self.error, None
         if error is not None:
             raise error
+        if (self.scope.module.training, torch.is_grad_enabled()) not in self.scope.done:
+            self.checker(self, args, kwargs)
 
 
 Traceable = torch.Tensor | bool | int | float | str | None
@@ -535,7 +543,7 @@ def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: An
     """
     mode = (hook.scope.module.training, torch.is_grad_enabled())
     if mode in hook.scope.done or IN_ORIGINAL.get():
-        return hook.error is not None  # after a graph break the hook is traced again, by itself
+        return False
     if any(isinstance(value, torch.Tensor) and is_fake(value) for value in values):  # export without a tracer of frames
         return False
     with outside_of_tracing():
@@ -545,7 +553,7 @@ def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: An
         except PlanError as error:
             # With `fullgraph=True` torch raises, and shows the reason; otherwise the graph breaks, and this is called.
             hook.error = error
-            hook.raise_outside_of_graphs = torch.compiler.disable(hook.raise_error, reason=str(error))
+            hook.outside_of_graphs = torch.compiler.disable(hook.check_again, reason=str(error))
             return True
     return False
 
