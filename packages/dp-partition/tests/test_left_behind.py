@@ -213,6 +213,41 @@ def test_hooks_that_come_after_the_first_call(ranks: Ranks) -> None:
         step(model, optim, x)
 
 
+class Tripled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+def halved(module: nn.Module, grad_output: Any) -> Any:
+    return tuple(gradient / 2 for gradient in grad_output)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_that_changes_between_calls(ranks: Ranks) -> None:
+    """Its class, and a hook before its backward, count at the next call, which no check looks at."""
+    changes: list[Any] = [
+        lambda layer: setattr(layer, "__class__", Tripled),
+        lambda layer: layer.register_full_backward_pre_hook(halved),
+    ]
+    x = torch.ones(4, 8, device=ranks.device)
+    for change in changes:
+        model = models.seeded(models.mlp).to(ranks.device)
+        plain = copy.deepcopy(model)
+        first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+        step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
+        losses = []
+        for call in range(5):
+            if call == 2:
+                for each in (model, plain):
+                    change([layer for layer in each.modules() if isinstance(layer, nn.Linear)][-1])
+            losses.append((step(model, first, x), models.mean_step(plain, second, x)))
+        for one, another in losses:
+            torch.testing.assert_close(one, another)
+        with step.unsharded():
+            for one, another in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(one, another)
+
+
 def draws_from(one: Net, optim: Any, x: torch.Tensor, generator: torch.Generator) -> Any:
     noise = torch.rand(x.shape, generator=generator, dtype=x.dtype) + torch.rand_like(x)
     return update(optim, (one(x + noise) - x).square().mean())

@@ -659,6 +659,7 @@ def test_what_was_refused_is_refused_again(ranks: Ranks) -> None:
         with pytest.raises(tp.PlanError, match="replicas-differ"):
             replicas(torch.ones(2, 4, 16))
     replicas[0].weight.data -= ranks.rank
-    model.function = inner[1].function = torch.tanh
+    for pair in (model, inner[1]):
+        pair.function = torch.tanh
     for mended in (model, inner, data, replicas):
         mended(torch.ones(2, 4, 16)).sum().backward()

@@ -195,6 +195,37 @@ def test_dropout_inside_a_region() -> None:
     assert found["layers.0.mlp.drop"] == tp.NoParallel(sum_gradient=True)
 
 
+class SharedDropout(nn.Module):
+    """One dropout on shards and, after the sum, on full values, as in XLNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.drop(self.down(self.drop(torch.relu(self.up(x)))))
+        return out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.extra("shard-spec")
+def test_a_dropout_that_full_values_pass_too(ranks: Ranks) -> None:
+    """Its style would let ranks draw other numbers for the full values as well: they would drift apart."""
+    mesh = ranks.mesh((2,), ("tp",))
+    model = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), SharedDropout(), SharedDropout()))
+    plan = tp.auto_plan(model, tp_size=2)
+    assert "1.up" in plan and "1.drop" not in plan
+    tp.apply_plan(model, mesh, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        y = model(torch.ones(3, 16))
+        y.square().mean().backward()
+        assert len(set(ranks.gather(y.double().sum().item()))) == 1
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(set(ranks.gather(model.get_parameter("0.weight").double().sum().item()))) == 1
+
+
 # ---------------------------------------------------------------------------------------------- training
 
 

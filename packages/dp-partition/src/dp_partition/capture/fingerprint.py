@@ -268,6 +268,8 @@ class ModuleReads:
                     tuple(module._forward_hooks),
                     tuple(module._forward_pre_hooks),
                     tuple(module._backward_hooks),
+                    tuple(module._backward_pre_hooks),
+                    type(module),
                 )
                 for module in self.modules
             ]
@@ -290,7 +292,7 @@ class ModuleReads:
             for key in names_in_forward(kind)
             if type(vars(kind).get(key)) in PLAIN_TYPES
         ]
-        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         tables = [getattr(module, name) for module in self.modules for name in hooks]
         self._hooks = [FunctionReads(hook) for table in tables for hook in table.values()]
 
