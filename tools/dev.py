@@ -49,7 +49,8 @@ def nox_command() -> tuple[list[str], dict[str, str]]:
     stamp = ENVIRONMENT / "pins.txt"
     wanted = "\n".join((sys.version, *PINS))
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"dev.py: making {ENVIRONMENT.relative_to(ROOT)}/ with {', '.join(PINS)} ...", flush=True)
+        # Not to stdout, where `--list --json` writes.
+        print(f"dev.py: making {ENVIRONMENT.relative_to(ROOT)}/ with {', '.join(PINS)} ...", file=sys.stderr)
         shutil.rmtree(ENVIRONMENT, ignore_errors=True)
         make_environment()
         stamp.write_text(wanted)
