@@ -97,7 +97,7 @@ class Slurm:
         return {**os.environ, **own}
 
     def run(self, *command: str, check: bool = True) -> str:
-        """What a command of Slurm prints."""
+        """The output of a command of Slurm."""
         done = subprocess.run(command, env=self._env(), cwd=HERE, capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, done.stderr
         return done.stdout.strip()

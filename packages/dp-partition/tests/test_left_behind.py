@@ -1,4 +1,4 @@
-"""What a call leaves for the next one: modes, frozen parameters, gradients, hooks, generators."""
+"""State that a call leaves for the next one: modes, frozen parameters, gradients, hooks, generators."""
 
 from __future__ import annotations
 

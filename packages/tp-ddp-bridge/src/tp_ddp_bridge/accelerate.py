@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.norms import clip_grad_norm_
-from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
+from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
 from tp_ddp_bridge.consistency.verdict import Jury
 from tp_ddp_bridge.optim.elementwise import parameters_of
@@ -96,12 +96,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         prepared = super().prepare(*args, device_placement=device_placement)
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
         hint = "build the optimizer after the model is tensor parallel"
-        raise_problems(
+        problems = [
             Problem("parameter-not-in-module", f"optimizer parameter of shape {tuple(each.shape)}", hint=hint)
             for optimizer in self._unbridged
             for each in parameters_of(optimizer)
             if held and id(each) not in held
-        )
+        ]
+        if self._unbridged:  # the ranks that prepare an optimizer raise together
+            Jury(self.mesh).agree("prepare", problems)
         return prepared
 
     def prepare_model(
