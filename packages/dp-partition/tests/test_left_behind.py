@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import dp_models as models
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from dp_partition.plan.settings import Style
 from ranktest import Ranks
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CALLS = 7
 
@@ -272,3 +274,196 @@ def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
             x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
             found.append([step(model, optim, x, generator).detach() for _ in range(5)])
         torch.testing.assert_close(found[0], found[1])
+
+
+class Twice(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Listed(torch.optim.SGD):
+    """An optimizer with a list among its attributes, and settings in a class of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.factors = [1.0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * self.factors[0])
+
+
+def scale() -> None:
+    """Holds a number in an attribute."""
+
+
+def weighted(model: Net, optim: Any, x: torch.Tensor, loss: Any) -> Any:
+    return update(optim, loss(model(x), x) * scale.by)  # type: ignore[attr-defined]
+
+
+def backward_pre_hook(model: Net, optim: Any, loss: Any) -> Any:
+    def double(module: nn.Module, gradients: Any) -> Any:
+        return tuple(2 * one for one in gradients)
+
+    model.head.register_full_backward_pre_hook(double)
+
+
+def another_class(model: Net, optim: Any, loss: Any) -> Any:
+    model.__class__ = Twice
+
+
+def another_forward(model: Net, optim: Any, loss: Any) -> Any:
+    class Patched(Net):
+        pass
+
+    model.__class__ = Patched
+    Patched.forward = lambda self, x: 3 * Net.forward(self, x)  # type: ignore[method-assign]
+
+
+def attribute_of_a_function(model: Net, optim: Any, loss: Any) -> Any:
+    scale.by = 3.0  # type: ignore[attr-defined]
+
+
+def list_in_an_optimizer(model: Net, optim: Any, loss: Any) -> Any:
+    optim.factors[0] = 3.0
+
+
+def keyword_of_a_partial(model: Net, optim: Any, loss: Any) -> Any:
+    loss.keywords["beta"] = 0.1
+
+
+def hook_of_all_modules(model: Net, optim: Any, loss: Any) -> Any:
+    return nn.modules.module.register_module_forward_hook(lambda module, args, out: 2 * out)
+
+
+def hook_of_all_optimizers(model: Net, optim: Any, loss: Any) -> Any:
+    def shrink(optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for param in optimizer.param_groups[0]["params"]:
+                param.mul_(0.5)
+
+    return register_optimizer_step_post_hook(shrink)
+
+
+BETWEEN = (
+    backward_pre_hook, another_class, another_forward, attribute_of_a_function, list_in_an_optimizer,
+    keyword_of_a_partial, hook_of_all_modules, hook_of_all_optimizers,
+)  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+def test_what_changes_between_calls_holds_at_once(ranks: Ranks) -> None:
+    """No call is checked after the second: the key of a trace has to see the change."""
+    for number, change in enumerate(BETWEEN):
+        with models.case(change.__name__):
+            results = []
+            for compiled in (False, True):
+                scale.by = 1.0  # type: ignore[attr-defined]
+                model: Any = models.seeded(Net).double().to(ranks.device)
+                optim, loss = Listed(model.parameters()), functools.partial(F.smooth_l1_loss, beta=1.0)
+                step: Any = weighted
+                if compiled:
+                    style: Style = ("zero2", "replicate", "fully_shard")[number % 3]
+                    step = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style=style, check="first")
+                found, handle = [], None
+                for call in range(CALLS):
+                    if call == 3:
+                        handle = change(model, optim, loss)
+                    generator = torch.Generator().manual_seed(call)  # equal on all ranks: one device's training
+                    x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
+                    found.append(step(model, optim, x, loss).detach())
+                if handle is not None:
+                    handle.remove()
+                if compiled:
+                    assert step.num_traces == 2
+                    step.release()
+                results.append(found)
+            torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_what_another_module_made_is_refused(ranks: Ranks) -> None:
+    """Backward would go on into it, outside the step."""
+    model: Any = models.seeded(Net).to(ranks.device)
+    made = nn.Linear(8, 8).to(ranks.device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="zero2")
+    x = torch.ones(4, 8, device=ranks.device)
+    step(model, optim, made(x).detach().requires_grad_())
+    with pytest.raises(dp.PlanError, match="unsupported-argument"):
+        step(model, optim, made(x))
+
+
+@pytest.mark.ranks(2)
+def test_state_of_a_group_that_is_gone(ranks: Ranks) -> None:
+    """Its entries stay in the optimizer, where the check does not miss them."""
+    model: Any = models.seeded(Net).to(ranks.device)
+    optim = torch.optim.AdamW([{"params": list(one.parameters())} for one in (model.body, model.norm, model.head)])
+    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    x = torch.randn(6, 8, device=ranks.device)
+    for call in range(CALLS):
+        if call == 2:
+            optim.param_groups.pop()
+            kept = model.head.weight.full_tensor().clone()
+        step(model, optim, x)
+    assert torch.equal(model.head.weight.full_tensor(), kept)
+
+
+def with_penalty(model: Net, optim: Any, x: torch.Tensor) -> Any:
+    """The gradient of the batch is part of the loss, and backward leaves one on the batch."""
+    (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    return update(optim, model(x).square().mean() + gradient.square().sum())
+
+
+def from_inside(model: Net, optim: Any, x: torch.Tensor) -> Any:
+    return update(optim, model(x.requires_grad_()).square().mean())
+
+
+def in_place(model: Net, optim: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        x.mul_(0.5)
+    return update(optim, model(x).square().mean())
+
+
+@pytest.mark.ranks(2)
+def test_what_a_step_leaves_on_its_arguments(ranks: Ranks) -> None:
+    """Gradients are added up as without `compile`; under micro-batches nothing is left."""
+    styles: tuple[Style, ...] = ("zero2", "replicate", "fully_shard")
+    for number, function in enumerate((with_penalty, from_inside, in_place)):
+        for semantics in ("local", "global"):
+            with models.case(f"{function.__name__} {semantics}"):
+                results = []
+                for compiled in (False, True):
+                    model: Any = models.seeded(Net).double().to(ranks.device)
+                    optim = torch.optim.SGD(model.parameters(), lr=0.05)
+                    step: Any = function
+                    if compiled:
+                        mesh = ranks.mesh((2,), ("dp",))
+                        step = dp.compile(step, mesh=mesh, style=styles[number], semantics=semantics)
+                    generator = torch.Generator().manual_seed(number)
+                    x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
+                    mine = x.clone() if not compiled or semantics == "local" else x[3 * ranks.rank : 3 * ranks.rank + 3]
+                    mine = mine.clone().requires_grad_(function is with_penalty)
+                    for _ in range(CALLS):
+                        step(model, optim, mine)
+                    if compiled:
+                        step.release()
+                    results.append([mine.detach(), *([] if mine.grad is None else [mine.grad])])
+                rows = slice(None) if semantics == "local" else slice(3 * ranks.rank, 3 * ranks.rank + 3)
+                assert len(results[0]) == len(results[1]) == 1 + (function is not in_place)
+                for plain, compiled_one in zip(*results, strict=True):
+                    torch.testing.assert_close(compiled_one, plain[rows], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_micro_batches_leave_nothing_on_the_batch(ranks: Ranks) -> None:
+    model: Any = models.seeded(Net).to(ranks.device)
+    optim = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = dp.compile(from_inside, mesh=ranks.mesh((2,), ("dp",)), style="zero2", accumulate=2)
+    x = torch.ones(4, 8, device=ranks.device)
+    for _ in range(5):
+        step(model, optim, x)
+    assert x.grad is None and not x.requires_grad

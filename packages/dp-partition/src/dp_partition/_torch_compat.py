@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 import torch.distributed.distributed_c10d as c10d
+import torch.nn.modules.module as modules
+import torch.optim.optimizer as optimizers
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -58,6 +60,23 @@ collectives: Any = torch.ops._c10d_functional
 def is_gloo(group: c10d.ProcessGroup, device_type: str) -> bool:
     """Return whether gloo carries a group's tensors of a kind of device."""
     return str(group._get_backend(torch.device(device_type)).name()) == "gloo"
+
+
+def global_hooks() -> tuple[Any, ...]:
+    """Return the hooks that hold for all modules and optimizers."""
+    return (
+        *modules._global_forward_hooks.values(),
+        *modules._global_forward_pre_hooks.values(),
+        *modules._global_backward_hooks.values(),
+        *modules._global_backward_pre_hooks.values(),
+        *optimizers._global_optimizer_pre_hooks.values(),
+        *optimizers._global_optimizer_post_hooks.values(),
+    )
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; None for a backend without one."""
+    return c10d._get_default_store()
 
 
 def symbolic_scalar(mode: FakeTensorMode, value: float, label: str) -> torch.Tensor:

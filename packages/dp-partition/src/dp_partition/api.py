@@ -80,7 +80,8 @@ def compile(
             a `GradientGroup`, traced into the graph; `bf16_compress` and `fp16_compress` are such.
         backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
         check: How often the step is compared with its own eager run on a copy of everything it works on: ``"sampled"``
-            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)) up to 1,024, ``"first"`` at calls 1 and 2, ``"never"``.
+            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)) up to 1,024, ``"first"`` at calls 1 and 2, ``"never"``;
+            but for ``"never"`` also at the first call of a trace that all ranks make at once.
         mark_dynamic: Dims of the tensor arguments that change in length: one trace then serves all lengths, and is
             compared with a trace for the second one. A trace that cannot do without numbers gives way, with a warning,
             to one for each length.

@@ -100,6 +100,8 @@ def capture_single_device(
     scale = batch_scale(plan, batch_dim, accumulate)
     # Gives one graph of forward, backward and optimizer; gradients are tagged, phases are marked.
     capture = trace_step(function, args, kwargs, step_state, scale, device, marked)
+    if accumulate > 1:
+        capture.drop_argument_gradients()
     # Gives one node per tensor, hyperparameters as inputs, no dead node.
     normalize(capture)
     capture.gradients.update(gradient_name(node) for node in capture.module.graph.nodes if is_gradient(node))
@@ -133,8 +135,8 @@ def plan_nodes(
     reshard_after_forward(capture.module.graph, homes.placements, reshard, comm, plan.world, local=local)
     # Gives a placement of each output, and of each input where its node wants it.
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
-    # State that the step makes itself is returned where the plan wants it.
-    place_new_states(capture, plan, plans)
+    # What the step puts in place is returned where it is to lie.
+    place_new_values(capture, plan, homes, plans)
     return homes, plans
 
 
@@ -243,9 +245,12 @@ def _home(node: fx.Node, entry: Input, plan: PartitionPlan, batch: Placement) ->
     return Replicate()
 
 
-def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node, NodePlan]) -> None:
-    """State that the step makes itself is returned where the plan wants it."""
+def place_new_values(
+    capture: Capture, plan: PartitionPlan, homes: StoragePlacements, plans: dict[fx.Node, NodePlan]
+) -> None:
+    """State that the step makes itself is returned where the plan wants it, an argument's gradient as the argument."""
     output = next(node for node in capture.module.graph.nodes if node.op == "output")
+    arguments = {node.meta["input"].name: node for node in homes.placements if node.meta["input"].kind == "arg"}
     values = output.args[0]
     assert isinstance(values, list | tuple)
     for value, entry in zip(values, capture.outputs, strict=True):
@@ -253,3 +258,5 @@ def place_new_states(capture: Capture, plan: PartitionPlan, plans: dict[fx.Node,
             like = plan[entry.name]
             same = tuple(value.meta["val"].shape) == like.info.shape
             plans[output].inputs[value] = like.state if same else Replicate()
+        elif entry.kind == "argument" and isinstance(value, fx.Node):
+            plans[output].inputs[value] = homes.placements[arguments[entry.name]]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import without_autocast
 from dp_partition.backends.inductor import check_inductor, lower
-from dp_partition.capture.arguments import CallArguments, closing, read_arguments
+from dp_partition.capture.arguments import CallArguments, check_arguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.lengths import first_difference
@@ -30,7 +30,7 @@ from dp_partition.pipeline import batch_scale, build_program
 from dp_partition.plan.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.plan.settings import CommConfig, Settings
 from dp_partition.progress import Progress, counted
-from dp_partition.runtime.consensus import agree_on, batch_text, collectives_digest
+from dp_partition.runtime.consensus import agree_on, all_announced, announce, batch_text, collectives_digest
 from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.rng import Stream
@@ -124,6 +124,9 @@ class Runner:
             self.check_step_state(binding, call.leaves)
             optimizers = reconcile(binding)
             program = self.find_program(binding, call, optimizers)
+            if program.is_new:
+                program.is_new = False
+                is_checked = is_checked or self.is_new_on_all_ranks(program)
         if is_checked:
             return CheckedCall(self, binding, program, call).run()
         return self.run(binding, program, call, optimizers)
@@ -149,7 +152,7 @@ class Runner:
         except Exception as error:
             self.note_line(error, binding, program, call)
             raise
-        store_outputs(binding, program, values)
+        store_outputs(binding, program, values, call.leaves)
         return program.capture.returned.result(values)
 
     def note_line(self, error: Exception, binding: Binding, program: Program, call: CallArguments) -> None:
@@ -334,6 +337,7 @@ class Runner:
         keep_views: bool = False,
     ) -> Program:
         """Trace and partition once."""
+        check_arguments(self.name, step_state.optimizers, call.leaves)
         self.num_traces += 1
         settings = (
             self.settings.batch_dim,
@@ -434,13 +438,33 @@ class Runner:
             facts = self.facts(binding.plan, program, call.leaves)
             return (program, facts), facts
 
+        announce(self.trace_label)
         if self.settings.semantics == "global":
-            return agree_on(self.mesh, self.name, attempt)[0]
-        retraced, facts = attempt()
-        if facts not in self.agreed:
-            agree_on(self.mesh, self.name, lambda: (retraced, facts))
-            self.agreed.append(facts)
-        return retraced[0]
+            program = agree_on(self.mesh, self.name, attempt)[0]
+        else:
+            (program, _), facts = retraced = attempt()
+            if facts not in self.agreed:
+                agree_on(self.mesh, self.name, lambda: retraced)
+                self.agreed.append(facts)
+        program.is_new = True
+        return program
+
+    @property
+    def trace_label(self) -> str:
+        """Text for a trace in this call that all ranks have in common; empty if they have none."""
+        return self.schedule.token and f"{self.schedule.token}/{self.schedule.calls}"
+
+    def is_new_on_all_ranks(self, program: Program) -> bool:
+        """Return whether this call is the first of a trace, on every rank: it is checked then, due or not.
+
+        The call of a rank that traced alone, for a batch of its own size, is not checked, since the others would not
+        take part; the next one that is due makes up for it.
+        """
+        if self.settings.check == "never":
+            return False
+        if self.mesh.size() == 1 or not any(map(is_collective, program.module.graph.nodes)):
+            return True
+        return all_announced(self.trace_label, self.mesh.size())
 
     # ---- whose model it is ------------------------------------------------------------------------------------------
 

@@ -110,6 +110,18 @@ def read_arguments(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return CallArguments(args, kwargs, leaves, spec)
 
 
+def check_arguments(name: str, optimizers: list[Optimizer], leaves: list[Any]) -> None:
+    """Refuse tensors that a module outside made: no gradient of the graph goes on into it.
+
+    Raises:
+        PlanError: ``unsupported-argument``, where the step trains.
+    """
+    if optimizers and any(isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in leaves):
+        found = "a tensor with a grad_fn, whose backward would go on into what made it, outside the step"
+        hint = "pass tensor.detach(), or run what makes it in the step"
+        raise PlanError(Problem("unsupported-argument", name, found=found, hint=hint))
+
+
 def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten([_open(name, leaf) for leaf in leaves], spec)
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import global_hooks
 from dp_partition.capture.lengths import length_key
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
             continue
         if isinstance(value, _BY_IDENTITY):
             tokens.append(ById(value))
+            if isinstance(value, functools.partial) and depth:
+                stack += [(value.keywords, depth - 1), (value.args, depth - 1)]
             continue
         if depth == 0 or id(value) in seen:
             continue
@@ -88,12 +91,13 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
             tokens += [one for key, one in vars(value).items() if type(one) in PLAIN_TYPES]
             tokens += map(ById, value.buffers())
         elif isinstance(value, dict):
-            tokens += [key if isinstance(key, PLAIN) else type(key) for key in value]
+            for key in value:
+                tokens.append(key if isinstance(key, PLAIN) else _key_token(key))
             members = list(value.values())
         elif isinstance(value, list | tuple):
             members = list(value)
         elif isinstance(value, set | frozenset):
-            tokens.append(frozenset([one if isinstance(one, PLAIN) else type(one) for one in value]))
+            tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
         elif _is_settings(value):
             counted = [key for key in vars(value) if names is None or key in names]
             tokens += counted
@@ -101,6 +105,11 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
         tokens.append(len(members))
         stack += [(one, depth - 1) for one in reversed(members)]
     return tuple(tokens)
+
+
+def _key_token(key: Any) -> Any:
+    """Return what counts of a key of a dict, or of a member of a set."""
+    return tuple(map(_key_token, key)) if isinstance(key, tuple) else key if isinstance(key, PLAIN) else type(key)
 
 
 def _is_settings(value: Any) -> bool:
@@ -164,7 +173,7 @@ class FunctionReads:
             return []
         cells = function.__closure__ or ()
         self._cells += cells
-        self._held += [function.__defaults__, function.__kwdefaults__]
+        self._held += [function.__defaults__, function.__kwdefaults__, vars(function)]
         names = names_used(function)
         self.names |= names
         table = function.__globals__
@@ -270,6 +279,7 @@ class ModuleReads:
                     tuple(module._backward_hooks),
                     tuple(module._backward_pre_hooks),
                     type(module),
+                    type(module).forward,
                 )
                 for module in self.modules
             ]
@@ -345,7 +355,7 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     """Return the part of a trace's key that one leaf of the arguments is."""
     if isinstance(leaf, torch.Tensor):
         geometry = length_key(leaf, marked) if marked else (tuple(leaf.shape), tuple(leaf.stride()))
-        return *geometry, leaf.dtype, leaf.device, leaf.requires_grad
+        return *geometry, leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_leaf
     if isinstance(leaf, nn.Module | Optimizer):
         return id(leaf)
     if type(leaf) not in PLAIN_TYPES and _counts(leaf):
@@ -353,7 +363,7 @@ def leaf_key(leaf: Any, marked: tuple[int, ...] = ()) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return type(leaf)
+        return type(leaf), repr(leaf) if isinstance(leaf, slice) else None
     return type(leaf), leaf  # a generator, a fraction: held by the key
 
 
@@ -379,6 +389,6 @@ def program_key(
         [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
     )
     buffers = tuple([(b.shape, b.dtype, b.stride()) for b in step_state.buffers.values()])
-    constants = (autocast, step_state.reads.read(), reads.read(), buffers)
+    constants = (autocast, global_hooks(), step_state.reads.read(), reads.read(), buffers)
     leaves = tuple(map(leaf_key, call.leaves, itertools.repeat(marked)))
     return leaves, call.spec, training, trained, optimizers.key, constants

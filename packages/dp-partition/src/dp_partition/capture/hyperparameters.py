@@ -17,9 +17,11 @@ import torch
 from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.fingerprint import fingerprint
 
 FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")
 _OF_SCHEDULERS = frozenset(["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"])  # no step reads these
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(0)])))
 _LIVE_INTEGERS = frozenset(["lr", "weight_decay", "momentum", "eps"])
 
 
@@ -82,10 +84,12 @@ def read_optimizers(optimizers: list[Optimizer], states: list[dict[int, Any]] | 
                 several = isinstance(value, tuple | list)
                 for position, one in enumerate(value if several else (value,)):
                     place = position if several else None
-                    if type(one) is float or is_live(key, one):
+                    if type(one) in (bool, type(None)):
+                        parts += (key, place, one)
+                    elif type(one) is float or is_live(key, one):
                         values[number, index, key, place] = float(one)
                     else:
-                        parts += (key, place, one if type(one) in (bool, type(None)) else _static(one))
+                        parts += (key, place, _static(one))
         parts += (type(optimizer).__qualname__, optimizer_attributes(optimizer))
     return OptimizerReads(states, values, tuple(parts))
 
@@ -120,6 +124,8 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
     for key, value in vars(optimizer).items():
         if key[0] != "_" and isinstance(value, bool | int | float | str):
             found += (key, value)
+        elif key not in _OF_OPTIMIZERS and isinstance(value, list | tuple | dict | set):
+            found += (key, fingerprint([value]))
         elif callable(value) and getattr(value, "__wrapped__", None) is not getattr(type(optimizer), key, None):
             found += (key, id(value), value)  # a `step` put over the class's, if it is no scheduler's count of calls
     for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):

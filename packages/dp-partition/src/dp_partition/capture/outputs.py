@@ -18,7 +18,10 @@ from dp_partition.capture.state import StepState
 
 @dataclass(frozen=True)
 class Output:
-    """One value the graph returns: for the user, or a new buffer or state entry to put in place."""
+    """One value that the graph returns: for the user, or to put in place.
+
+    ``kind`` is user, buffer, state, or argument: the gradient that backward leaves on a tensor argument.
+    """
 
     kind: str
     name: str = ""
@@ -62,7 +65,7 @@ class Returned:
 
 
 def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Phases) -> tuple[list[Any], Returned]:
-    """Return the step's result, then every buffer and state entry that it put in place of an old one.
+    """Return the step's result, then every buffer and state entry that it put in place, and gradients of arguments.
 
     Raises:
         PlanError: ``python-state`` for gradients that are left, ``parameter-replaced``, and ``python-state`` for
@@ -76,7 +79,8 @@ def collect_outputs(result: Any, step_state: StepState, fakes: Fakes, phases: Ph
             leaves[position] = _Position(len(values))
             values.append(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
     outputs = [Output("user")] * len(values)
-    for value, output in chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes)):
+    kept = chain(_new_buffers(step_state, fakes), _new_states(step_state, fakes), _argument_gradients(fakes))
+    for value, output in kept:
         values.append(value.detach())
         outputs.append(output)
     return values, Returned(outputs, leaves, spec)
@@ -89,6 +93,12 @@ def _check_no_gradients_left(fakes: Fakes, phases: Phases) -> None:
         raise PlanError(
             [Problem("python-state", fqn, found="gradient left for the next call", hint=hint) for fqn in left]
         )
+
+
+def _argument_gradients(fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:
+    for index, tensor in enumerate(fakes.args):
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad, Output("argument", str(index))
 
 
 def _new_buffers(step_state: StepState, fakes: Fakes) -> Iterator[tuple[torch.Tensor, Output]]:

@@ -23,12 +23,14 @@ class Phases:
 
     Attributes:
         backward: The nodes of each backward pass.
+        grads: The nodes of each call of ``torch.autograd.grad``, which adds to no gradient.
         optimizer: The nodes of each optimizer step.
         cleared: Whether gradients were cleared before the first backward pass.
         stepping: The class of the optimizer whose step is running, or raised.
     """
 
     backward: list[frozenset[str]] = field(default_factory=list)
+    grads: list[frozenset[str]] = field(default_factory=list)
     optimizer: list[frozenset[str]] = field(default_factory=list)
     cleared: bool = False
     stepping: str = ""
@@ -37,9 +39,9 @@ class Phases:
     def recording(self, optimizers: list[Optimizer], modules: list[torch.nn.Module]) -> Iterator[None]:
         """Record the calls of ``backward``, ``step`` and ``zero_grad`` made within the block."""
         with ExitStack() as stack:
-            for name in ("backward", "grad"):
-                original = getattr(torch.autograd, name)
-                stack.enter_context(patch.object(torch.autograd, name, self._timed(original, self.backward)))
+            for name, calls in (("backward", self.backward), ("grad", self.grads)):
+                timed = self._timed(getattr(torch.autograd, name), calls)
+                stack.enter_context(patch.object(torch.autograd, name, timed))
             for optimizer in optimizers:
                 step = self._timed(shared_updates(optimizer), self.optimizer, type(optimizer).__name__)
                 stack.enter_context(patch.object(optimizer, "step", step))
@@ -71,7 +73,7 @@ class Phases:
 
 def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
     """Write phase and name on the nodes of a graph: what follows the last backward pass is the optimizer's."""
-    backward = frozenset[str]().union(*phases.backward)
+    backward = frozenset[str]().union(*phases.backward, *phases.grads)
     last = max((position for position, node in enumerate(nodes) if node.name in backward), default=len(nodes))
     for position, node in enumerate(nodes):
         node.meta["traced_as"] = node.name  # copies of the node keep it

@@ -183,7 +183,7 @@ def check_traceable(step_state: StepState) -> None:
     for name, param in step_state.params.items():
         if isinstance(param, DTensor):
             problems.append(Problem("already-applied", name, found="is a DTensor", hint=_UNWRAPPED_HINT))
-    problems += _shared_memory({**step_state.params, **step_state.buffers})
+    problems += shared_memory({**step_state.params, **step_state.buffers})
     if problems:
         raise PlanError(problems, "the model cannot be placed")
 
@@ -199,7 +199,7 @@ def hooked_parameters(params: dict[str, nn.Parameter]) -> list[Problem]:
     ]
 
 
-def _shared_memory(tensors: dict[str, Any]) -> list[Problem]:
+def shared_memory(tensors: dict[str, Any]) -> list[Problem]:
     """Different tensors with overlapping memory: they would come apart when they are placed."""
     owners: dict[int, list[tuple[str, int, int]]] = {}
     problems = []

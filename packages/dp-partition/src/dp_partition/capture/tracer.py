@@ -77,6 +77,13 @@ class Capture:
         """Kinds of the returned values."""
         return self.returned.outputs
 
+    def drop_argument_gradients(self) -> None:
+        """Leave no gradients on arguments: micro-batches are tensors of their own, which nobody sees."""
+        (output,) = [node for node in self.module.graph.nodes if node.op == "output"]
+        kept = sum(entry.kind != "argument" for entry in self.outputs)  # they are the last
+        output.args = (list(output.args[0])[:kept],)
+        del self.outputs[kept:]
+
 
 class _Tracing:
     """One step on fake tensors.

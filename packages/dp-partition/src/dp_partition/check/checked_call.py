@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import secrets
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
@@ -82,6 +83,8 @@ class CheckedCall:
         self.gradients: dict[str, torch.Tensor] = {}  # of the graph, before anything clips them
         # A step without collectives may be called by some ranks only: its check must not communicate either.
         self.communicates = binding.mesh.size() > 1 and any(map(is_collective, program.module.graph.nodes))
+        # What one rank alone knows must not choose the calls that all ranks check.
+        self.is_shared = self.communicates or binding.mesh.size() == 1
 
     # ---- the recipe -------------------------------------------------------------------------------------------------
 
@@ -116,7 +119,7 @@ class CheckedCall:
                 torch.set_grad_enabled(modes[0])
                 ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
             self.conclude(ended, result, versions, self.draws_alike(after, drawn))
-            self.runner.schedule.advance(again=self.any_unseen())
+            self.advance(again=self.any_unseen())
         except CheckMismatch:
             raise
         except BaseException as error:  # a peer died, or the caller interrupts: the graph has run, the check has not
@@ -134,7 +137,7 @@ class CheckedCall:
         elif ended.error is not None:
             failure = f"the step raised {type(ended.error).__name__}: {ended.error}, and its graph did not"
         elif ended.outcome is not None:
-            graph = live_outcome(self.binding, result, self.before.local)
+            graph = live_outcome(self.binding, self.arguments, result, self.before.local)
             graph.add_gradients(self.gradients)
             found = differences(graph, ended.outcome)
             if not draws_alike:
@@ -228,7 +231,7 @@ class CheckedCall:
         """Everything as before the call, and the next call is checked again."""
         self.before.restore()
         self.random.restore()
-        self.runner.schedule.advance(again=True)
+        self.advance(again=True)
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
@@ -259,7 +262,7 @@ class CheckedCall:
             optimizers = read_optimizers(self.binding.step_state.optimizers)
             return self.runner.run(self.binding, self.program, self.call, optimizers, gradients)
         except BaseException:
-            self.runner.schedule.advance(again=True)
+            self.advance(again=True)
             raise
 
     def count_gradients(self, reference: Outcome) -> None:
@@ -290,8 +293,15 @@ class CheckedCall:
         """Version counters of all live tensors: each write of a shadow to one of them shows."""
         return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
 
+    def advance(self, *, again: bool = False) -> None:
+        """Choose the next call to check, unless this rank alone checks one that is not due."""
+        if self.is_shared or 0 < self.runner.schedule.next <= self.runner.schedule.calls:
+            self.runner.schedule.advance(again=again)
+
     def any_unseen(self) -> bool:
         """Return whether some rank has traced a graph that no check has run."""
+        if not self.is_shared:
+            return False
         programs = [one for known in self.runner.programs.values() for one in known]
         return any(self.gather(any(not one.is_checked for one in programs)))
 
@@ -304,17 +314,20 @@ class CheckedCall:
             return "the process group moves no data"
         full = sum(t.numel() * t.element_size() for t in tensors)
         local = sum(local_tensor(t.detach()).numel() * t.element_size() for t in tensors)
-        rows = self.gather((torch.initial_seed(), free_bytes(self.binding.mesh.device_type), check_bytes(full, local)))
-        text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
-        self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
-        short = [rank for rank, (_, free, needed) in enumerate(rows) if needed > free]
+        mine = (torch.initial_seed(), free_bytes(self.binding.mesh.device_type), check_bytes(full, local))
+        rows = self.gather((*mine, secrets.token_hex(8)))
+        if self.is_shared:  # otherwise this seed is no other rank's
+            text = f"{rows[0][0]}:{self.binding.plan.digest}:{self.runner.name}"
+            self.runner.schedule.seed = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+            self.runner.schedule.token = self.runner.schedule.token or rows[0][3]
+        short = [rank for rank, (_, free, needed, _) in enumerate(rows) if needed > free]
         return f"a full copy does not fit into free memory on rank {short[0]}" if short else ""
 
     def unchecked(self, reason: str) -> Any:
         """Run the call without a check, and keep the reason for the plan."""
         self.note_unchecked(reason)
         result = self.graph_run()
-        self.runner.schedule.advance()
+        self.advance()
         return result
 
     def note_unchecked(self, reason: str) -> None:
@@ -356,10 +369,11 @@ class CheckSchedule:
     Attributes:
         calls: Number of calls so far, failed ones included, so that all ranks count alike.
         next: Number of the next call to check; 0: none.
+        token: Text that no other step on these ranks has; empty before a checked call with collectives.
     """
 
     def __init__(self, mode: str) -> None:
-        self.mode, self.seed, self.calls = mode, 0, 0
+        self.mode, self.seed, self.calls, self.token = mode, 0, 0, ""
         self.next = NEVER if mode == "never" else 1
 
     def is_due(self) -> bool:

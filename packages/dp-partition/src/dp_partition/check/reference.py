@@ -148,7 +148,8 @@ def run_reference(
     local = settings.semantics == "local"
     shares = not copied.step_state.optimizers
     average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and not shares)
-    before = _locals(copied.step_state, binding, clone=True)
+    arguments = (copied.args, copied.kwargs)
+    before = _locals(copied.step_state, binding, clone=True) | argument_values(arguments, torch.clone)
     constants = FunctionReads(copied.function)
     python_before = _plain(constants.read())
     try:
@@ -158,7 +159,7 @@ def run_reference(
             if local:
                 result = _run_local(copied, average, settings)
             else:
-                result = _run_global(copied, average, binding, settings)
+                result, arguments = _run_global(copied, average, binding, settings)
         average.meet(FINISHED)
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
@@ -179,10 +180,12 @@ def run_reference(
         return Ended(error=RuntimeError("its run changes Python values that it reads, such as a counter"))
     leaves, spec = pytree.tree_flatten(result)
     leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    tensors = _locals(copied.step_state, binding)
+    rows = partial(_own_rows, dim=settings.batch_dim, binding=binding) if not local else torch.Tensor.detach
+    tensors = _locals(copied.step_state, binding) | argument_values(arguments, rows)
     if any(isinstance(one, FakeTensor) for one in (*leaves, *tensors.values())):
         return Ended(error=RuntimeError("it uses a fake tensor: a cache beside its arguments kept what the trace made"))
     outcome = Outcome(leaves, spec, tensors, before, numbers_of(copied.step_state))
+    outcome.add_gradients(argument_gradients(arguments, rows))
     if average.averages or not local:
         full = {name: one for name, one in average.noted.items() if one is not None and name in (wanted or {})}
         outcome.add_gradients({name: cut(one, (wanted or {})[name], binding) for name, one in full.items()})
@@ -271,7 +274,10 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
         mine = value.detach().contiguous()
         rows = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(rows, mine, group=group)
-        return torch.cat(rows, settings.batch_dim).requires_grad_(value.requires_grad)
+        full = torch.cat(rows, settings.batch_dim).requires_grad_(value.requires_grad)
+        if value.is_leaf and value.grad is not None:
+            full.grad = all_rows(value.grad)
+        return full
 
     args, kwargs = pytree.tree_map(all_rows, (copied.args, copied.kwargs))
     before = _generator_states()
@@ -279,7 +285,16 @@ def _run_global(copied: StepCopy, average: GradientAverage, binding: Binding, se
         result = copied.function(*args, **kwargs)
     if world > 1 and not all(map(torch.equal, before, _generator_states())):
         raise NotComparableError("draws random numbers under global semantics")
-    return result
+    return result, (args, kwargs)
+
+
+def _own_rows(value: torch.Tensor, dim: int, binding: Binding) -> torch.Tensor:
+    """This rank's rows of what `_run_global` put together."""
+    world = shard_world(binding.mesh)
+    if value.ndim <= dim or world == 1:
+        return value.detach()
+    size = value.shape[dim] // world
+    return value.detach().narrow(dim, shard_rank(binding.mesh) * size, size)
 
 
 def _generator_states() -> list[torch.Tensor]:
@@ -304,8 +319,10 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
     states, live_states = states_by_id(step_state.optimizers), states_by_id(binding.step_state.optimizers)
     for number in range(len(step_state.optimizers)):
         live = live_states[number]
+        # State of parameters that left the groups stays in the optimizer, and no step touches it.
+        updated = {id(param) for group in step_state.optimizers[number].param_groups for param in group["params"]}
         for key, state in states[number].items():
-            fqn = names.get(key, "")
+            fqn = names.get(key, "") if key in updated else ""
             placed = live.get(id(binding.params.get(fqn)), {})
             for entry, value in state.items():
                 if isinstance(value, torch.Tensor) and fqn:
@@ -329,23 +346,43 @@ def cut(tensor: torch.Tensor, placement: Placement, binding: Binding) -> torch.T
     return tensor.narrow(placement.dim, start, end - start)
 
 
-def live_outcome(binding: Binding, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]) -> Outcome:
+def live_outcome(
+    binding: Binding, arguments: Any, result: Any, before: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Outcome:
     """Return the outcome of the graph.
 
     Args:
         binding: The placed model and optimizers.
+        arguments: The step's arguments.
         result: What the step returned.
         before: The local value that a tensor had before the call.
     """
     leaves, spec = pytree.tree_flatten(result)
     tensors: dict[str, torch.Tensor] = {}
     old: dict[str, torch.Tensor] = {}
-    for name, _, _, tensor in live_tensors(binding, ()):
+    for name, _, _, tensor in live_tensors(binding, arguments):
         tensors[name] = local_tensor(tensor.detach())
         value = before(tensor)
         if value is not None:
             old[name] = value
-    return Outcome(leaves, spec, tensors, old, numbers_of(binding.step_state))
+    outcome = Outcome(leaves, spec, tensors, old, numbers_of(binding.step_state))
+    outcome.add_gradients(argument_gradients(arguments, torch.Tensor.detach))
+    return outcome
+
+
+def argument_values(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's rows of tensor arguments, which a step may write, by name."""
+    leaves = enumerate(pytree.tree_leaves(arguments))
+    return {f"argument {index}": rows(leaf.detach()) for index, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def argument_gradients(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's rows of the gradients that lie on tensor arguments, by name."""
+    found = {}
+    for index, leaf in enumerate(pytree.tree_leaves(arguments)):
+        if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
+            found[f"argument {index}"] = rows(leaf.grad)
+    return found
 
 
 def numbers_of(step_state: StepState) -> dict[str, Any]:

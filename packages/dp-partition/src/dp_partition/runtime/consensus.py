@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition._shared.consensus import all_gather_objects, assert_consistent, capture_errors
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import default_store
 from dp_partition.analysis.comms import carried_names
 from dp_partition.mesh import all_groups
 from dp_partition.ops import is_collective
@@ -63,6 +64,25 @@ def agree_on(mesh: DeviceMesh, name: str, attempt: Callable[[], tuple[T, Mapping
     assert_consistent(mesh, name, lines, error, hint=HINT)
     assert made is not None
     return made[0]
+
+
+def announce(label: str) -> None:
+    """Count this rank among those that trace; ``label`` is empty where ranks share none."""
+    if label and (store := default_store()) is not None:
+        store.add(f"{label}/ranks", 1)
+
+
+def all_announced(label: str, count: int) -> bool:
+    """Return, the same on all ranks, whether ``count`` ranks had announced a trace when the first was through with its.
+
+    No collective: a rank may trace alone, which the others never learn of. Ranks enter a call within less than a trace
+    takes, as a rule, so that none has to wait here. The first verdict that is written holds for the late ones too.
+    """
+    store = default_store() if label else None
+    if store is None:
+        return False
+    verdict = "yes" if store.add(f"{label}/ranks", 0) == count else "no"
+    return bool(store.compare_set(f"{label}/all", "", verdict) == b"yes")
 
 
 def broadcast_from_first(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers, states_by_id
-from dp_partition.capture.state import StepState
+from dp_partition.capture.state import StepState, shared_memory
 from dp_partition.mesh import on_mesh
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, as_dtensor
@@ -117,6 +117,9 @@ def _reconcile_buffers(binding: Binding) -> None:
             found, hint = f"is no longer the buffer that {name} is", "call release() on the step first"
             raise PlanError(Problem("tied-weights", fqn, found=found, hint=hint))
         step_state.buffers[name] = now
+        problems = shared_memory(step_state.buffers)
+        if problems:
+            raise PlanError(problems)
 
 
 def check_no_gradients(step_state: StepState, cleared: bool) -> None:
@@ -170,8 +173,8 @@ def bind_inputs(binding: Binding, program: Program, leaves: list[Any], optimizer
     return values
 
 
-def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...]) -> None:
-    """Put buffers and state that the step replaced in place, and set the modes that it sets."""
+def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...], leaves: list[Any]) -> None:
+    """Put buffers, state and gradients of arguments in place, and set the modes that the step sets."""
     for module, mode in program.capture.modes:
         module.training = mode
     for name, trained in program.capture.trained.items():
@@ -185,6 +188,10 @@ def store_outputs(binding: Binding, program: Program, values: tuple[Any, ...]) -
             if placement is not None and tuple(value.shape) == binding.local_state_shape(entry.name) and value.ndim:
                 new = as_dtensor(value, param, binding.mesh, placement)
             binding.step_state.optimizers[entry.optimizer].state[param][entry.key] = new
+        elif entry.kind == "argument":
+            tensor = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)][int(entry.name)]
+            # No write in place: a check that finds a mismatch puts the old gradient back.
+            tensor.requires_grad_().grad = value if tensor.grad is None else tensor.grad + value
 
 
 def replace_buffer(binding: Binding, name: str, value: torch.Tensor) -> None:

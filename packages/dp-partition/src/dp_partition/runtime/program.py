@@ -37,6 +37,7 @@ class Program:
         guard_values: Hyperparameters and sizes for which its guards were found to hold last.
         right_sizes: Up to two marked sizes for which it was found to be the graph of that length.
         is_checked: A check by execution has run it.
+        is_new: The call that traced it has not run it yet.
         failed: The node that raised when it last ran.
         labelled: Inputs by their kinds, as `labels` found them.
     """
@@ -49,6 +50,7 @@ class Program:
     guard_values: tuple[float, ...] = ()
     right_sizes: set[tuple[int, ...]] = field(default_factory=set)
     is_checked: bool = False
+    is_new: bool = False
     failed: fx.Node | None = None
     lowered: Lowered | None = None
     bound: fx.GraphModule | None = None

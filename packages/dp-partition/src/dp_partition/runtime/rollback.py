@@ -30,6 +30,8 @@ class Snapshot:
             self.states += [(state, dict(state)) for state in optimizer.state.values()]
         self.modes = [(part, part.training) for _, root in binding.step_state.modules for part in root.modules()]
         self.trained = [(param, param.requires_grad) for param in binding.params.values()]
+        leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        self.gradients = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
         self.buffers = (binding.step_state.buffers, dict(binding.step_state.buffers))
         self.found = {id(tensor): copy for _, _, tensor, copy in self.entries}
 
@@ -46,6 +48,8 @@ class Snapshot:
             module.training = mode
         for param, trained in self.trained:
             param.requires_grad_(trained)
+        for leaf, trained, gradient in self.gradients:
+            leaf.requires_grad_(trained).grad = gradient
         with torch.no_grad():
             for container, key, tensor, value in self.entries:
                 if container is not None:

@@ -1,0 +1,133 @@
+"""The first call of a later trace is checked at once where all ranks trace; a rank that traces alone goes on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import pytest
+import torch
+from dp_partition import runner as runner_module
+from dp_partition._torch_compat import default_store
+from dp_partition.api import runner_of
+from dp_partition.runtime import consensus
+from ranktest import Ranks
+from torch import fx
+
+
+def update(model: Any, optim: Any, loss: torch.Tensor) -> torch.Tensor:
+    optim.zero_grad()
+    loss.backward()
+    optim.step()
+    return loss
+
+
+def weighted(model: Any, optim: Any, x: torch.Tensor, weight: int) -> torch.Tensor:
+    return update(model, optim, weight * model(x).square().mean())
+
+
+def with_sine(module: fx.GraphModule) -> fx.GraphModule:
+    """A planted mistake, in every later trace."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.tanh.default:
+            node.target = torch.ops.aten.sin.default
+    module.recompile()
+    return module
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may let a rank come later than a trace takes: here ranks wait for it."""
+    decide = consensus.all_announced
+
+    def wait_and_decide(label: str, count: int) -> bool:
+        store = default_store()
+        while store.add(f"{label}/ranks", 0) < count:
+            time.sleep(0.01)
+        return decide(label, count)
+
+    monkeypatch.setattr(runner_module, "all_announced", wait_and_decide)
+
+
+def batch(ranks: Ranks, call: int, rows: int = 4) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * call + ranks.rank)
+    return torch.randn(rows, 8, generator=generator).to(ranks.device)
+
+
+def started(ranks: Ranks, style: Any, **settings: Any) -> tuple[dp.Step, Any, Any]:
+    """A step after three calls: the fourth is due on no rank."""
+    model = models.seeded(models.mlp).to(ranks.device)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = dp.compile(weighted, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **settings)
+    for call in range(3):
+        step(model, optim, batch(ranks, call), 1)
+    runner_of(step).schedule.next = 7
+    return step, model, optim
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+def test_a_new_trace_is_checked_at_once(ranks: Ranks, patient: None, style: Any) -> None:
+    for kind in ("shape", "mode", "number", "frozen"):
+        for semantics in ("local", "global"):
+            with models.case(f"{kind} {semantics}"):
+                step, model, optim = started(ranks, style, semantics=semantics)
+                runner_of(step).passes = with_sine
+                before = [p.full_tensor().clone() for p in model.parameters()]
+                model.train(kind != "mode")
+                model[0].weight.requires_grad_(kind != "frozen")
+                with pytest.raises(dp.PlanError, match="check-mismatch"):
+                    step(model, optim, batch(ranks, 3, 6 if kind == "shape" else 4), 2 if kind == "number" else 1)
+                after = [p.full_tensor() for p in model.parameters()]
+                assert all(map(torch.equal, before, after)) and len(after) == 4
+                step.release()
+
+
+@pytest.mark.ranks(2)
+def test_a_right_new_trace_is_counted_and_the_schedule_goes_on(ranks: Ranks, patient: None) -> None:
+    step, model, optim = started(ranks, "zero2")
+    checked = runner_of(step).num_checked
+    step(model, optim, batch(ranks, 3, 5), 1)
+    assert runner_of(step).num_checked == checked + 1
+    step(model, optim, batch(ranks, 4, 5), 1)
+    assert runner_of(step).num_checked == checked + 1  # known by now, and none is due
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_traces_alone_trains_on(ranks: Ranks) -> None:
+    step, model, optim = started(ranks, "fully_shard")
+    checked = runner_of(step).num_checked
+    step(model, optim, batch(ranks, 3, 4 + ranks.rank % 2), 1)
+    assert runner_of(step).num_checked == checked
+    for call in range(4, 12):
+        step(model, optim, batch(ranks, call, 4 + (ranks.rank + call) % 2), 1)
+    assert runner_of(step).num_checked > checked  # the calls that are due, on all ranks
+    assert step.num_traces == 2
+
+
+def trains_or_not(model: Any, optim: Any, x: torch.Tensor, trains: bool) -> torch.Tensor:
+    if trains:
+        return update(model, optim, model(x).square().mean())
+    with torch.no_grad():
+        loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_checked_calls_without_collectives_do_not_part_the_ranks(ranks: Ranks) -> None:
+    """Under a checked call without collectives nothing is exchanged: each rank's seed is its own."""
+    for second in (False, True):
+        model = models.seeded(models.mlp).to(ranks.device)
+        plain = models.seeded(models.mlp).to(ranks.device)
+        optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+        step = dp.compile(trains_or_not, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style="replicate")
+        torch.manual_seed(5 + ranks.rank)
+        for call in range(36):
+            x = batch(ranks, 0) * 0 + call / 10  # equal on all ranks: one device's training
+            trains = call != 1 if second else call not in (1, 2, 3, 5, 6, 7)
+            results = step(model, optims[0], x, trains), trains_or_not(plain, optims[1], x, trains)
+            torch.testing.assert_close(*results)
+        assert runner_of(step).num_checked >= 4
+        step.release()
