@@ -467,3 +467,45 @@ def test_micro_batches_leave_nothing_on_the_batch(ranks: Ranks) -> None:
     for _ in range(5):
         step(model, optim, x)
     assert x.grad is None and not x.requires_grad
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_momentum_buffer_that_is_none(ranks: Ranks, dampening: float) -> None:
+    """SGD takes it for state that is not there yet, before the first call and later."""
+    for first in (0, 4):
+        results = []
+        for compiled in (False, True):
+            model: Any = models.seeded(Net).double().to(ranks.device)
+            optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+            step: Any = models.mean_step
+            if compiled:
+                step = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+            found = []
+            for call in range(CALLS):
+                if call == first:
+                    for param in model.parameters():
+                        optim.state[param]["momentum_buffer"] = None
+                generator = torch.Generator().manual_seed(call)  # equal on all ranks: one device's training
+                x = torch.randn(6, 8, generator=generator, dtype=torch.float64).to(ranks.device)
+                found.append(step(model, optim, x).detach())
+            if compiled:
+                step.release()
+            results.append(found)
+        torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
+
+
+def adds_a_group(model: Net, optim: Any, x: torch.Tensor) -> Any:
+    loss = update(optim, model(x).square().mean())
+    optim.add_param_group({"params": list(model.head.parameters())})
+    return loss
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_the_step_adds_is_refused(ranks: Ranks) -> None:
+    model: Any = models.seeded(Net).to(ranks.device)
+    optim = torch.optim.SGD(model.body.parameters(), lr=0.1)
+    step = dp.compile(adds_a_group, mesh=ranks.mesh((2,), ("dp",)), style="replicate")
+    with pytest.raises(dp.PlanError, match="hyperparameter-changed"):
+        step(model, optim, torch.ones(4, 8, device=ranks.device))
+    assert len(optim.param_groups) == 1

@@ -18,7 +18,7 @@ from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark
 from dp_partition._torch_compat import FakeTensorMode, pytree, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
 from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
-from dp_partition.capture.state import StepState, initial_state
+from dp_partition.capture.state import StepState, has_state, initial_state
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def make_fakes(
             for param in group["params"]:
                 fqn = fqn_of[id(param)]
                 known = optimizer.state.get(param)
-                if not known and not param.requires_grad:
+                if not has_state(known) and not param.requires_grad:
                     continue
-                if not known:
+                if not has_state(known):
                     with mode:
                         known = initial_state(optimizer, group, params[fqn])
                 # Fresh fakes throughout: one made by torch.tensor() remembers its value and would be burnt in.

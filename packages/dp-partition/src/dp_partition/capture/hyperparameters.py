@@ -141,6 +141,7 @@ def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
     Raises:
         PlanError: With every value that is another one (code ``hyperparameter-changed``).
     """
+    tables = [list(optimizer.param_groups) for optimizer in optimizers]
     groups = [
         (f"optim{n}.param_groups[{i}]", group, dict(group))
         for n, optimizer in enumerate(optimizers)
@@ -154,5 +155,10 @@ def param_groups_unchanged(optimizers: list[Optimizer]) -> Iterator[None]:
         for key in sorted(old.keys() | group.keys())
         if group.get(key) is not old.get(key)
     ]
+    for number, (optimizer, table) in enumerate(zip(optimizers, tables, strict=True)):
+        if [*map(id, optimizer.param_groups)] != [*map(id, table)]:
+            optimizer.param_groups[:] = table
+            found = "the step adds or removes a group"
+            problems.append(Problem("hyperparameter-changed", f"optim{number}", found=found, hint=hint))
     if problems:
         raise PlanError(problems, "the step changes hyperparameters")

@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -129,6 +129,11 @@ def _check_optimizers(step_state: StepState) -> None:
                     )
     if problems:
         raise PlanError(problems)
+
+
+def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:
+    """Return whether state of a parameter holds anything: SGD keeps a buffer that is None until its first step."""
+    return state is not None and any(value is not None for value in state.values())
 
 
 def initial_state(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers, states_by_id
-from dp_partition.capture.state import StepState, shared_memory
+from dp_partition.capture.state import StepState, has_state, shared_memory
 from dp_partition.mesh import on_mesh
 from dp_partition.runtime.program import Program
 from dp_partition.runtime.state import Binding, as_dtensor
@@ -61,7 +61,9 @@ def _reconcile_state(
 ) -> list[Problem]:
     optimizer, param = binding.step_state.optimizers[number], binding.params[fqn]
     state = states.get(id(param))
-    if not state:
+    if not has_state(state):
+        states.pop(id(param), None)
+        optimizer.state.pop(param, None)
         fresh = binding.fresh_state(optimizer, group, fqn, param)
         if fresh:
             optimizer.state[param] = states[id(param)] = fresh

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._shared.stale_parameters import mark_stale
 from dp_partition._torch_compat import storage_keys
-from dp_partition.capture.state import StepState, hooked_parameters, initial_state
+from dp_partition.capture.state import StepState, has_state, hooked_parameters, initial_state
 from dp_partition.mesh import on_mesh, shard_rank, shard_world
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.plan.plan import PartitionPlan
@@ -152,7 +152,7 @@ class Binding:
                 for param in group["params"]:
                     fqn = fqn_of[id(param)]
                     known = existing.get((number, fqn))
-                    if known:
+                    if has_state(known):
                         full = {k: values.pop(f"{fqn}\0{number}\0{k}", v) for k, v in known.items()}
                         states[fqn] = {k: self.place_state(fqn, v, full=True) for k, v in full.items()}
                     elif param.requires_grad:
