@@ -458,7 +458,7 @@ class Runner:
         """Return whether this call is the first of a trace, on every rank: it is checked then, due or not.
 
         The call of a rank that traced alone, for a batch of its own size, is not checked, since the others would not
-        take part; the next one that is due makes up for it.
+        take part; the next calls that are due make up for it.
         """
         if self.settings.check == "never":
             return False

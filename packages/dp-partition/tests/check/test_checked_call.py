@@ -209,7 +209,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 def test_right_steps_raise_nothing(ranks: Ranks) -> None:
     """Three hundred right steps, each of them checked."""
     checked = 0
-    with patch.object(CheckSchedule, "advance", lambda self, again=False: setattr(self, "next", self.calls + 1)):
+    with patch.object(CheckSchedule, "advance", lambda self, **kwargs: setattr(self, "next", self.calls + 1)):
         for name, settings in RIGHT.items():
             with models.case(name):
                 checked += right_steps(ranks, name, settings)

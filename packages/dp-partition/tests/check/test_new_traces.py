@@ -12,6 +12,7 @@ import torch
 from dp_partition import runner as runner_module
 from dp_partition._torch_compat import default_store
 from dp_partition.api import runner_of
+from dp_partition.check.checked_call import IN_A_ROW
 from dp_partition.runtime import consensus
 from ranktest import Ranks
 from torch import fx
@@ -105,6 +106,16 @@ def test_a_rank_that_traces_alone_trains_on(ranks: Ranks) -> None:
         step(model, optim, batch(ranks, call, 4 + (ranks.rank + call) % 2), 1)
     assert runner_of(step).num_checked > checked  # the calls that are due, on all ranks
     assert step.num_traces == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_trace_that_never_comes_again_does_not_keep_the_check_going(ranks: Ranks) -> None:
+    step, model, optim = started(ranks, "zero2")
+    for call in range(3, 40):
+        step(model, optim, batch(ranks, call, 9 if call == 3 and ranks.rank else 4), 1)
+    due = 3 + len([4, 8, 16, 32])  # of the schedule, without those for the trace
+    assert runner_of(step).num_checked <= due + 2 * IN_A_ROW + 1
+    assert step.num_traces == 1 + ranks.rank
 
 
 def trains_or_not(model: Any, optim: Any, x: torch.Tensor, trains: bool) -> torch.Tensor:

@@ -119,7 +119,7 @@ class CheckedCall:
                 torch.set_grad_enabled(modes[0])
                 ended = Ended(error=RuntimeError("it leaves a mode of torch on, or another default dtype"))
             self.conclude(ended, result, versions, self.draws_alike(after, drawn))
-            self.advance(again=self.any_unseen())
+            self.advance(unseen=self.any_unseen())
         except CheckMismatch:
             raise
         except BaseException as error:  # a peer died, or the caller interrupts: the graph has run, the check has not
@@ -293,10 +293,10 @@ class CheckedCall:
         """Version counters of all live tensors: each write of a shadow to one of them shows."""
         return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
 
-    def advance(self, *, again: bool = False) -> None:
+    def advance(self, *, again: bool = False, unseen: bool = False) -> None:
         """Choose the next call to check, unless this rank alone checks one that is not due."""
         if self.is_shared or 0 < self.runner.schedule.next <= self.runner.schedule.calls:
-            self.runner.schedule.advance(again=again)
+            self.runner.schedule.advance(again=again, unseen=unseen)
 
     def any_unseen(self) -> bool:
         """Return whether some rank has traced a graph that no check has run."""
@@ -355,6 +355,7 @@ def _is_fake(group: Any) -> bool:
 
 
 LAST = 1024
+IN_A_ROW = 8
 NEVER = 0
 
 
@@ -370,10 +371,11 @@ class CheckSchedule:
         calls: Number of calls so far, failed ones included, so that all ranks count alike.
         next: Number of the next call to check; 0: none.
         token: Text that no other step on these ranks has; empty before a checked call with collectives.
+        in_a_row: Number of calls that were checked one after the other for a graph that no check has run.
     """
 
     def __init__(self, mode: str) -> None:
-        self.mode, self.seed, self.calls, self.token = mode, 0, 0, ""
+        self.mode, self.seed, self.calls, self.token, self.in_a_row = mode, 0, 0, "", 0
         self.next = NEVER if mode == "never" else 1
 
     def is_due(self) -> bool:
@@ -381,14 +383,16 @@ class CheckSchedule:
         self.calls += 1
         return 0 < self.next <= self.calls  # `<`: the call that was due failed before it could be checked
 
-    def advance(self, *, again: bool = False) -> None:
+    def advance(self, *, again: bool = False, unseen: bool = False) -> None:
         """Choose the next call to check.
 
         Args:
-            again: Check the very next call: some rank has a graph that no check has seen.
+            again: Check the very next call: this one has failed.
+            unseen: Check it because some rank has a graph that no check has run: not for ever, it may never come again.
         """
         done = self.calls
-        if again or done == 1:
+        self.in_a_row = self.in_a_row + 1 if unseen and self.in_a_row < IN_A_ROW else 0
+        if again or done == 1 or self.in_a_row:
             self.next = done + 1
         elif self.mode == "first" or done >= LAST // 2:
             self.next = NEVER
