@@ -258,6 +258,7 @@ def draws_from(one: Net, optim: Any, x: torch.Tensor, generator: torch.Generator
 @pytest.mark.ranks(2)
 def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
     """The check compares generators after graph and step; a copy of the step draws from copies."""
+    is_old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
     generators = [torch.Generator(ranks.device)]
     if ranks.device.type == "cpu":
         generators.append(torch.default_generator)
@@ -272,6 +273,10 @@ def test_generators_that_are_passed_go_on(ranks: Ranks) -> None:
             torch.manual_seed(1)
             generator.manual_seed(2)
             x = torch.ones(4, 8, dtype=torch.float64, device=ranks.device)
+            if compiled and is_old:  # its traces hold no generators
+                with pytest.raises(dp.PlanError, match="not-traceable"):
+                    step(model, optim, x, generator)
+                return
             found.append([step(model, optim, x, generator).detach() for _ in range(5)])
         torch.testing.assert_close(found[0], found[1])
 
