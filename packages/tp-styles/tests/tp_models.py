@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import full_tensor, split_of
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 class MLP(nn.Module):
     """Two linear layers around a GELU."""
