@@ -14,9 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 EXACT = 1e-12
-pytestmark = pytest.mark.skipif(
-    models.TORCH < (2, 12), reason="the compiler of torch 2.11 raises on hooks that are objects"
-)
+pytestmark = pytest.mark.skipif(models.TORCH < (2, 12), reason="torch 2.11 cannot compile hooks that are objects")
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer

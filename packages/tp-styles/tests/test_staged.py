@@ -16,9 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-VIEWS = pytest.mark.skipif(
-    models.TORCH < (2, 12), reason="DTensors of torch 2.11 merge no sharded dim with one before it"
-)
+VIEWS = pytest.mark.skipif(models.TORCH < (2, 12), reason="DTensors of torch 2.11 merge no sharded dim")
 
 
 class Attention(nn.Module):
