@@ -30,7 +30,7 @@ from shard_reshard.lowering.program import Program, Step
 from shard_reshard.plan.plan import Plan
 
 # What these hold is moved as plain integers of the same size: not every copy kernel knows them.
-_WIRE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 _PLAIN |= {"complex64", "complex128"}
 
@@ -103,8 +103,7 @@ class Exchange:
         # By slot, device and side; with the side, whose id must not be used again while it is here.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         self.wire_dtypes = [
-            torch_dtype(plan.wire_dtype) if _as_values(plan) else _WIRE_INTEGERS[plan.itemsize]
-            for plan in program.plans
+            torch_dtype(plan.wire_dtype) if _as_values(plan) else INTEGERS[plan.itemsize] for plan in program.plans
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # No dtype that could be conjugated, none that travels as integers: tensors are copied as they are.
