@@ -350,7 +350,7 @@ def test_what_is_no_copy_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.float64, torch.complex128])
 def test_constants_and_exact_casts_of_every_dtype(dtype: torch.dtype) -> None:
-    model = nn.Module()
+    model: Any = nn.Module()
     model.register_buffer("x", torch.zeros(4, 6).to(dtype))
     weights = {"a": torch.arange(12).view(2, 6).to(torch.float8_e4m3fn if dtype.is_floating_point else torch.uint8)}
 

@@ -118,16 +118,19 @@ def load_safetensors(
         try:
             made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
             targets = made.targets or targets
-            # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed.
-            atomic = atomic and len(made.names) < len(targets)
             outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
             problems = here.out_problems(outs, {}, atomic, strict)
+            # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
+            # what files hold twice and the module once.
+            atomic = atomic and len(made.names) < len(targets)
+            twice = {name for _, name in here.one_memory}
+            in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
         assert_consistent(members, f"outs of load {plan.digest}", problems, "always")
         if out is not None and not (atomic or made.names):
             stamp_version(out, None)
-        arriving = ReceiveBuffers(here, None if atomic else outs, device)
+        arriving = ReceiveBuffers(here, in_place, device)
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         move_buckets(here, movers, _buckets(plan, members, arriving, device), True, False, progress)
         moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts))

@@ -41,11 +41,12 @@ class Question(NamedTuple):
     bucket_bytes: int
     strict: bool
     versions: bool
+    check: str
     changed_only: int = 0  # every how many calls everything is sent
 
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
-        asked = (self.bucket_bytes, self.strict, self.versions, self.changed_only)
+        asked = (self.bucket_bytes, self.strict, self.versions, self.check, self.changed_only)
         return repr(sorted((self.key_map or {}).items())) + repr(asked) + _layouts_text(self.dst_layouts)
 
 
@@ -61,10 +62,14 @@ def agreed_plan(
     tensors: Mapping[str, Any],
     question: Question,
     version: int | None,
-) -> tuple[StateDictPlan, int | None]:
-    """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed."""
+    repeated: bool = False,
+) -> tuple[StateDictPlan, int | None, bool]:
+    """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed.
+
+    The third value is True where each rank's call is ``repeated``: it did the same before, and had no problem.
+    """
     try:
-        row = digest + values_row(facts, tensors) + version_row(version)
+        row = digest + values_row(facts, tensors) + version_row(version, _REPEATED * repeated)
     except Exception as error:
         raise_on_all_ranks(members, error)
     headers = all_gather_header(members, Topic.STATE_DICT, row)()
@@ -76,13 +81,13 @@ def agreed_plan(
     plan, _ = plans.get(key, (None, None))
     if plan is not None:
         agree_on_values(members, facts, tensors, [header[24:32] for header in headers])
-        return plan, stamp
+        return plan, stamp, all(header[32] & _REPEATED for header in headers)
     plan = _plan_of_all(members, facts, tensors, question)
     layouts = question.dst_layouts
     plans[key] = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
     while len(plans) > _MAX_PLANS:
         plans.pop(next(iter(plans)))
-    return plan, stamp
+    return plan, stamp, False
 
 
 def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], question: Question) -> StateDictPlan:
@@ -97,14 +102,17 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
-    options = f" versions={question.versions} changed_only={question.changed_only}"
+    options = f" versions={question.versions} check={question.check} changed_only={question.changed_only}"
     assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
     assert plan is not None
     return plan
 
 
-def version_row(version: int | None, failed: bool = False) -> bytes:
-    return struct.pack("<Bq", (version is not None) | failed << 1, version or 0)
+_FAILED, _REPEATED = 2, 4  # beside 1: a version is given
+
+
+def version_row(version: int | None, flag: int = 0) -> bytes:
+    return struct.pack("<Bq", (version is not None) | flag, version or 0)
 
 
 def agreed_version(rows: list[bytes]) -> int | None:
@@ -214,10 +222,12 @@ class CallFacts(NamedTuple):
     ) -> CallFacts:
         """Return the facts of a call; a rank with problems takes part, so that all raise them together."""
         try:
-            row = version_row(version, bool(problems)) + (bytes(8) if problems else values_row(facts, tensors))
+            row = version_row(version, _FAILED * bool(problems)) + (
+                bytes(8) if problems else values_row(facts, tensors)
+            )
         except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
             problems = (*problems, *problems_of(error))
-            row = version_row(None, True) + bytes(8)
+            row = version_row(None, _FAILED) + bytes(8)
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
     def agree(self, members: GroupInfo) -> int | None:
@@ -234,7 +244,7 @@ class CallFacts(NamedTuple):
         Raises:
             PlanError: On all ranks.
         """
-        if rows is None or any(row[0] & 2 for row in rows) or len({row[17:25] for row in rows}) > 1:
+        if rows is None or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
             raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
         agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
         return agreed_version(rows)

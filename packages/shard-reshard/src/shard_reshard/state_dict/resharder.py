@@ -102,28 +102,31 @@ def reshard_state_dict(
     if torch.compiler.is_compiling():
         not_compiled("reshard_state_dict")
     members = group_info(group)
-    values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
-    comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
-    asked = values, shapes and dict(shapes), key_map and dict(key_map), bucket_bytes, strict, check
     recent = None
     try:
+        values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
+        comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
+        asked = values, shapes and dict(shapes), key_map and dict(key_map), bucket_bytes, strict, check
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         recent = _recent_resharder(members, asked, tensors, targets) if comparable else None
     except Exception as error:
         raise_on_all_ranks(members, error)
     if recent is not None:
-        found, compared = recent
-        call = found._prepare(tensors, targets, atomic, compared)
-        facts, digest = found._facts, found._digest
+        resharder, compared = recent
+        call = resharder._prepare(tensors, targets, atomic, compared)
+        facts, digest = resharder._facts, resharder._digest
         if call.problems:  # as facts that no other call has: all ranks see them
             facts = replace(facts, problems=(*facts.problems, *call.problems))
-            digest = metadata_digest(facts, found._question)
-        plan, version = agreed_plan(members, facts, digest, tensors, found._question, version)
-        if plan is not found.plan:  # other ranks have other tensors now
-            found._follow(plan, version)
-            call = found._prepare(tensors, targets, atomic)
-        found._compare(call)
-        return found._move(call, out, progress, version)
+            digest = metadata_digest(facts, resharder._question)
+        question = resharder._question
+        plan, version, repeated = agreed_plan(members, facts, digest, tensors, question, version, True)
+        if plan is not resharder.plan:  # other ranks have other tensors now
+            resharder._follow(plan, version)
+            call = resharder._prepare(tensors, targets, atomic)
+        # A rank that makes another call than before may have problems of its own.
+        resharder._agreed = repeated and check == "first"
+        resharder._compare(call)
+        return resharder._move(call, out, progress, version)
     resharder = StateDictResharder(
         state_dict,
         dst_layouts,
@@ -188,17 +191,18 @@ class StateDictResharder(NotPicklable):
     ) -> None:
         self._members = group_info(group)
         try:
+            self._check, self._keeps = check_mode(check), keep_workspace
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             self._chain = VersionChain(anchor_every) if changed_only else None
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             self._question = Question(
-                dst_layouts, key_map, bucket_bytes, strict, versions, anchor_every if changed_only else 0
+                dst_layouts, key_map, bucket_bytes, strict, versions, check, anchor_every if changed_only else 0
             )
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
-        self._facts, self._check, self._keeps = facts, check_mode(check), keep_workspace
-        self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version))
+        self._facts = facts
+        self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version)[:2])
 
     def _follow(self, plan: StateDictPlan, version: int | None) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
@@ -309,12 +313,13 @@ class StateDictResharder(NotPicklable):
         return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, found)
 
     def _compare(self, call: PreparedState) -> None:
-        """Raise the problems of all ranks on all of them, where this group has not agreed on the plan before."""
-        if self._agreed and not call.problems:
+        """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
+        if self._agreed:
+            if call.problems:
+                raise PlanError(call.problems)
             return
-        what = f"tensors of state dict plan {self.plan.digest}"
-        assert_consistent(self._members, what, call.problems, self._check)
-        self._agreed = self._check == "first" and not call.problems and not is_fake(())
+        assert_consistent(self._members, f"tensors of state dict plan {self.plan.digest}", call.problems, "always")
+        self._agreed = self._check == "first" and not is_fake(())
 
     def _move(
         self,
