@@ -229,11 +229,7 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
 
 
 def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileTable:
-    """The table of a file, which holds every tensor that the index says.
-
-    Raises:
-        PlanError: ``missing-tensor``.
-    """
+    """The table of a file, which holds every tensor that the index says."""
     hint = "get the files again: the index is of others"
     missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
     if missing:

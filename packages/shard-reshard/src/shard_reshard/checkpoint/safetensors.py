@@ -64,8 +64,7 @@ def read_safetensors_header(path: str | Path) -> dict[str, Any]:
     """The header of a safetensors file: name -> dtype, shape and data_offsets; reads nothing else.
 
     Raises:
-        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file;
-            ``invalid-file``.
+        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file.
     """
     header, _, _ = _header(str(path))
     return header
@@ -75,8 +74,7 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
     """The files that a ``*.safetensors.index.json`` names, beside it, and the tensors that each is to hold.
 
     Raises:
-        PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder;
-            ``invalid-file``.
+        PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder.
     """
     path = Path(index)
     try:
@@ -205,15 +203,8 @@ def _entry(about: dict[str, Any], data_start: int) -> Entry:
 def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """The bytes from ``offset`` on as a tensor of ``shape``, in fresh memory on the CPU.
 
-    Args:
-        path: The file.
-        num_bytes: How long it was when its header was read.
-        offset: Where in the file.
-        shape: Of the tensor.
-        dtype: Of its elements, by name.
-
     Raises:
-        PlanError: ``file-changed`` when the file has another length now, ``invalid-file``.
+        PlanError: ``invalid-file``, or ``file-changed`` where it has other than ``num_bytes`` now.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     wanted = prod(shape) * ITEMSIZES[dtype]

@@ -133,11 +133,7 @@ def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
 
 
 def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
-    """Compare plain tensors one by one, where the ranks that have some have different ones.
-
-    Raises:
-        PlanError: On all ranks.
-    """
+    """Compare plain tensors one by one, where the ranks that have some have different ones; all ranks raise."""
     if len({row for row in rows if any(row)}) > 1:
         problems = _plain_problems(members, facts, tensors)
         if problems:
@@ -231,19 +227,11 @@ class CallFacts(NamedTuple):
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
     def agree(self, members: GroupInfo) -> int | None:
-        """Compare the facts of all ranks and return the version; a collective.
-
-        Raises:
-            PlanError: On all ranks, before anything moves.
-        """
+        """Compare the facts of all ranks and return the version; all ranks raise before anything moves."""
         return self.agree_on(members, all_gather_header(members, Topic.VERSION, self.row)())
 
     def agree_on(self, members: GroupInfo, rows: list[bytes] | None) -> int | None:
-        """Compare the rows of all ranks and return the version.
-
-        Raises:
-            PlanError: On all ranks.
-        """
+        """Compare the rows of all ranks and return the version."""
         if rows is None or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
             raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
         agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
@@ -254,11 +242,7 @@ _TOKEN_BYTES = 16
 
 
 class VersionChain:
-    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent.
-
-    Args:
-        anchor_every: Every so many calls everything is sent.
-    """
+    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent."""
 
     def __init__(self, anchor_every: int) -> None:
         given: object = anchor_every
@@ -269,11 +253,7 @@ class VersionChain:
         self._token = self._next = os.urandom(_TOKEN_BYTES)  # equal to no other rank's
 
     def agree(self, members: GroupInfo, call: CallFacts) -> tuple[bool, int | None]:
-        """Return True where everything has to be sent, and the version; a collective.
-
-        Raises:
-            PlanError: On all ranks, where one has a problem or makes another call, or versions or plain tensors differ.
-        """
+        """Return True where everything has to be sent, and the version; errors as in `CallFacts.agree`."""
         rows = all_gather_header(members, Topic.CHANGES, self._token + call.row)()
         # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
         self._token = os.urandom(_TOKEN_BYTES)

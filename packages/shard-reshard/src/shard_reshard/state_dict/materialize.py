@@ -19,11 +19,6 @@ class Materialized:
 
     Until then a load that fails leaves the module as it was.
 
-    Args:
-        targets: Name -> tensor of the module.
-        filled: Names that are about to be filled.
-        device: Where the new tensors are to be.
-
     Attributes:
         names: The tensors that get memory, in their order in the module.
         targets: Name -> tensor, with the new ones in place of the old.
