@@ -165,7 +165,11 @@ def _agreed_load(
     asked = ""
     try:
         listed, indexed = _listed(files)
-        problems += _stranger_problems(listed, members)
+        problems += [
+            Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=f"the group has {members.size}")
+            for path, rank, readers in listed
+            if readers and not 0 <= rank < members.size
+        ]
         asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
     except Exception as error:
         problems += problems_of(error)
@@ -236,16 +240,6 @@ def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileT
         found = f"not in {table.path}, which the index names for it"
         raise PlanError([Problem("missing-tensor", name, found=found, hint=hint) for name in missing])
     return table
-
-
-def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], members: GroupInfo) -> list[Problem]:
-    """Files that are given to a rank that the group does not have."""
-    hint = f"name ranks of the group, 0 to {members.size - 1}"
-    return [
-        Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=hint)
-        for path, rank, readers in listed
-        if readers and not 0 <= rank < members.size
-    ]
 
 
 # ---- reading and moving ---------------------------------------------------------------------------------------

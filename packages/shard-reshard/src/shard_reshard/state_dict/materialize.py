@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,14 +64,6 @@ def _empty_like(value: Any, device: torch.device) -> torch.Tensor:
 # ---- buffers that no file has ---------------------------------------------------------------------------------
 
 
-def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that are in no state dict: what a constructor computed, or nobody did."""
-    saved = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name not in saved:
-            yield name, buffer
-
-
 _HINT = (
     "build its module again on a device that has memory, for example model.rotary_emb = "
     "type(model.rotary_emb)(config), or pass strict=False"
@@ -85,7 +77,10 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, tuple[i
     numbers, or differ between processes; numbers that a constructor computed are neither.
     """
     problems, sums = [], {}
-    for name, buffer in unsaved_buffers(module) if isinstance(module, nn.Module) else ():
+    saved = module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else {}
+    for name, buffer in module.named_buffers() if isinstance(module, nn.Module) else ():
+        if name in saved:
+            continue
         found = ""
         if _is_meta(buffer):
             found = "a buffer on the meta device, which is in no file"
