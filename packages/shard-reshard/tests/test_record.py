@@ -365,6 +365,42 @@ def test_constants_and_exact_casts_of_every_dtype(dtype: torch.dtype) -> None:
     assert list(recorded.out) == ["a"]
 
 
+def _set(name: str, new: Callable[[], torch.Tensor]) -> Callable[[Any], None]:
+    return lambda model: setattr(getattr(model, name), "data", new())
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_set("b", lambda: torch.zeros(6, 4).t()), "b"),
+        (_set("b", lambda: torch.zeros(8, 6)[::2]), "b"),
+        (_set("b", lambda: torch.zeros(6, 4)), "b"),
+        (_set("b", lambda: torch.zeros(2, 6)), "b"),
+        (lambda model: setattr(model, "tied", nn.Parameter(torch.zeros(4, 6))), "tied"),
+        (lambda model: delattr(model, "b"), "b"),
+        (_set("b", lambda: torch.zeros(48)[24:].view(4, 6)), ""),  # other memory alone is no change
+        (lambda model: model.bfloat16(), ""),
+    ],
+)
+def test_a_model_that_changed_since_it_was_recorded(change: Callable[[Any], None], name: str) -> None:
+    model: Any = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(4, 6))
+    model.tied = model.a
+    model.load_weights = lambda pairs: [getattr(model, name).data.copy_(value) for name, value in pairs]
+    weights = {name: torch.arange(24.0).view(4, 6) for name in "ab"}
+    recorded = record_layouts(model, weights)
+    change(model)
+    if name:
+        with pytest.raises(PlanError, match=rf"\[layout-mismatch\] {name}: .*no longer tied") as caught:
+            list(recorded.out)
+        assert len(caught.value.problems) == 1
+        return
+    for key, view in recorded.out.items():
+        with torch.no_grad():
+            view.copy_(weights[key])
+    assert all(torch.equal(getattr(model, key).float(), weights[key[0]]) for key in "ab")
+
+
 @pytest.mark.ranks(2)
 def test_a_rank_that_cannot_record_stops_all(ranks: Ranks) -> None:
     model = nn.Linear(4, 4, bias=False).requires_grad_(False)
@@ -377,3 +413,6 @@ def test_a_rank_that_cannot_record_stops_all(ranks: Ranks) -> None:
         record_layouts(model, {"weight": torch.randn(4, 4)}, load=load)
     with pytest.raises(PlanError, match="ranks-disagree"):
         record_layouts(model, {"weight": torch.randn(4, 4 + ranks.rank)}, load=lambda pairs: None)
+    weights: Any = {"weight": 3 if ranks.rank else torch.randn(4, 4)}
+    with pytest.raises(PlanError, match="invalid-argument"):
+        record_layouts(model, weights, load=lambda pairs: None)

@@ -47,12 +47,30 @@ class RecordedLayouts:
     _model: torch.nn.Module | None = field(repr=False)
     _views: dict[str, _View] = field(repr=False)
     _constants: tuple[tuple[_View, Any], ...] = field(default=(), repr=False)
+    _places: dict[str, tuple[str, object]] = field(default_factory=dict, repr=False)
 
     @property
     def out(self) -> dict[str, torch.Tensor]:
-        """Views of the model's present memory by destination name: ``out``."""
-        held = {} if self._model is None else _tensors(self._model)
+        """Views of the model's present memory by destination name: ``out``.
+
+        Raises:
+            PlanError: ``layout-mismatch``: shapes, strides or ties of tensors are others than when the loader ran.
+        """
+        held = self._held()
         return {name: view.of(held) for name, view in self._views.items()}
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        held = {} if self._model is None else _tensors(self._model, False)
+        hint = "record the loader again: what it brings where is known of other tensors"
+        found = "another shape, other strides, or no longer tied as it was"
+        problems = [
+            Problem("layout-mismatch", name, found=found, hint=hint)
+            for name, (owner, place) in self._places.items()
+            if name not in held or owner not in held or _in_memory(held[name], held[owner]) != place
+        ]
+        if problems:
+            raise PlanError(problems)
+        return held
 
     @property
     def filled(self) -> tuple[str, ...]:
@@ -62,7 +80,7 @@ class RecordedLayouts:
 
     def fill_constants(self) -> None:
         """Fill what the loader fills with constants (padding) in memory that is new; then move what it loads."""
-        held = {} if self._model is None else _tensors(self._model)
+        held = self._held()
         for view, value in self._constants:
             view.of(held).fill_(value)
 
@@ -94,9 +112,10 @@ def record_layouts(
     """
     recorder: _Recorder | None = None
     problems: tuple[Problem, ...] = ()
-    metas = dict(weights.items() if isinstance(weights, Mapping) else weights)
+    metas: dict[str, torch.Tensor] = {}
     try:
-        metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in metas.items()}
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in pairs}
         if model is not None:
             recorder = _Recorder(model, metas)
             recorder.run(load or _own_loader(model))
@@ -130,8 +149,10 @@ def record_layouts(
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
     if recorder is not None:
         recorder.fill_constants()
-    unfilled, constants = (recorder.unfilled(), recorder.constant_views()) if recorder else ((), ())
-    return RecordedLayouts(layouts, key_map, unfilled, model, views, constants)
+        return RecordedLayouts(
+            layouts, key_map, recorder.unfilled(), model, views, recorder.constant_views(), recorder.places()
+        )
+    return RecordedLayouts(layouts, key_map, (), None, views)
 
 
 def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
@@ -139,8 +160,15 @@ def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
     return own if own is not None else lambda pairs: model.load_state_dict(dict(pairs))
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
+    buffers = model.named_buffers(remove_duplicate=once)
+    return {**dict(buffers), **dict(model.named_parameters(remove_duplicate=once))}
+
+
+def _in_memory(tensor: torch.Tensor, owner: torch.Tensor) -> object:
+    """Return how a tensor lies in its memory, and in that of another one."""
+    shift = int(tensor.storage_offset()) - int(owner.storage_offset())
+    return tuple(tensor.shape), tensor.stride(), storage_key(tensor) == storage_key(owner), shift
 
 
 # ---- what the loader does -------------------------------------------------------------------------------------
@@ -389,6 +417,13 @@ class _Recorder(DispatchMode):
             offset = int(target.storage_offset()) - int(self.held[owner].storage_offset())
             found.append((_View(owner, (), 0, tuple(target.shape), tuple(target.stride()), offset), value))
         return tuple(found)
+
+    def places(self) -> dict[str, tuple[str, object]]:
+        """Return how what is loaded or filled lies in memory, by all names that it has."""
+        filled = {owner for owner, *_ in [*self.writes, *self.constants]}
+        held = _tensors(self.model, False)
+        owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
+        return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in filled}
 
     def unfilled(self) -> tuple[str, ...]:
         """Return names of tensors of which some elements are neither loaded nor filled."""
