@@ -157,25 +157,29 @@ def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
 
 
 _CHUNK = 1 << 19  # numbers that are summed at a time
+_ODD = 0x1E3779B97F4A7C15  # of no pattern
 
 
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two sums over a tensor's bytes, one of them weighted by position: equal tensors have equal ones."""
+def checksum(tensor: torch.Tensor) -> bytes:
+    """Return a digest of sums over numbers that are mixed of a tensor's bytes and their positions.
+
+    Sums of the bytes alone, however weighted, are blind to signs that change places: 2**63 times an even number is 0.
+    """
     local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
     if not local.numel():
-        return 0, 0
+        return b""
     data = local.reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     body = data[:whole]
     numbers = (body.clone() if body.storage_offset() % 8 else body).view(torch.int64)
-    sums = torch.zeros(2, dtype=torch.int64, device=data.device)  # read once, at the end
-    weights = torch.arange(1, min(_CHUNK, max(numbers.numel(), 8)) + 1, device=data.device) * 2 + 1
-    chunks = [*torch.split(numbers, _CHUNK), data[whole:].to(torch.int64)]
-    for number, values in enumerate(chunks):
-        sums[0] += values.sum()
-        sums[1] += (number + 1) * (values * weights[: values.numel()]).sum()
-    total, weighted = sums.tolist()
-    return total, weighted
+    keys = (torch.arange(min(_CHUNK, max(numbers.numel(), 8)), device=data.device) * 2 + 1) * _ODD
+    sums = []
+    for values in (*torch.split(numbers, _CHUNK), *([data[whole:].to(torch.int64)] if whole < data.numel() else [])):
+        mixed = values + keys[: values.numel()]
+        mixed ^= mixed >> 29  # so that the highest bits count below too
+        sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]
+    # Read once, at the end.
+    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
 
 
 def _layouts_text(dst_layouts: DstLayouts) -> str:

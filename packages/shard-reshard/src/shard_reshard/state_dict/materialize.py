@@ -70,7 +70,7 @@ _HINT = (
 )
 
 
-def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, tuple[int, int]]]:
+def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
     """Return the buffers of this rank that hold no value, and checksums of the others to compare between ranks.
 
     After ``to_empty()`` a buffer holds what the allocator last had there. Bit patterns of pointers are subnormal
@@ -96,7 +96,7 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, tuple[i
     return problems, sums
 
 
-def differing_buffers(by_rank: Sequence[Mapping[str, tuple[int, int]]]) -> list[Problem]:
+def differing_buffers(by_rank: Sequence[Mapping[str, bytes]]) -> list[Problem]:
     """Return the buffers that no file has and that are not equal on the ranks that have them."""
     names = sorted({name for sums in by_rank for name in sums})
     return [
