@@ -129,15 +129,13 @@ def _failed(members: GroupInfo, topic: Topic) -> RuntimeError:
     )
 
 
-CHECKS = ("first", "always")
-
 _TOLD = "shard_reshard_all_ranks_raise_it"  # attribute of an error
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def check_mode(check: str) -> str:
     """``check`` if it is one of the modes there are."""
-    if check not in CHECKS:
+    if check not in ("first", "always"):
         raise PlanError(Problem("invalid-argument", "check", found=repr(check), hint="'first' or 'always'"))
     return check
 

@@ -39,8 +39,8 @@ def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shar
 
 def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side: str = "src") -> list[Problem]:
     """Return the differences between local tensors of ``rank`` and the plan's ``side``."""
-    shapes = plan.local_shapes(rank, side)
-    dtype = plan.dtype if side == "src" else plan.out_dtype
+    layout, dtype = (plan.src, plan.dtype) if side == "src" else (plan.dst, plan.out_dtype)
+    shapes = layout.local_shapes(rank)
     where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
     if len(shapes) != len(tensors):
         found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"

@@ -35,7 +35,7 @@ class BoxShardMap(ShardMap):
         self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):
             raise PlanError(problems)
-        self.arguments: tuple[Any, ...] = self.shape, self.boxes, self.holes
+        self._arguments: tuple[Any, ...] = self.shape, self.boxes, self.holes
 
     @classmethod
     def whole(cls, shape: Sequence[int], rank: int) -> BoxShardMap:
@@ -135,7 +135,7 @@ class FusedShardMap(BoxShardMap):
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int, holes: bool = False) -> None:
         super().__init__(shape, boxes, holes)
-        self.dim, self.arguments = dim, (self.shape, self.boxes, dim, self.holes)
+        self.dim, self._arguments = dim, (self.shape, self.boxes, dim, self.holes)
         rests = {
             (rank, box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
             for rank, found in self.boxes.items()

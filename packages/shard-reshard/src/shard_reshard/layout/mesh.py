@@ -22,7 +22,7 @@ class MeshShardMap(ShardMap):
     def __init__(self, layout: Layout, shape: Sequence[int]) -> None:
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
-        self.arguments = layout, self.shape
+        self._arguments = layout, self.shape
         problems = layout.problems(self.shape)
         if problems:
             raise PlanError(problems)

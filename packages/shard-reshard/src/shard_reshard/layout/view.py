@@ -28,7 +28,7 @@ class ShardMapView(ShardMap):
     def __init__(self, base: ShardMap, start: Sequence[int], shape: Sequence[int]) -> None:
         self.base = base
         self.start, self.shape = tuple(start), tuple(shape)
-        self.arguments = base, self.start, self.shape
+        self._arguments = base, self.start, self.shape
         ends = tuple(a + b for a, b in zip(self.start, self.shape, strict=True))
         if any(low < 0 or end > size for low, end, size in zip(self.start, ends, base.shape, strict=True)):
             found = f"window {Box(tuple(max(0, low) for low in self.start), self.shape)!r} of a tensor of {base.shape}"

@@ -329,7 +329,7 @@ class StateDictResharder(NotPicklable):
         assert arriving is not None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                self._guards = record_state_guards(call.tensors, call.targets, call.sources, call.outs, call.atomic)
+                self._guards = record_state_guards(call)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             if out is not None and not call.atomic:
@@ -364,18 +364,10 @@ class PreparedState(NamedTuple):
 class StateGuards:
     """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        targets: Mapping[str, Any],
-        guards: TensorGuards,
-        atomic: bool,
-        ties: list[int],
-    ) -> None:
-        self.atomic = atomic
-        self._names = list(tensors), list(targets)
-        self._layouts = declared_layouts([*tensors.values(), *targets.values()])
-        self._guards, self.ties = guards, ties
+    def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
+        self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
+        self._names = list(call.tensors), list(call.targets)
+        self._layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
 
     def match(
         self,
@@ -392,18 +384,10 @@ class StateGuards:
         return self._guards.match([*sources.values(), *outs.values()])
 
 
-def record_state_guards(
-    tensors: Mapping[str, Any],
-    targets: Mapping[str, Any],
-    sources: Mapping[str, torch.Tensor],
-    outs: Mapping[str, torch.Tensor],
-    atomic: bool,
-) -> StateGuards | None:
-    """Return guards on these tensors; None where some cannot be compared."""
-    guards = record_guards([*sources.values(), *outs.values()])
-    if guards is None or len(outs) != len(targets):
-        return None
-    return StateGuards(tensors, targets, guards, atomic, _ties(sources, outs))
+def record_state_guards(call: PreparedState) -> StateGuards | None:
+    """Return guards on the tensors of a call; None where some cannot be compared."""
+    guards = record_guards([*call.sources.values(), *call.outs.values()])
+    return None if guards is None or len(call.outs) != len(call.targets) else StateGuards(call, guards)
 
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
