@@ -89,6 +89,28 @@ def test_a_module_on_meta_gets_memory_and_says_so(ranks: Ranks, tmp_path: Path) 
 
 
 @pytest.mark.ranks(2)
+def test_files_that_hold_tied_tensors_twice(ranks: Ranks, tmp_path: Path) -> None:
+    folder, mesh = Path(ranks.gather(str(tmp_path))[0]), ranks.mesh((2,), ("tp",))
+    if ranks.rank == 0:
+        heads = FULL["heads.weight"][:8]
+        write(folder / "a.safetensors", FULL | {"heads.weight": heads, "head.weight": FULL["embed.weight"]})
+        write(folder / "b.safetensors", FULL | {"heads.weight": heads, "head.weight": FULL["embed.weight"] + 1})
+    ranks.gather(None)
+    with torch.device("meta"):
+        model = _sharded(Model(), mesh, ranks.rank)
+    model.steps = torch.arange(4.0)
+    with pytest.raises(PlanError, match=r"tied to embed\.weight, other values"):
+        load_safetensors(folder / "b.safetensors", out=model)
+    assert model.head.weight.is_meta
+    loaded = load_safetensors(folder / "a.safetensors", out=model)
+    assert len(loaded.materialized) == 4
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.embed.weight, DTensor)
+    assert torch.equal(model.embed.weight.full_tensor().detach(), FULL["embed.weight"])
+    assert torch.equal(model.scale, FULL["scale"])
+
+
+@pytest.mark.ranks(2)
 def test_buffers_after_to_empty(ranks: Ranks, tmp_path: Path) -> None:
     folder = Path(ranks.gather(str(tmp_path))[0])
     full = FULL | {"head.weight": FULL["embed.weight"]}

@@ -300,6 +300,18 @@ def _replace(model: Any, w: Weights) -> None:
     model.weight = nn.Parameter(w["a"])
 
 
+def _half_written(model: Any, w: Weights) -> None:
+    buffer = torch.zeros(4, 4)
+    buffer[:2] = w["a"][:2]
+    model.weight.copy_(buffer)
+
+
+def _read_back(model: Any, w: Weights) -> None:
+    model.weight[:2].copy_(w["a"][:2])
+    if float(model.weight.sum()):  # of what was there before
+        model.weight[2:].copy_(w["b"][2:])
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "arithmetic": (lambda m, w: m.weight.copy_(w["a"] + 1), "aten.add"),
     "scaled": (lambda m, w: m.weight.copy_(w["a"] * w["b"]), "aten.mul"),
@@ -315,6 +327,10 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "other values": (lambda m, w: m.weight.copy_(torch.ones(4, 4)), "aten.copy_"),
     "padded": (lambda m, w: m.weight.copy_(nn.functional.pad(w["a"][:, :3], (0, 1))), "constant_pad"),
     "a half-filled copy": (lambda m, w: m.weight.copy_(w["a"].new_empty(4, 4)), "no checkpoint tensor"),
+    "a half-written copy": (_half_written, "no checkpoint tensor"),
+    "read back": (_read_back, "aten.sum"),
+    "rounded integers": (lambda m, w: m.weight.copy_(w["c"].bfloat16()), "bfloat16"),
+    "rounded small floats": (lambda m, w: m.weight.copy_(w["a"].to(torch.float8_e5m2)), "float8_e5m2"),
     "replaced": (_replace, "replaces"),
     "into the checkpoint": (lambda m, w: w["b"].copy_(w["a"]), "aten.copy_"),
 }
@@ -325,11 +341,64 @@ def test_what_is_no_copy_is_refused_by_name(name: str) -> None:
     call, found = REFUSED[name]
     model = nn.Linear(4, 4, bias=False).requires_grad_(False)
     before = model.weight.clone()
-    weights = {"a": torch.randn(4, 4), "b": torch.randn(4, 4)}
+    weights = {"a": torch.randn(4, 4), "b": torch.randn(4, 4), "c": torch.full((4, 4), 2**24 + 1)}
     with pytest.raises(PlanError, match="not-recordable") as caught:
         record_layouts(model, weights, load=lambda pairs: call(model, dict(pairs)))
     assert found in str(caught.value), caught.value
     assert name == "replaced" or torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.float64, torch.complex128])
+def test_constants_and_exact_casts_of_every_dtype(dtype: torch.dtype) -> None:
+    model: Any = nn.Module()
+    model.register_buffer("x", torch.zeros(4, 6).to(dtype))
+    weights = {"a": torch.arange(12).view(2, 6).to(torch.float8_e4m3fn if dtype.is_floating_point else torch.uint8)}
+
+    def load(pairs: Any) -> None:
+        model.x.fill_(1)
+        model.x[:2].copy_(dict(pairs)["a"].to(torch.bfloat16))
+
+    recorded = record_layouts(model, weights, load=load)
+    wanted = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 6).to(dtype)
+    assert torch.equal(model.x.to(torch.complex128), wanted.to(torch.complex128))
+    assert recorded.unfilled == ()
+    assert list(recorded.out) == ["a"]
+
+
+def _set(name: str, new: Callable[[], torch.Tensor]) -> Callable[[Any], None]:
+    return lambda model: setattr(getattr(model, name), "data", new())
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_set("b", lambda: torch.zeros(6, 4).t()), "b"),
+        (_set("b", lambda: torch.zeros(8, 6)[::2]), "b"),
+        (_set("b", lambda: torch.zeros(6, 4)), "b"),
+        (_set("b", lambda: torch.zeros(2, 6)), "b"),
+        (lambda model: setattr(model, "tied", nn.Parameter(torch.zeros(4, 6))), "tied"),
+        (lambda model: delattr(model, "b"), "b"),
+        (_set("b", lambda: torch.zeros(48)[24:].view(4, 6)), ""),  # other memory alone is no change
+        (lambda model: model.bfloat16(), ""),
+    ],
+)
+def test_a_model_that_changed_since_it_was_recorded(change: Callable[[Any], None], name: str) -> None:
+    model: Any = nn.Module()
+    model.a, model.b = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(4, 6))
+    model.tied = model.a
+    model.load_weights = lambda pairs: [getattr(model, name).data.copy_(value) for name, value in pairs]
+    weights = {name: torch.arange(24.0).view(4, 6) for name in "ab"}
+    recorded = record_layouts(model, weights)
+    change(model)
+    if name:
+        with pytest.raises(PlanError, match=rf"\[layout-mismatch\] {name}: .*no longer tied") as caught:
+            list(recorded.out)
+        assert len(caught.value.problems) == 1
+        return
+    for key, view in recorded.out.items():
+        with torch.no_grad():
+            view.copy_(weights[key])
+    assert all(torch.equal(getattr(model, key).float(), weights[key[0]]) for key in "ab")
 
 
 @pytest.mark.ranks(2)
@@ -344,3 +413,6 @@ def test_a_rank_that_cannot_record_stops_all(ranks: Ranks) -> None:
         record_layouts(model, {"weight": torch.randn(4, 4)}, load=load)
     with pytest.raises(PlanError, match="ranks-disagree"):
         record_layouts(model, {"weight": torch.randn(4, 4 + ranks.rank)}, load=lambda pairs: None)
+    weights: Any = {"weight": 3 if ranks.rank else torch.randn(4, 4)}
+    with pytest.raises(PlanError, match="invalid-argument"):
+        record_layouts(model, weights, load=lambda pairs: None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, StateDictResharder
+from shard_reshard import PlanError, StateDictResharder, reshard_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 STEPS = 28
@@ -137,3 +137,39 @@ def test_fresh_results_share_nothing(ranks: Ranks) -> None:
             value.to_local().zero_()  # reaches no other result
             assert not value.full_tensor().any(), number
             assert torch.equal(value.redistribute(placements=[Replicate()]).to_local(), torch.zeros_like(expected))
+
+
+ODD: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no tensors": lambda call: call["state_dict"].clear(),
+    "out of another shape": lambda call: call["out"].update(a=torch.zeros(3)),
+    "tied out": lambda call: call["out"].update(b=call["out"]["a"]),
+    "expanded out": lambda call: call["out"].update(b=torch.zeros(1, 1).expand(6, 2)),
+    "another mode": lambda call: call.update(check="always"),
+    "no such mode": lambda call: call.update(check="never"),
+    "no mapping": lambda call: call.update(key_map=3),
+    "shapes of no mapping": lambda call: call.update(shapes=3),
+}
+
+
+@pytest.mark.ranks(3)
+def test_what_one_rank_refuses_at_a_later_one_shot_call_all_refuse(ranks: Ranks) -> None:
+    size, full = ranks.world_size, {name: torch.randn(6, 6) for name in "ab"}
+
+    def call(odd: Callable[[dict[str, Any]], object] | None = None) -> None:
+        given: dict[str, Any] = {
+            "state_dict": {name: value.chunk(size)[ranks.rank].clone() for name, value in full.items()},
+            "src_layouts": dict.fromkeys(full, f"{size}: S(0)"),
+            "shapes": dict.fromkeys(full, (6, 6)),
+            "out": {name: torch.zeros(6, 2) for name in full},
+        }
+        if odd is not None:
+            odd(given)
+        moved = reshard_state_dict(dst_layouts=f"{size}: S(1)", atomic=False, **given)
+        assert all(torch.equal(moved[name], value.chunk(size, 1)[ranks.rank]) for name, value in full.items())
+
+    call()
+    for number, (name, odd) in enumerate(ODD.items()):
+        with pytest.raises(PlanError) as caught:
+            call(odd if ranks.rank == number % size else None)
+        assert len(set(ranks.gather(str(caught.value)))) == 1, name
+        call()  # the group is as it was

@@ -20,6 +20,7 @@ from shard_reshard import (
     reshard_state_dict,
     simulate,
 )
+from shard_reshard.state_dict.agreement import checksum
 
 FULL = torch.arange(1.0, 17).view(4, 4)
 ROWS: dict[str, Any] = {"src_layouts": {"w": "2: S(0)"}, "shapes": {"w": (4, 4)}}
@@ -142,3 +143,25 @@ def test_sums_of_dtypes_that_torch_adds_and_of_those_it_does_not() -> None:
     for name in ("uint16", "uint32", "uint64", "float4_e2m1fn_x2"):
         for op in ("sum", "min", "max"):
             refused("unsupported-dtype", partial(plan_reshard, (2, 2), name, f"2: P({op})", "2: S(0)"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex128])
+def test_other_signs_and_other_places_are_other_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shard_reshard.state_dict.agreement._CHUNK", 8)
+    compared = 0
+    for size in (2, 4, 8, 40, 64):
+        values, ones = torch.arange(1, size + 1).to(dtype), torch.ones(size, dtype=dtype)
+        signs = ones.where(torch.arange(size) % 4 % 3 == 0, -ones)  # + - - +
+        first, last = ones.clone(), ones.clone()
+        first[0] = last[-1] = -1
+        for one, other in ((values, -values), (signs, -signs), (first, last), (values, values.roll(1)), (ones, -ones)):
+            assert checksum(one) == checksum(one.clone()) != checksum(other)
+            compared += 1
+    assert compared == 25
+
+
+@pytest.mark.ranks(2)
+def test_plain_tensors_of_other_signs_are_no_replicas(ranks: Ranks) -> None:
+    plain = torch.arange(1.0, 9.0, dtype=torch.float64) * (1 - 2 * ranks.rank)
+    with pytest.raises(PlanError, match=r"missing-argument.*plain tensors that differ"):
+        reshard_state_dict({"a": plain}, "rank 0")

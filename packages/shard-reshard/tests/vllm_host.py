@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,9 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
             off = max(off, float((logprobs[0] - logprobs[1]).abs().max()))
             assert off < 1e-4, (step, off)  # float32 in other kernels; a tensor that is not sent shows long before
             different.add(str(wanted))
+        if layout == "killed":
+            outlive(rank, engine)
+            return
     plan, before = engine.resharder.plan, sent[0]
     assert plan.wire_bytes == plan.lower_bound
     total = [torch.tensor(before)]
@@ -144,6 +148,18 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
         engine.shutdown()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def outlive(rank: int, engine: Any) -> None:
+    """Rank 1 is killed before a sync: rank 0 raises, and vLLM goes on with the weights that it has."""
+    before = None if rank else engine.client.call("generate", PROMPTS)
+    dist.barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="failed on rank"):
+        engine.send_weights()
+    assert engine.client.call("generate", PROMPTS) == before
+    engine.client.call("result", {"bytes": 0, "m2n": 0, "collectives": 1})
 
 
 def sync_of_trl(model: Any, rank: int, ports: tuple[int, int], client: Client) -> tuple[Any, Any]:
@@ -250,6 +266,7 @@ def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> i
         ("qwen3", "fsdp2", 2),
         ("qwen2", "fsdp2", 2),
         ("llama", "trl", 1),
+        ("llama", "killed", 1),
     ],
 )
 def test_tokens_after_each_sync(
@@ -305,7 +322,7 @@ def test_tokens_after_each_sync(
             ours.send(reply)
         for trainer in trainers:
             trainer.join(60)
-        assert [trainer.exitcode for trainer in trainers] == [0] * TRAINERS
+        assert [trainer.exitcode for trainer in trainers] == [0, -signal.SIGKILL if layout == "killed" else 0]
     finally:
         for trainer in trainers:
             trainer.kill()

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 DispatchMode = TorchDispatchMode
+# True for a tensor that wraps others and has no memory of its own.
+is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+# A block in which tensors are real, whatever mode is on: for tables that a DeviceMesh keeps on the CPU.
+real_tensors: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -151,11 +155,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor that wraps others and has no memory of its own."""
-    return is_traceable_wrapper_subclass(tensor)
-
-
 def is_transforming() -> bool:
     """Return True under a transformation of torch.func, whose tensors have no memory to send."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -174,12 +173,6 @@ def register_group(group: dist.ProcessGroup, name: str, backends: str) -> None:
     _world.pg_names[group] = name  # type: ignore[assignment]  # text, as torch has it
     _world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
     _world.pg_backend_config[group] = backends
-
-
-def real_tensors() -> AbstractContextManager[Any]:
-    """A block in which tensors are real, whatever mode is on: for tables that a DeviceMesh keeps on the CPU."""
-    context: AbstractContextManager[Any] = unset_fake_temporarily()
-    return context
 
 
 def torch_shard(tensor: torch.Tensor, metadata: object) -> object:
@@ -206,11 +199,6 @@ def is_sharded_tensor(value: object) -> bool:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
     return isinstance(value, ShardedTensor)
-
-
-def sharded_tensor_parts(st: Any) -> tuple[Any, Any]:
-    """Metadata and process group of a ShardedTensor."""
-    return st.metadata(), st._process_group
 
 
 def make_sharded_tensor(shards: list[Any], spec: Any, shape: Sequence[int], group: Any, like: Any) -> Any:

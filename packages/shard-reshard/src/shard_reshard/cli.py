@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shard_reshard.planning.analyze import ReshardPlan
 
 _EPILOG = """layouts:
   "8: S(0)"                      8 ranks, each a piece of dim 0
@@ -51,12 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _as_json(plan: object) -> str:
-    import json
-
-    from shard_reshard.planning.analyze import ReshardPlan
-
-    assert isinstance(plan, ReshardPlan)
+def _as_json(plan: ReshardPlan) -> str:
     data = {
         "plan": json.loads(plan.to_json()),
         "digest": plan.digest,

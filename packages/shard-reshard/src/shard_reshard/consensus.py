@@ -28,11 +28,7 @@ class GroupInfo(NamedTuple):
         return len(self.global_ranks)
 
     def to_group(self, rank: int) -> int:
-        """The group's number for a global rank.
-
-        Raises:
-            PlanError: ``rank-outside-mesh``.
-        """
+        """The group's number for a global rank."""
         try:
             return self.global_ranks.index(rank)
         except ValueError:
@@ -42,11 +38,7 @@ class GroupInfo(NamedTuple):
 
 
 def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
-    """The members of ``group``; None is the default group.
-
-    Raises:
-        PlanError: ``no-process-group``, or ``rank-outside-mesh`` when this process is not in the group.
-    """
+    """The members of ``group``; None is the default group."""
     if not (dist.is_available() and dist.is_initialized()):
         hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
         raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
@@ -101,12 +93,7 @@ class Topic(IntEnum):
 
 
 def all_gather_header(members: GroupInfo, topic: Topic, payload: bytes) -> Callable[[], list[bytes] | None]:
-    """Begin to send a row to all ranks.
-
-    Args:
-        members: The group; every member sends one.
-        topic: What it is about.
-        payload: At most 41 bytes.
+    """Begin to send a row of at most 41 bytes to all ranks.
 
     Returns:
         A function that waits and returns all ranks' payloads, filled up with zeros, by rank; None where some rank's row
@@ -142,15 +129,13 @@ def _failed(members: GroupInfo, topic: Topic) -> RuntimeError:
     )
 
 
-CHECKS = ("first", "always")
-
 _TOLD = "shard_reshard_all_ranks_raise_it"  # attribute of an error
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def check_mode(check: str) -> str:
     """``check`` if it is one of the modes there are."""
-    if check not in CHECKS:
+    if check not in ("first", "always"):
         raise PlanError(Problem("invalid-argument", "check", found=repr(check), hint="'first' or 'always'"))
     return check
 

@@ -37,7 +37,7 @@ def reshard_sharded_tensor(st: Any, spec: Any) -> Any:
     if not _torch_compat.is_sharded_tensor(st):
         hint = "pass a ShardedTensor; reshard() takes local tensors, redistribute() DTensors"
         raise PlanError(Problem("wrong-type", "st", found=type(st).__qualname__, hint=hint))
-    metadata, group = _torch_compat.sharded_tensor_parts(st)
+    metadata, group = st.metadata(), st._process_group
     members = group_info(group)
     wanted = as_spec(spec)
     if wanted is None:
@@ -186,8 +186,4 @@ def _is_torch(spec: Any) -> bool:
 
 def _as_given(spec: Any, shard: ShardMetadata) -> Any:
     """Metadata of the family that the spec is of."""
-    if not _is_torch(spec):
-        return shard
-    from shard_spec.specs import to_torch
-
-    return to_torch(shard)
+    return to_torch(shard) if _is_torch(spec) else shard

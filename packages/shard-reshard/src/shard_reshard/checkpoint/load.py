@@ -118,16 +118,19 @@ def load_safetensors(
         try:
             made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
             targets = made.targets or targets
-            # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed.
-            atomic = atomic and len(made.names) < len(targets)
             outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
             problems = here.out_problems(outs, {}, atomic, strict)
+            # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
+            # what files hold twice and the module once.
+            atomic = atomic and len(made.names) < len(targets)
+            twice = {name for _, name in here.one_memory}
+            in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
         assert_consistent(members, f"outs of load {plan.digest}", problems, "always")
         if out is not None and not (atomic or made.names):
             stamp_version(out, None)
-        arriving = ReceiveBuffers(here, None if atomic else outs, device)
+        arriving = ReceiveBuffers(here, in_place, device)
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         move_buckets(here, movers, _buckets(plan, members, arriving, device), True, False, progress)
         moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts))
@@ -162,7 +165,11 @@ def _agreed_load(
     asked = ""
     try:
         listed, indexed = _listed(files)
-        problems += _stranger_problems(listed, members)
+        problems += [
+            Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=f"the group has {members.size}")
+            for path, rank, readers in listed
+            if readers and not 0 <= rank < members.size
+        ]
         asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
     except Exception as error:
         problems += problems_of(error)
@@ -226,27 +233,13 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
 
 
 def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileTable:
-    """The table of a file, which holds every tensor that the index says.
-
-    Raises:
-        PlanError: ``missing-tensor``.
-    """
+    """The table of a file, which holds every tensor that the index says."""
     hint = "get the files again: the index is of others"
     missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
     if missing:
         found = f"not in {table.path}, which the index names for it"
         raise PlanError([Problem("missing-tensor", name, found=found, hint=hint) for name in missing])
     return table
-
-
-def _stranger_problems(listed: Sequence[tuple[str, int, tuple[int, ...]]], members: GroupInfo) -> list[Problem]:
-    """Files that are given to a rank that the group does not have."""
-    hint = f"name ranks of the group, 0 to {members.size - 1}"
-    return [
-        Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=hint)
-        for path, rank, readers in listed
-        if readers and not 0 <= rank < members.size
-    ]
 
 
 # ---- reading and moving ---------------------------------------------------------------------------------------

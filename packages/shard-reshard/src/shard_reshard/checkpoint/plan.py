@@ -125,20 +125,9 @@ def plan_load(
     to_group: ToGroup | None = None,
     strict: bool = True,
 ) -> LoadPlan:
-    """Plan how stored tensors get to their layouts. Pure, the same answer on every rank.
+    """Plan how ``stored`` tensors, from `stored_tensors`, get to their layouts. Pure, the same answer on every rank.
 
-    Args:
-        stored: From `stored_tensors`.
-        dst_layouts: As in `reshard_state_dict`.
-        world_size: Size of the group.
-        outs: What each rank knows of its destination tensors.
-        key_map: As in `reshard_state_dict`.
-        bucket_bytes: About how many buffer bytes a rank may use for one exchange.
-        to_group: See `bind`.
-        strict: A destination tensor that nothing fills is a problem.
-
-    Raises:
-        PlanError: With the problems of all tensors.
+    ``outs`` is what each rank knows of its destination tensors; all else as in `load_safetensors`.
     """
     targets = [dict(table) for table in outs] or [{}]
 

@@ -41,6 +41,7 @@ DTYPES = {
 }
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_DIMS = 64
+_CHANGED_HINT = "load again when nobody writes to it"
 
 
 class Entry(NamedTuple):
@@ -64,8 +65,7 @@ def read_safetensors_header(path: str | Path) -> dict[str, Any]:
     """The header of a safetensors file: name -> dtype, shape and data_offsets; reads nothing else.
 
     Raises:
-        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file;
-            ``invalid-file``.
+        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file.
     """
     header, _, _ = _header(str(path))
     return header
@@ -75,8 +75,7 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
     """The files that a ``*.safetensors.index.json`` names, beside it, and the tensors that each is to hold.
 
     Raises:
-        PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder;
-            ``invalid-file``.
+        PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder.
     """
     path = Path(index)
     try:
@@ -106,7 +105,11 @@ def _refuse_index(path: Path, found: str) -> NoReturn:
 def file_table(path: str | Path) -> FileTable:
     """The checked table of a file; errors as in `read_safetensors_header`."""
     header, data_start, num_bytes = _header(str(path))
-    entries = {name: _entry(about, data_start) for name, about in header.items() if name != "__metadata__"}
+    entries = {}
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = about["data_offsets"]
+            entries[name] = Entry(about["dtype"], tuple(about["shape"]), data_start + begin, data_start + end)
     return FileTable(str(path), num_bytes, entries)
 
 
@@ -197,23 +200,11 @@ def _refuse(path: str, found: str) -> NoReturn:
     raise PlanError(Problem("invalid-file", path, found=found, hint=hint))
 
 
-def _entry(about: dict[str, Any], data_start: int) -> Entry:
-    begin, end = about["data_offsets"]
-    return Entry(about["dtype"], tuple(about["shape"]), data_start + begin, data_start + end)
-
-
 def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """The bytes from ``offset`` on as a tensor of ``shape``, in fresh memory on the CPU.
 
-    Args:
-        path: The file.
-        num_bytes: How long it was when its header was read.
-        offset: Where in the file.
-        shape: Of the tensor.
-        dtype: Of its elements, by name.
-
     Raises:
-        PlanError: ``file-changed`` when the file has another length now, ``invalid-file``.
+        PlanError: ``invalid-file``, or ``file-changed`` where it has other than ``num_bytes`` now.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     wanted = prod(shape) * ITEMSIZES[dtype]
@@ -224,20 +215,16 @@ def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dt
         with open(path, "rb", buffering=0) as file:  # Path.open takes no buffering by position
             if os.fstat(file.fileno()).st_size != num_bytes:
                 found = f"{os.fstat(file.fileno()).st_size} bytes, {num_bytes} when its header was read"
-                raise PlanError(Problem("file-changed", path, found=found, hint="load again when nobody writes to it"))
-            _read_into(path, file, offset, memoryview(data))
+                raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
+            file.seek(offset)
+            done, place = 0, memoryview(data)
+            while done < wanted:
+                count = file.readinto(place[done:])
+                if not count:
+                    found = f"an end after {offset + done} bytes"
+                    raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
+                done += count
     except OSError as error:
         hint = "give a file that this rank can read"
         raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
     return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype)).view(shape)
-
-
-def _read_into(path: str, file: Any, offset: int, place: memoryview) -> None:
-    file.seek(offset)
-    done = 0
-    while done < len(place):
-        count = file.readinto(place[done:])
-        if not count:
-            found = f"an end after {offset + done} bytes"
-            raise PlanError(Problem("file-changed", path, found=found, hint="load again when nobody writes to it"))
-        done += count

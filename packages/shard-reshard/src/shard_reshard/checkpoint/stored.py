@@ -114,17 +114,10 @@ def stored_tensors(
     shapes: Mapping[str, Sequence[int]],
     to_group: ToGroup | None = None,
 ) -> dict[str, tuple[tuple[int, ...], str, tuple[Stored, ...]]]:
-    """Name -> global shape, dtype, and the parts that files hold.
-
-    Args:
-        files: In the order of the ranks that wrote them.
-        stored_as: Layouts of tensors that are cut over files; all others are whole in one file.
-        shapes: Global shapes, where a layout in ``stored_as`` does not tell.
-        to_group: See `bind`.
+    """Name -> global shape, dtype, and the parts that files hold, which are in the order of the ranks that wrote them.
 
     Raises:
-        PlanError: ``duplicate-name``, ``missing-tensor``, ``shape-mismatch``, ``partial-value``, ``unsupported-dtype``,
-            ``unknown-name``.
+        PlanError: With the problems of all tensors.
     """
     held: dict[str, list[tuple[ReadableFile, Entry]]] = {}
     for file in files:

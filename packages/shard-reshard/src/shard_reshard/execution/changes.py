@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from shard_reshard.execution.exchange import INTEGERS
+
 _SAME, _DENSE, _GAPS, _RUNS = range(4)
 _ALIGNMENT = 8
 
@@ -93,8 +94,8 @@ class ChangeExchange:
 
 def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message, list[torch.Tensor]]:
     """Return the shortest message that makes ``new`` of ``old``, and its bytes in aligned parts."""
-    words = new.view(_WORDS[itemsize])
-    changed = words != old.view(_WORDS[itemsize])
+    words = new.view(INTEGERS[itemsize])
+    changed = words != old.view(INTEGERS[itemsize])
     count = int(changed.sum())
     if not count:
         return Message(_SAME, 0, 0), []
@@ -129,14 +130,14 @@ def decode(message: Message, part: torch.Tensor, target: torch.Tensor, itemsize:
         return
     numbers = _unpack(part[: message.index_bytes], width)
     begin = _aligned(message.index_bytes)
-    values = part[begin : begin + message.num_values * itemsize].view(_WORDS[itemsize])
+    values = part[begin : begin + message.num_values * itemsize].view(INTEGERS[itemsize])
     if code == _GAPS:
         positions = (numbers + 1).cumsum(0) - 1
     else:
         gaps, lengths = numbers[::2], numbers[1::2] + 1
         shifts = gaps.cumsum(0)  # a run begins after all gaps, and all runs, before it
         positions = torch.arange(message.num_values, device=part.device) + shifts.repeat_interleave(lengths)
-    target.view(_WORDS[itemsize])[positions] = values
+    target.view(INTEGERS[itemsize])[positions] = values
 
 
 def _packed_bytes(numbers: torch.Tensor, width: int) -> int:

@@ -16,11 +16,7 @@ Shards = torch.Tensor | Sequence[torch.Tensor] | None
 
 
 def as_list(shards: Shards) -> list[torch.Tensor]:
-    """Local tensors as a list, however few there are.
-
-    Raises:
-        PlanError: ``wrong-type``.
-    """
+    """Local tensors as a list, however few there are."""
     if shards is None:
         return []
     if isinstance(shards, torch.Tensor):
@@ -43,8 +39,8 @@ def as_result(shapes: Sequence[object], tensors: Sequence[torch.Tensor]) -> Shar
 
 def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side: str = "src") -> list[Problem]:
     """Return the differences between local tensors of ``rank`` and the plan's ``side``."""
-    shapes = plan.local_shapes(rank, side)
-    dtype = plan.dtype if side == "src" else plan.out_dtype
+    layout, dtype = (plan.src, plan.dtype) if side == "src" else (plan.dst, plan.out_dtype)
+    shapes = layout.local_shapes(rank)
     where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
     if len(shapes) != len(tensors):
         found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
@@ -98,13 +94,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def destination_problems(
     outs: Sequence[torch.Tensor], names: Sequence[str], sources: Sequence[torch.Tensor], in_place: bool = True
 ) -> list[Problem]:
-    """Why destination tensors cannot be filled.
+    """Why the destinations of a call, called ``names``, cannot be filled.
 
-    Args:
-        outs: All destination tensors of this rank that are filled by one call.
-        names: What each is called in messages.
-        sources: All source tensors of the call.
-        in_place: They are filled while sources are still read; False: at the end, by copies.
+    ``in_place``: they are filled while sources are still read; else at the end, by copies.
     """
     problems = []
     for tensor, name in zip(outs, names, strict=True):
@@ -212,10 +204,6 @@ def _places(memory: torch.Tensor, tensor: torch.Tensor, begin: int, grain: int) 
 
 @assume_constant_result
 def not_compiled(what: str) -> None:
-    """Called where a tracer would get lost in ``what``.
-
-    Raises:
-        PlanError: ``not-traceable``, on every rank alike.
-    """
+    """Refuse ``what``, in which a tracer would get lost; on every rank alike."""
     hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
     raise PlanError(Problem("not-traceable", what, found="torch.compile traces the call", hint=hint))

@@ -30,7 +30,7 @@ from shard_reshard.lowering.program import Program, Step
 from shard_reshard.plan.plan import Plan
 
 # What these hold is moved as plain integers of the same size: not every copy kernel knows them.
-_WIRE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
 _PLAIN |= {"complex64", "complex128"}
 
@@ -89,10 +89,8 @@ class Recipe(NamedTuple):
 class Exchange:
     """A program on real tensors.
 
-    Args:
-        program: What to do.
-        keep_workspace: Keep buffers from call to call, and the last call once its tensors came again; the caller sees
-            to it that one call ends before the next.
+    With ``keep_workspace`` buffers are kept from call to call, and the last call once its tensors came again; the
+    caller sees to it that one call ends before the next.
     """
 
     def __init__(self, program: Program, keep_workspace: bool = False) -> None:
@@ -103,8 +101,7 @@ class Exchange:
         # By slot, device and side; with the side, whose id must not be used again while it is here.
         self._places: dict[tuple[int, torch.device, int], tuple[Side, list[torch.Tensor]]] = {}
         self.wire_dtypes = [
-            torch_dtype(plan.wire_dtype) if _as_values(plan) else _WIRE_INTEGERS[plan.itemsize]
-            for plan in program.plans
+            torch_dtype(plan.wire_dtype) if _as_values(plan) else INTEGERS[plan.itemsize] for plan in program.plans
         ]
         self._out_dtypes = [torch_dtype(plan.out_dtype) for plan in program.plans]
         # No dtype that could be conjugated, none that travels as integers: tensors are copied as they are.
@@ -141,14 +138,10 @@ class Exchange:
         fresh_outs: bool = True,
         unchanged: bool = False,
     ) -> PreparedCall:
-        """Return the call that moves ``sources`` into ``outs``.
+        """Return the call that moves ``sources`` into ``outs``, with buffers on ``device``.
 
-        Args:
-            sources: This rank's source tensors.
-            outs: Its destination tensors.
-            device: Where buffers are to be.
-            fresh_outs: No call will come with the memory of these ``outs``, so nothing is kept for them.
-            unchanged: Guards hold: tensors of the same metadata and memory as those of the call before.
+        ``fresh_outs``: no call will come with the memory of these, so nothing is kept for them. ``unchanged``: guards
+        hold, tensors have the metadata and memory of the call before.
         """
         call = self.prepared
         if not (unchanged and call is not None and call.is_of(sources, outs, fresh_outs)):
@@ -246,14 +239,7 @@ class Exchange:
 
 
 class PreparedCall:
-    """A call with all its views. It holds its source tensors, and destinations that come again too, without graphs.
-
-    Args:
-        exchange: What is run.
-        sources: Source tensors.
-        device: Where buffers are to be.
-        fresh_outs: Destinations are others in every call.
-    """
+    """A call with all its views. It holds its source tensors, and destinations that come again too, without graphs."""
 
     def __init__(
         self, exchange: Exchange, sources: Sequence[torch.Tensor], device: torch.device, fresh_outs: bool
@@ -328,11 +314,7 @@ class PreparedCall:
     # ---- run --------------------------------------------------------------------------------------------------
 
     def run(self, collective: Collective, async_op: bool) -> Callable[[], None] | None:
-        """Move the tensors.
-
-        Args:
-            collective: What sends.
-            async_op: Return when the last collective is posted.
+        """Move the tensors; with ``async_op`` until the last collective is posted.
 
         Returns:
             With ``async_op`` a function that waits for the last collective and unpacks it; None when all is done.

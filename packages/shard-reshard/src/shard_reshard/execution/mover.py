@@ -40,14 +40,7 @@ class NotPicklable:
 
 
 class Mover:
-    """The acting side of one or several fused plans.
-
-    Args:
-        plans: What to carry out, in one collective (or one for each stage or round).
-        members: The group.
-        keep_workspace: Keep the buffers between calls.
-        check: "first" or "always", see `assert_consistent`.
-    """
+    """The acting side of one or several fused plans: one collective, or one for each stage or round."""
 
     def __init__(
         self, plans: Sequence[Plan], members: GroupInfo, keep_workspace: bool = False, check: str = "first"
@@ -100,11 +93,7 @@ class Mover:
     def replay(
         self, sources: list[torch.Tensor], outs: list[torch.Tensor] | None, async_op: bool
     ) -> tuple[list[torch.Tensor], Finish | None] | None:
-        """Run without checks, if guards hold and ranks need not compare again.
-
-        Returns:
-            As `start`; None where this is another call, and nothing was done.
-        """
+        """Run without checks, as `start`; None where guards do not hold or ranks have to compare again."""
         guards = self._guards
         if guards is None or (-1 if outs is None else len(outs)) != self._guarded_outs:
             return None
@@ -177,12 +166,7 @@ class Mover:
     ) -> tuple[list[torch.Tensor], Finish | None]:
         """Move checked tensors.
 
-        Args:
-            sources: This rank's source tensors.
-            outs: Tensors to fill; None for fresh ones.
-            async_op: Return when the last collective is posted.
-            fresh_outs: ``outs`` were allocated for this call, so that nothing made for them is of use again.
-            unchanged: Guards hold: the metadata and memory of the call before.
+        ``outs`` is None for fresh ones; for ``fresh_outs`` and ``unchanged`` see `Exchange.prepare`.
 
         Returns:
             The destination tensors, and a function that has to be called before they are read; None for none.

@@ -15,11 +15,6 @@ from shard_reshard.plan.plan import Plan
 class Reduction:
     """Accumulators of the reducing plans of a program, for one call.
 
-    Args:
-        plans: The plans of the program.
-        outs: Destination tensors.
-        plan_of: For each of them, the number of its plan.
-
     Attributes:
         targets: Where values are reduced: the result itself, or tensors of a dtype that holds sums without rounding.
     """

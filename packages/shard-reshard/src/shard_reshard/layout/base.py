@@ -45,8 +45,26 @@ class ShardMap(ABC):
     """Map from ranks to the pieces of a tensor of ``shape`` in their local tensors."""
 
     shape: Index
+    _arguments: tuple[Any, ...]  # of the constructor: they are the identity, and what travels between ranks
 
     holes = False  # no rank has some elements: a destination may leave them out, a source may not
+
+    def __eq__(self, other: object) -> bool:
+        # The class counts: what is joined in one local tensor lies elsewhere than tensors of its own.
+        return type(other) is type(self) and self._arguments == other._arguments
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._arguments)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self._arguments!r}"
 
     @property
     @abstractmethod

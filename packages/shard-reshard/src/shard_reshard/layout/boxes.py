@@ -35,6 +35,7 @@ class BoxShardMap(ShardMap):
         self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):
             raise PlanError(problems)
+        self._arguments: tuple[Any, ...] = self.shape, self.boxes, self.holes
 
     @classmethod
     def whole(cls, shape: Sequence[int], rank: int) -> BoxShardMap:
@@ -42,27 +43,8 @@ class BoxShardMap(ShardMap):
         return cls(shape, {rank: (Box((0,) * len(shape), tuple(shape)),)})
 
     @cached_property
-    def _key(self) -> tuple[object, ...]:
-        return self.shape, tuple(self.boxes.items())
-
-    @cached_property
     def _hash(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        # The class counts: what is joined in one local tensor lies elsewhere than tensors of its own.
-        return isinstance(other, BoxShardMap) and type(other) is type(self) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return f"BoxShardMap({self.shape!r}, {self.boxes!r})"
-
-    def __reduce__(
-        self,
-    ) -> tuple[Any, tuple[Any, ...]]:  # layouts travel between ranks, without what was worked out of them
-        return type(self), (self.shape, self.boxes, self.holes)
+        return hash((self.shape, tuple(self.boxes.items())))
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -153,7 +135,7 @@ class FusedShardMap(BoxShardMap):
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], dim: int, holes: bool = False) -> None:
         super().__init__(shape, boxes, holes)
-        self.dim = dim
+        self.dim, self._arguments = dim, (self.shape, self.boxes, dim, self.holes)
         rests = {
             (rank, box.offsets[:dim] + box.offsets[dim + 1 :], box.sizes[:dim] + box.sizes[dim + 1 :])
             for rank, found in self.boxes.items()
@@ -162,16 +144,6 @@ class FusedShardMap(BoxShardMap):
         if not 0 <= dim < len(self.shape) or len(rests) > len(self.boxes) or not all(self.boxes.values()):
             hint = "boxes of one local tensor differ along one dim only, and each rank has one at least"
             raise PlanError(Problem("boxes-incomplete", dim=dim, found=f"boxes of {self.shape}", hint=hint))
-
-    @cached_property
-    def _key(self) -> tuple[object, ...]:
-        return self.shape, tuple(self.boxes.items()), self.dim
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return type(self), (self.shape, self.boxes, self.dim, self.holes)
-
-    def __repr__(self) -> str:
-        return f"FusedShardMap({self.shape!r}, {self.boxes!r}, {self.dim})"
 
     def local_shapes(self, rank: int) -> tuple[Index, ...]:
         found = self.boxes.get(rank)

@@ -29,11 +29,7 @@ _SPELLINGS |= {"short": "int16", "cfloat": "complex64", "cdouble": "complex128",
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``.
-
-    Raises:
-        PlanError: ``unsupported-dtype``.
-    """
+    """The plain name of a dtype: ``"float32"`` for ``torch.float32``, ``"torch.float"`` and ``"float32"``."""
     name = str(dtype).removeprefix("torch.")
     name = _SPELLINGS.get(name, name)
     if name not in ITEMSIZES:

@@ -22,26 +22,11 @@ class MeshShardMap(ShardMap):
     def __init__(self, layout: Layout, shape: Sequence[int]) -> None:
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
+        self._arguments = layout, self.shape
         problems = layout.problems(self.shape)
         if problems:
             raise PlanError(problems)
         self._axes = tuple(zip(layout.mesh.axis_names, layout.mesh.shape, layout.specs, strict=True))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshShardMap) and (self.shape, self.layout) == (other.shape, other.layout)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.shape, self.layout))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return MeshShardMap, (self.layout, self.shape)
-
-    def __repr__(self) -> str:
-        return f"MeshShardMap({self.layout!r}, {self.shape!r})"
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -49,11 +34,11 @@ class MeshShardMap(ShardMap):
 
     @cached_property
     def num_partials(self) -> int:
-        return len(self._offsets_along("P"))
+        return len(self._offsets["P"])
 
     @cached_property
     def max_replicas(self) -> int:
-        return len(self._offsets_along("R"))
+        return len(self._offsets["R"])
 
     @cached_property
     def largest(self) -> int:
@@ -132,7 +117,7 @@ class MeshShardMap(ShardMap):
     @cached_property
     def _holders(self) -> _Holders:
         """For a position in the list of ranks: the ranks that hold the same, for each partial_index."""
-        return _Holders(self.layout.mesh.ranks, self._offsets_along("P"), self._offsets_along("R"))
+        return _Holders(self.layout.mesh.ranks, self._offsets["P"], self._offsets["R"])
 
     def to_json(self) -> dict[str, Any]:
         mesh = self.layout.mesh
@@ -148,9 +133,6 @@ class MeshShardMap(ShardMap):
     def _strides(self) -> dict[str, int]:
         shape = self.layout.mesh.shape
         return {name: prod(shape[at + 1 :]) for at, name in enumerate(self.layout.mesh.axis_names)}
-
-    def _offsets_along(self, kind: str) -> tuple[int, ...]:
-        return self._offsets[kind]
 
     @cached_property
     def _offsets(self) -> dict[str, tuple[int, ...]]:

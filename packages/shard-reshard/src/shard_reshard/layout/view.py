@@ -28,6 +28,7 @@ class ShardMapView(ShardMap):
     def __init__(self, base: ShardMap, start: Sequence[int], shape: Sequence[int]) -> None:
         self.base = base
         self.start, self.shape = tuple(start), tuple(shape)
+        self._arguments = base, self.start, self.shape
         ends = tuple(a + b for a, b in zip(self.start, self.shape, strict=True))
         if any(low < 0 or end > size for low, end, size in zip(self.start, ends, base.shape, strict=True)):
             found = f"window {Box(tuple(max(0, low) for low in self.start), self.shape)!r} of a tensor of {base.shape}"
@@ -36,19 +37,6 @@ class ShardMapView(ShardMap):
     @property
     def holes(self) -> bool:  # type: ignore[override]  # of the larger tensor
         return self.base.holes
-
-    def __eq__(self, other: object) -> bool:
-        key = (self.base, self.start, self.shape)
-        return isinstance(other, ShardMapView) and key == (other.base, other.start, other.shape)
-
-    def __hash__(self) -> int:
-        return hash((self.base, self.start, self.shape))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ShardMapView, (self.base, self.start, self.shape)
-
-    def __repr__(self) -> str:
-        return f"ShardMapView({self.base!r}, {self.start!r}, {self.shape!r})"
 
     @property
     def ranks(self) -> Sequence[int]:

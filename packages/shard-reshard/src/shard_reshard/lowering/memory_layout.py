@@ -66,15 +66,7 @@ def lay_out_step(
     send_strides: Sequence[Index],
     dst_strides: Sequence[Index],
 ) -> StepMemory:
-    """Choose, for the given strides, the way that copies the fewest bytes.
-
-    Args:
-        step: What is sent, received and kept.
-        plans: The plans of the program.
-        rank: The rank in the group.
-        send_strides: Strides of the tensors that are sent from (the destination's, in a relayed step).
-        dst_strides: Strides of the destination tensors.
-    """
+    """Choose, for the given strides, the way that copies the fewest bytes; a relayed step sends from destinations."""
     itemsizes = [plan.itemsize for plan in plans]
     reducing = [plan.reduce_op is not None and not step.relayed for plan in plans]
     ways = [

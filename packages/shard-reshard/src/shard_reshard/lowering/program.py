@@ -116,8 +116,7 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     src_shapes = [plan.src.local_shapes(rank) for plan in plans]
     dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]
     src_base, dst_base = _bases(src_shapes), _bases(dst_shapes)
-    order = sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at))
-    builder = _Builder(plans, rank, world_size, src_base, dst_base, order)
+    builder = _Builder(plans, rank, world_size, src_base, dst_base)
     return Program(
         plans,
         rank,
@@ -137,20 +136,19 @@ def _bases(shapes: Sequence[Sequence[Index]]) -> tuple[int, ...]:
     return tuple(bases)
 
 
+@dataclass
 class _Builder:
     """Turns the own parts of fused plans into steps."""
 
-    def __init__(
-        self,
-        plans: tuple[Plan, ...],
-        rank: int,
-        world_size: int,
-        src_base: tuple[int, ...],
-        dst_base: tuple[int, ...],
-        order: list[int],
-    ) -> None:
-        self.plans, self.rank, self.world_size = plans, rank, world_size
-        self.src_base, self.dst_base, self.order = src_base, dst_base, order
+    plans: tuple[Plan, ...]
+    rank: int
+    world_size: int
+    src_base: tuple[int, ...]
+    dst_base: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        plans, rank = self.plans, self.rank
+        self.order = sorted(range(len(plans)), key=lambda at: (-plans[at].itemsize, at))
         self.src_places = [plan.src.places(rank) for plan in plans]
         self.dst_places = [plan.dst.places(rank) for plan in plans]
         sizes = {plan.itemsize for plan in plans}

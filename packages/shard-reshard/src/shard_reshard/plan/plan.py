@@ -127,10 +127,6 @@ class Plan:
             return None
         return 1 if self.dst.reduce_ops[0] == "product" else 0
 
-    def local_shapes(self, rank: int, side: str) -> tuple[Index, ...]:
-        """Shapes of the local tensors of ``rank`` on ``side``, ``"src"`` or ``"dst"``."""
-        return (self.src if side == "src" else self.dst).local_shapes(rank)
-
     def transpose(self) -> Self:
         """The plan of the way back, as gradients take it: every copy turned round, arrivals added up.
 

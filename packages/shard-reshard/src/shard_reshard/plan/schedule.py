@@ -26,7 +26,7 @@ def rank_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
     if rank not in cache:
         if len(cache) >= 4:  # a process asks for one rank; only simulations ask for all
             cache.pop(next(iter(cache)))
-        cache[rank] = make_schedule(plan, rank)
+        cache[rank] = _make_schedule(plan, rank)
     return cache[rank]
 
 
@@ -40,18 +40,14 @@ def all_ranks_copies(plan: Plan) -> Iterator[Copy]:
 
 def is_local(plan: Plan) -> bool:
     """True where no rank has to send anything."""
-    if "_is_local" not in plan.__dict__:
-        plan.__dict__["_is_local"] = _find_local(plan)
-    found: bool = plan.__dict__["_is_local"]
+    found: bool | None = plan.__dict__.get("_is_local")
+    if found is None:
+        forward = plan.transpose() if plan.adjoint else plan
+        found = plan.is_identity or (
+            forward.src.num_partials == 1 and not any(_lacks(forward, rank) for rank in forward.dst.ranks)
+        )
+        plan.__dict__["_is_local"] = found
     return found
-
-
-def _find_local(plan: Plan) -> bool:
-    if plan.adjoint:
-        return is_local(plan.transpose())
-    if plan.is_identity:
-        return True
-    return plan.src.num_partials == 1 and not any(_lacks(plan, rank) for rank in plan.dst.ranks)
 
 
 def _lacks(plan: Plan, rank: int) -> bool:
@@ -71,8 +67,7 @@ def _common(start: Index, stop: Index, other_start: Index, other_stop: Index) ->
     return prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in zip(start, stop, other_start, other_stop, strict=True))
 
 
-def make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
-    """Work out the schedule of ``rank``, one entry for each stage."""
+def _make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:
     arriving, leaving = copies_of(plan, rank, plan.uses_scatter_allgather)
     parts = []
     for stage in range(plan.stages):
@@ -161,12 +156,6 @@ def _direct_copies_of(plan: Plan, rank: int) -> tuple[list[Copy], list[Copy]]:
     return arriving, leaving
 
 
-def _between(plan: Plan, src: Cell, dst: Cell, receivers: tuple[int, ...], relay: bool) -> Iterator[Copy]:
-    """The copies of the common box of two cells, given cut to it."""
-    for move in moves(src, dst, receivers, plan.itemsize, relay):
-        yield make_copy(move, src, dst)
-
-
 def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
     """Return the ranks that get the value of a destination cell: of a pending sum only the first, others are filled."""
     if len(cell.owners) == 1 or plan.identity_value(cell.owners[0][0]) is not None:
@@ -177,11 +166,7 @@ def receivers_of(plan: Plan, cell: Cell) -> tuple[int, ...]:
 def _by_peer(plan: Plan, copies: list[Copy], peer: Callable[[Copy], int]) -> dict[int, tuple[Copy, ...]]:
     found: dict[int, list[Copy]] = {}
     for copy in copies:
-        rank = peer(copy)
-        if rank in found:
-            found[rank].append(copy)
-        else:
-            found[rank] = [copy]
+        found.setdefault(peer(copy), []).append(copy)
     return {rank: _ordered(plan, found[rank]) for rank in sorted(found)}
 
 
@@ -199,7 +184,8 @@ def all_copies(plan: Plan, relay: bool) -> Iterator[Copy]:
             yield from copies_of(plan, rank, relay)[0]
         return
     for src, dst in crossings(plan):
-        yield from _between(plan, src, dst, receivers_of(plan, dst), relay)
+        for move in moves(src, dst, receivers_of(plan, dst), plan.itemsize, relay):
+            yield make_copy(move, src, dst)
 
 
 def crossings(plan: Plan) -> Iterator[tuple[Cell, Cell]]:

@@ -16,15 +16,7 @@ Fields = tuple[tuple[int, ...], str, str, ShardMap, ShardMap, int | None, bool]
 
 
 def read_fields(text: str, wanted: int) -> Fields:
-    """The fields of a `ReshardPlan`, in its order, from what ``to_json`` wrote.
-
-    Args:
-        text: The JSON.
-        wanted: The format that can be read.
-
-    Raises:
-        PlanError: ``invalid-file`` for another format, ``invalid-plan`` for everything that is no plan.
-    """
+    """The fields of a `ReshardPlan`, in its order, from what ``to_json`` wrote in the format ``wanted``."""
     if len(text) > MAX_CHARS:
         raise _malformed(f"{len(text)} characters, more than {MAX_CHARS}")
     try:

@@ -102,14 +102,6 @@ def _tells_shape(layout: LayoutLike) -> bool:
     return True
 
 
-@lru_cache(maxsize=4096)
-def cached_plan(
-    src: ShardMap, dst: ShardMap, dtype: str, out_dtype: str | None, max_workspace_bytes: int | None
-) -> ReshardPlan:
-    """A checked plan; the same object for the same question."""
-    return make_plan(src, dst, dtype, out_dtype, max_workspace_bytes)
-
-
 def make_plan(
     src: ShardMap,
     dst: ShardMap,
@@ -126,3 +118,6 @@ def make_plan(
     plan = ReshardPlan(src.shape, name, out_name, src, dst, max_workspace_bytes)
     check_plan(plan)
     return plan
+
+
+cached_plan = lru_cache(maxsize=4096)(make_plan)  # the same object for the same question

@@ -41,11 +41,12 @@ class Question(NamedTuple):
     bucket_bytes: int
     strict: bool
     versions: bool
+    check: str
     changed_only: int = 0  # every how many calls everything is sent
 
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
-        asked = (self.bucket_bytes, self.strict, self.versions, self.changed_only)
+        asked = (self.bucket_bytes, self.strict, self.versions, self.check, self.changed_only)
         return repr(sorted((self.key_map or {}).items())) + repr(asked) + _layouts_text(self.dst_layouts)
 
 
@@ -61,10 +62,14 @@ def agreed_plan(
     tensors: Mapping[str, Any],
     question: Question,
     version: int | None,
-) -> tuple[StateDictPlan, int | None]:
-    """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed."""
+    repeated: bool = False,
+) -> tuple[StateDictPlan, int | None, bool]:
+    """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed.
+
+    The third value is True where each rank's call is ``repeated``: it did the same before, and had no problem.
+    """
     try:
-        row = digest + values_row(facts, tensors) + version_row(version)
+        row = digest + values_row(facts, tensors) + version_row(version, _REPEATED * repeated)
     except Exception as error:
         raise_on_all_ranks(members, error)
     headers = all_gather_header(members, Topic.STATE_DICT, row)()
@@ -76,13 +81,13 @@ def agreed_plan(
     plan, _ = plans.get(key, (None, None))
     if plan is not None:
         agree_on_values(members, facts, tensors, [header[24:32] for header in headers])
-        return plan, stamp
+        return plan, stamp, all(header[32] & _REPEATED for header in headers)
     plan = _plan_of_all(members, facts, tensors, question)
     layouts = question.dst_layouts
     plans[key] = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
     while len(plans) > _MAX_PLANS:
         plans.pop(next(iter(plans)))
-    return plan, stamp
+    return plan, stamp, False
 
 
 def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], question: Question) -> StateDictPlan:
@@ -97,14 +102,17 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
-    options = f" versions={question.versions} changed_only={question.changed_only}"
+    options = f" versions={question.versions} check={question.check} changed_only={question.changed_only}"
     assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
     assert plan is not None
     return plan
 
 
-def version_row(version: int | None, failed: bool = False) -> bytes:
-    return struct.pack("<Bq", (version is not None) | failed << 1, version or 0)
+_FAILED, _REPEATED = 2, 4  # beside 1: a version is given
+
+
+def version_row(version: int | None, flag: int = 0) -> bytes:
+    return struct.pack("<Bq", (version is not None) | flag, version or 0)
 
 
 def agreed_version(rows: list[bytes]) -> int | None:
@@ -125,11 +133,7 @@ def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
 
 
 def agree_on_values(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], rows: list[bytes]) -> None:
-    """Compare plain tensors one by one, where the ranks that have some have different ones.
-
-    Raises:
-        PlanError: On all ranks.
-    """
+    """Compare plain tensors one by one, where the ranks that have some have different ones; all ranks raise."""
     if len({row for row in rows if any(row)}) > 1:
         problems = _plain_problems(members, facts, tensors)
         if problems:
@@ -153,25 +157,29 @@ def _plain_problems(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, A
 
 
 _CHUNK = 1 << 19  # numbers that are summed at a time
+_ODD = 0x1E3779B97F4A7C15  # of no pattern
 
 
-def checksum(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two sums over a tensor's bytes, one of them weighted by position: equal tensors have equal ones."""
+def checksum(tensor: torch.Tensor) -> bytes:
+    """Return a digest of sums over numbers that are mixed of a tensor's bytes and their positions.
+
+    Sums of the bytes alone, however weighted, are blind to signs that change places: 2**63 times an even number is 0.
+    """
     local = local_tensor(tensor).resolve_conj().resolve_neg().contiguous()
     if not local.numel():
-        return 0, 0
+        return b""
     data = local.reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     body = data[:whole]
     numbers = (body.clone() if body.storage_offset() % 8 else body).view(torch.int64)
-    sums = torch.zeros(2, dtype=torch.int64, device=data.device)  # read once, at the end
-    weights = torch.arange(1, min(_CHUNK, max(numbers.numel(), 8)) + 1, device=data.device) * 2 + 1
-    chunks = [*torch.split(numbers, _CHUNK), data[whole:].to(torch.int64)]
-    for number, values in enumerate(chunks):
-        sums[0] += values.sum()
-        sums[1] += (number + 1) * (values * weights[: values.numel()]).sum()
-    total, weighted = sums.tolist()
-    return total, weighted
+    keys = (torch.arange(min(_CHUNK, max(numbers.numel(), 8)), device=data.device) * 2 + 1) * _ODD
+    sums = []
+    for values in (*torch.split(numbers, _CHUNK), *([data[whole:].to(torch.int64)] if whole < data.numel() else [])):
+        mixed = values + keys[: values.numel()]
+        mixed ^= mixed >> 29  # so that the highest bits count below too
+        sums += [mixed.sum(), mixed.mul_(keys[: values.numel()]).sum()]
+    # Read once, at the end.
+    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
 
 
 def _layouts_text(dst_layouts: DstLayouts) -> str:
@@ -214,27 +222,21 @@ class CallFacts(NamedTuple):
     ) -> CallFacts:
         """Return the facts of a call; a rank with problems takes part, so that all raise them together."""
         try:
-            row = version_row(version, bool(problems)) + (bytes(8) if problems else values_row(facts, tensors))
+            row = version_row(version, _FAILED * bool(problems)) + (
+                bytes(8) if problems else values_row(facts, tensors)
+            )
         except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
             problems = (*problems, *problems_of(error))
-            row = version_row(None, True) + bytes(8)
+            row = version_row(None, _FAILED) + bytes(8)
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
     def agree(self, members: GroupInfo) -> int | None:
-        """Compare the facts of all ranks and return the version; a collective.
-
-        Raises:
-            PlanError: On all ranks, before anything moves.
-        """
+        """Compare the facts of all ranks and return the version; all ranks raise before anything moves."""
         return self.agree_on(members, all_gather_header(members, Topic.VERSION, self.row)())
 
     def agree_on(self, members: GroupInfo, rows: list[bytes] | None) -> int | None:
-        """Compare the rows of all ranks and return the version.
-
-        Raises:
-            PlanError: On all ranks.
-        """
-        if rows is None or any(row[0] & 2 for row in rows) or len({row[17:25] for row in rows}) > 1:
+        """Compare the rows of all ranks and return the version."""
+        if rows is None or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
             raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
         agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
         return agreed_version(rows)
@@ -244,11 +246,7 @@ _TOKEN_BYTES = 16
 
 
 class VersionChain:
-    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent.
-
-    Args:
-        anchor_every: Every so many calls everything is sent.
-    """
+    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent."""
 
     def __init__(self, anchor_every: int) -> None:
         given: object = anchor_every
@@ -259,11 +257,7 @@ class VersionChain:
         self._token = self._next = os.urandom(_TOKEN_BYTES)  # equal to no other rank's
 
     def agree(self, members: GroupInfo, call: CallFacts) -> tuple[bool, int | None]:
-        """Return True where everything has to be sent, and the version; a collective.
-
-        Raises:
-            PlanError: On all ranks, where one has a problem or makes another call, or versions or plain tensors differ.
-        """
+        """Return True where everything has to be sent, and the version; errors as in `CallFacts.agree`."""
         rows = all_gather_header(members, Topic.CHANGES, self._token + call.row)()
         # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
         self._token = os.urandom(_TOKEN_BYTES)

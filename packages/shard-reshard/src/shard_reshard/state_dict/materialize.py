@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,6 @@ class Materialized:
     """New tensors for those of a module that lie on the meta device; the module gets them with `register`.
 
     Until then a load that fails leaves the module as it was.
-
-    Args:
-        targets: Name -> tensor of the module.
-        filled: Names that are about to be filled.
-        device: Where the new tensors are to be.
 
     Attributes:
         names: The tensors that get memory, in their order in the module.
@@ -69,28 +64,23 @@ def _empty_like(value: Any, device: torch.device) -> torch.Tensor:
 # ---- buffers that no file has ---------------------------------------------------------------------------------
 
 
-def unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that are in no state dict: what a constructor computed, or nobody did."""
-    saved = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name not in saved:
-            yield name, buffer
-
-
 _HINT = (
     "build its module again on a device that has memory, for example model.rotary_emb = "
     "type(model.rotary_emb)(config), or pass strict=False"
 )
 
 
-def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, tuple[int, int]]]:
+def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
     """Return the buffers of this rank that hold no value, and checksums of the others to compare between ranks.
 
     After ``to_empty()`` a buffer holds what the allocator last had there. Bit patterns of pointers are subnormal
     numbers, or differ between processes; numbers that a constructor computed are neither.
     """
     problems, sums = [], {}
-    for name, buffer in unsaved_buffers(module) if isinstance(module, nn.Module) else ():
+    saved = module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else {}
+    for name, buffer in module.named_buffers() if isinstance(module, nn.Module) else ():
+        if name in saved:
+            continue
         found = ""
         if _is_meta(buffer):
             found = "a buffer on the meta device, which is in no file"
@@ -106,7 +96,7 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, tuple[i
     return problems, sums
 
 
-def differing_buffers(by_rank: Sequence[Mapping[str, tuple[int, int]]]) -> list[Problem]:
+def differing_buffers(by_rank: Sequence[Mapping[str, bytes]]) -> list[Problem]:
     """Return the buffers that no file has and that are not equal on the ranks that have them."""
     names = sorted({name for sums in by_rank for name in sums})
     return [

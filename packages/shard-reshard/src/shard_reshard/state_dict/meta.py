@@ -100,11 +100,7 @@ def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict
 
 
 def local_tensor(value: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor, else the tensor itself; without a graph.
-
-    Raises:
-        PlanError: ``wrong-type``.
-    """
+    """Return the local tensor of a DTensor, else the tensor itself; without a graph."""
     local = dtensor_local(value)
     if local is None:
         local = value if type(value) in PLAIN_TYPES or not hasattr(value, "to_local") else value.to_local()
@@ -145,14 +141,7 @@ def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None)
 
 
 class LayoutChecker:
-    """Compares the tensors of each call with those that a resharder was made for.
-
-    Args:
-        plan: What the resharder does.
-        known: What this rank knew of its sources when the plan was made.
-        dropped: Names that ``key_map`` leaves out.
-        members: The group.
-    """
+    """Compares the tensors of each call with those that a resharder was made for (``known``)."""
 
     def __init__(
         self, plan: StateDictPlan, known: Mapping[str, TensorMeta], dropped: Collection[str], members: GroupInfo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -164,14 +165,14 @@ def move_buckets(
 ) -> None:
     """Run one exchange after the other."""
     plan, done_bytes, done = here.plan, 0, 0
-    total_bytes = 0 if progress is None else sum(size_of(move.plan) for move in plan.moves)
+    sizes = [] if progress is None else [prod(move.plan.shape) * move.plan.itemsize for move in plan.moves]
     for mover, bucket, (flat, outs) in zip(movers, plan.buckets, calls, strict=True):
         mover.start(flat, outs, False, fresh, unchanged)
         if progress is None:
             continue
         for at in bucket:
-            done, done_bytes = done + 1, done_bytes + size_of(plan.moves[at].plan)
-            progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, total_bytes))
+            done, done_bytes = done + 1, done_bytes + sizes[at]
+            progress(Progress(plan.moves[at].source, done, len(plan.moves), done_bytes, sum(sizes)))
 
 
 def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arriving: ReceiveBuffers) -> list[Problem]:
@@ -188,13 +189,6 @@ def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arr
         listed = ", ".join(sorted(map(str, devices)))
         problems.append(Problem("device-mismatch", f"rank {here.rank}", found=listed, hint="one device on each rank"))
     return problems
-
-
-def size_of(plan: Any) -> int:
-    size = plan.itemsize
-    for length in plan.shape:
-        size *= length
-    return int(size)
 
 
 _movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()

@@ -27,16 +27,7 @@ def plan_state_dict(
     to_group: ToGroup | None = None,
     strict: bool = True,
 ) -> StateDictPlan:
-    """Plan the moves of all tensors from what all ranks know. Pure, the same answer on every rank.
-
-    Args:
-        everyone: What each rank knows, in rank order.
-        dst_layouts: Layout by destination name, one for all, a function of name and shape, or None where the
-            destination tensors tell theirs.
-        key_map: Destination of source names that change; None as a value leaves the tensor where it is.
-        bucket_bytes: About how many buffer bytes a collective may need on a rank.
-        to_group: See `bind`.
-        strict: A destination tensor that no source fills is a problem.
+    """Plan the moves of all tensors from what all ranks know, in rank order. Pure, the same answer on every rank.
 
     Raises:
         PlanError: With the problems of all tensors.

@@ -18,6 +18,7 @@ from shard_spec import Box
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import DispatchMode, is_wrapper, storage_key, tensor_leaves, written_tensors
 from shard_reshard.consensus import group_info, problems_of
+from shard_reshard.execution.exchange import INTEGERS
 from shard_reshard.layout.base import Index
 from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
 from shard_reshard.lowering.memory_layout import is_contiguous
@@ -46,12 +47,30 @@ class RecordedLayouts:
     _model: torch.nn.Module | None = field(repr=False)
     _views: dict[str, _View] = field(repr=False)
     _constants: tuple[tuple[_View, Any], ...] = field(default=(), repr=False)
+    _places: dict[str, tuple[str, object]] = field(default_factory=dict, repr=False)
 
     @property
     def out(self) -> dict[str, torch.Tensor]:
-        """Views of the model's present memory by destination name: ``out``."""
-        held = {} if self._model is None else _tensors(self._model)
+        """Views of the model's present memory by destination name: ``out``.
+
+        Raises:
+            PlanError: ``layout-mismatch``: shapes, strides or ties of tensors are others than when the loader ran.
+        """
+        held = self._held()
         return {name: view.of(held) for name, view in self._views.items()}
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        held = {} if self._model is None else _tensors(self._model, False)
+        hint = "record the loader again: what it brings where is known of other tensors"
+        found = "another shape, other strides, or no longer tied as it was"
+        problems = [
+            Problem("layout-mismatch", name, found=found, hint=hint)
+            for name, (owner, place) in self._places.items()
+            if name not in held or owner not in held or _in_memory(held[name], held[owner]) != place
+        ]
+        if problems:
+            raise PlanError(problems)
+        return held
 
     @property
     def filled(self) -> tuple[str, ...]:
@@ -61,7 +80,7 @@ class RecordedLayouts:
 
     def fill_constants(self) -> None:
         """Fill what the loader fills with constants (padding) in memory that is new; then move what it loads."""
-        held = {} if self._model is None else _tensors(self._model)
+        held = self._held()
         for view, value in self._constants:
             view.of(held).fill_(value)
 
@@ -93,9 +112,10 @@ def record_layouts(
     """
     recorder: _Recorder | None = None
     problems: tuple[Problem, ...] = ()
-    metas = dict(weights.items() if isinstance(weights, Mapping) else weights)
+    metas: dict[str, torch.Tensor] = {}
     try:
-        metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in metas.items()}
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in pairs}
         if model is not None:
             recorder = _Recorder(model, metas)
             recorder.run(load or _own_loader(model))
@@ -129,8 +149,10 @@ def record_layouts(
     key_map = {name: to for name, to in key_map.items() if to is None or len(to) > 1}
     if recorder is not None:
         recorder.fill_constants()
-    unfilled, constants = (recorder.unfilled(), recorder.constant_views()) if recorder else ((), ())
-    return RecordedLayouts(layouts, key_map, unfilled, model, views, constants)
+        return RecordedLayouts(
+            layouts, key_map, recorder.unfilled(), model, views, recorder.constant_views(), recorder.places()
+        )
+    return RecordedLayouts(layouts, key_map, (), None, views)
 
 
 def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
@@ -138,8 +160,15 @@ def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
     return own if own is not None else lambda pairs: model.load_state_dict(dict(pairs))
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
+    buffers = model.named_buffers(remove_duplicate=once)
+    return {**dict(buffers), **dict(model.named_parameters(remove_duplicate=once))}
+
+
+def _in_memory(tensor: torch.Tensor, owner: torch.Tensor) -> object:
+    """Return how a tensor lies in its memory, and in that of another one."""
+    shift = int(tensor.storage_offset()) - int(owner.storage_offset())
+    return tuple(tensor.shape), tensor.stride(), storage_key(tensor) == storage_key(owner), shift
 
 
 # ---- what the loader does -------------------------------------------------------------------------------------
@@ -220,8 +249,9 @@ class _Recorder(DispatchMode):
     def _track(self, value: torch.Tensor, name: str | None = None) -> None:
         order = sorted(range(value.dim()), key=lambda dim: -value.stride()[dim])
         shape = tuple(value.shape[dim] for dim in order)
-        if not is_contiguous(shape, tuple(value.stride(dim) for dim in order)) or value.storage_offset():
-            shape = (value.untyped_storage().nbytes() // value.element_size(),)
+        full = value.untyped_storage().nbytes() // value.element_size()  # `value` may be a view of some rows
+        if prod(shape) != full or not is_contiguous(shape, tuple(value.stride(dim) for dim in order)):
+            shape = (full,)
         self.memories[storage_key(value)] = _Memory(name, shape, value.dtype, [])
         self.alive.append(value)
 
@@ -242,7 +272,10 @@ class _Recorder(DispatchMode):
         known = [storage_key(tensor) in self.memories for tensor in tensors]
         written = written_tensors(func, args, kwargs)
         if not any(known) and not any(storage_key(tensor) in self.owners for tensor in written):
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+            if self._reads_loaded(packet.__name__, tensors, tensor_leaves(found), written):
+                self._stop(func, tensors)
+            return found
         if packet is aten.copy_ and known[1] and not is_wrapper(args[0]):
             target, source = args[0], args[1].expand(args[0].shape)
             self.read.add(storage_key(source))
@@ -294,6 +327,18 @@ class _Recorder(DispatchMode):
             writes.append((result, tensors[0]))
         return found
 
+    def _reads_loaded(
+        self, name: str, read: list[torch.Tensor], results: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> bool:
+        """Return True for an operator that would see old values: what is recorded is not written to the model."""
+        loaded = {self.owners[storage_key(tensor)] for tensor in read if storage_key(tensor) in self.owners}
+        if not loaded & {owner for owner, *_ in [*self.writes, *self.constants]}:
+            return False
+        if name.endswith("_like") or name.startswith("new_"):  # of the same kind, without the values
+            return False
+        keys = set(map(storage_key, read))
+        return bool(written) or not results or not all(storage_key(result) in keys for result in results)
+
     # ---- where it lands ---------------------------------------------------------------------------------------
 
     def _resolve(self, owner: str, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -301,12 +346,8 @@ class _Recorder(DispatchMode):
         start, covered, boxes = self.held[owner].storage_offset(), 0, 0
         copy = StridedCopy.of(source, target, -start)
         for name, landing, dtypes in self._origins(owner, source, copy):
-            rounded = [
-                dtype
-                for dtype in dtypes
-                if dtype not in (dtypes[0], target.dtype)
-                and not (dtype.is_floating_point and torch.promote_types(dtypes[0], dtype) is dtype)
-            ]
+            ends = dtypes[0], target.dtype
+            rounded = [dtype for dtype in dtypes if dtype not in ends and not _has_values_of(dtype, dtypes[0])]
             if rounded:
                 self._refuse(name, f"a cast by way of {rounded[0]}", "cast to the parameter's dtype at once")
             if target.dtype is not self.held[owner].dtype or target.is_conj() or target.is_neg():
@@ -365,7 +406,9 @@ class _Recorder(DispatchMode):
         for owner, target, value in self.constants:
             if not target.is_meta:
                 with torch.no_grad():
-                    target.masked_fill_(~_of_storage(self._marked(owner), target).to(target.device), value)
+                    bits = INTEGERS.get(target.itemsize, target.dtype)  # masks know fewer dtypes than fill_() does
+                    mask = ~_of_storage(self._marked(owner), target).to(target.device)
+                    target.view(bits).masked_fill_(mask, target.new_empty(()).fill_(value).view(bits))
 
     def constant_views(self) -> tuple[tuple[_View, Any], ...]:
         """Return the views that are filled with constants, and these."""
@@ -374,6 +417,13 @@ class _Recorder(DispatchMode):
             offset = int(target.storage_offset()) - int(self.held[owner].storage_offset())
             found.append((_View(owner, (), 0, tuple(target.shape), tuple(target.stride()), offset), value))
         return tuple(found)
+
+    def places(self) -> dict[str, tuple[str, object]]:
+        """Return how what is loaded or filled lies in memory, by all names that it has."""
+        filled = {owner for owner, *_ in [*self.writes, *self.constants]}
+        held = _tensors(self.model, False)
+        owners = {name: self.owners.get(storage_key(value), "") for name, value in held.items()}
+        return {name: (at, _in_memory(held[name], held[at])) for name, at in owners.items() if at in filled}
 
     def unfilled(self) -> tuple[str, ...]:
         """Return names of tensors of which some elements are neither loaded nor filled."""
@@ -385,6 +435,17 @@ class _Recorder(DispatchMode):
             marks = self._marked(owner, constants=True)
             found += [name for name in names if not bool(_of_storage(marks, self.held[name]).all())]
         return tuple(found)
+
+
+def _has_values_of(dtype: torch.dtype, source: torch.dtype) -> bool:
+    """Return True where ``dtype`` holds every value of ``source``."""
+    if not dtype.is_floating_point or source.is_complex:
+        return False
+    wide = torch.finfo(dtype)
+    if not source.is_floating_point:
+        return source is torch.bool or torch.iinfo(source).max <= 2 / wide.eps
+    small = torch.finfo(source)
+    return wide.eps <= small.eps and wide.max >= small.max and wide.tiny * wide.eps <= small.tiny * small.eps
 
 
 def _of_storage(marks: torch.Tensor, view: torch.Tensor) -> torch.Tensor:

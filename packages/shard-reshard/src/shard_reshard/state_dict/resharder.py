@@ -102,28 +102,31 @@ def reshard_state_dict(
     if torch.compiler.is_compiling():
         not_compiled("reshard_state_dict")
     members = group_info(group)
-    values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
-    comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
-    asked = values, shapes and dict(shapes), key_map and dict(key_map), bucket_bytes, strict, check
     recent = None
     try:
+        values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
+        comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
+        asked = values, shapes and dict(shapes), key_map and dict(key_map), bucket_bytes, strict, check
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         recent = _recent_resharder(members, asked, tensors, targets) if comparable else None
     except Exception as error:
         raise_on_all_ranks(members, error)
     if recent is not None:
-        found, compared = recent
-        call = found._prepare(tensors, targets, atomic, compared)
-        facts, digest = found._facts, found._digest
+        resharder, compared = recent
+        call = resharder._prepare(tensors, targets, atomic, compared)
+        facts, digest = resharder._facts, resharder._digest
         if call.problems:  # as facts that no other call has: all ranks see them
             facts = replace(facts, problems=(*facts.problems, *call.problems))
-            digest = metadata_digest(facts, found._question)
-        plan, version = agreed_plan(members, facts, digest, tensors, found._question, version)
-        if plan is not found.plan:  # other ranks have other tensors now
-            found._follow(plan, version)
-            call = found._prepare(tensors, targets, atomic)
-        found._compare(call)
-        return found._move(call, out, progress, version)
+            digest = metadata_digest(facts, resharder._question)
+        question = resharder._question
+        plan, version, repeated = agreed_plan(members, facts, digest, tensors, question, version, True)
+        if plan is not resharder.plan:  # other ranks have other tensors now
+            resharder._follow(plan, version)
+            call = resharder._prepare(tensors, targets, atomic)
+        # A rank that makes another call than before may have problems of its own.
+        resharder._agreed = repeated and check == "first"
+        resharder._compare(call)
+        return resharder._move(call, out, progress, version)
     resharder = StateDictResharder(
         state_dict,
         dst_layouts,
@@ -188,17 +191,18 @@ class StateDictResharder(NotPicklable):
     ) -> None:
         self._members = group_info(group)
         try:
+            self._check, self._keeps = check_mode(check), keep_workspace
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             self._chain = VersionChain(anchor_every) if changed_only else None
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             self._question = Question(
-                dst_layouts, key_map, bucket_bytes, strict, versions, anchor_every if changed_only else 0
+                dst_layouts, key_map, bucket_bytes, strict, versions, check, anchor_every if changed_only else 0
             )
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
             raise_on_all_ranks(self._members, error)
-        self._facts, self._check, self._keeps = facts, check_mode(check), keep_workspace
-        self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version))
+        self._facts = facts
+        self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version)[:2])
 
     def _follow(self, plan: StateDictPlan, version: int | None) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
@@ -257,11 +261,7 @@ class StateDictResharder(NotPicklable):
     def _matched(
         self, tensors: Mapping[str, Any], targets: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], Match]:
-        """Return the local tensors of both sides, and how far guards on the last call hold.
-
-        Raises:
-            PlanError: ``wrong-type``.
-        """
+        """Return the local tensors of both sides, and how far guards on the last call hold."""
         sources, outs = local_tensors(tensors), local_tensors(targets)
         for name in tensors.keys() - sources.keys():
             found = f"a {type(tensors[name]).__qualname__}"
@@ -309,12 +309,13 @@ class StateDictResharder(NotPicklable):
         return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, found)
 
     def _compare(self, call: PreparedState) -> None:
-        """Raise the problems of all ranks on all of them, where this group has not agreed on the plan before."""
-        if self._agreed and not call.problems:
+        """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
+        if self._agreed:
+            if call.problems:
+                raise PlanError(call.problems)
             return
-        what = f"tensors of state dict plan {self.plan.digest}"
-        assert_consistent(self._members, what, call.problems, self._check)
-        self._agreed = self._check == "first" and not call.problems and not is_fake(())
+        assert_consistent(self._members, f"tensors of state dict plan {self.plan.digest}", call.problems, "always")
+        self._agreed = self._check == "first" and not is_fake(())
 
     def _move(
         self,
@@ -328,7 +329,7 @@ class StateDictResharder(NotPicklable):
         assert arriving is not None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                self._guards = record_state_guards(call.tensors, call.targets, call.sources, call.outs, call.atomic)
+                self._guards = record_state_guards(call)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             if out is not None and not call.atomic:
@@ -363,18 +364,10 @@ class PreparedState(NamedTuple):
 class StateGuards:
     """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Any],
-        targets: Mapping[str, Any],
-        guards: TensorGuards,
-        atomic: bool,
-        ties: list[int],
-    ) -> None:
-        self.atomic = atomic
-        self._names = list(tensors), list(targets)
-        self._layouts = declared_layouts([*tensors.values(), *targets.values()])
-        self._guards, self.ties = guards, ties
+    def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
+        self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
+        self._names = list(call.tensors), list(call.targets)
+        self._layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
 
     def match(
         self,
@@ -391,18 +384,10 @@ class StateGuards:
         return self._guards.match([*sources.values(), *outs.values()])
 
 
-def record_state_guards(
-    tensors: Mapping[str, Any],
-    targets: Mapping[str, Any],
-    sources: Mapping[str, torch.Tensor],
-    outs: Mapping[str, torch.Tensor],
-    atomic: bool,
-) -> StateGuards | None:
-    """Return guards on these tensors; None where some cannot be compared."""
-    guards = record_guards([*sources.values(), *outs.values()])
-    if guards is None or len(outs) != len(targets):
-        return None
-    return StateGuards(tensors, targets, guards, atomic, _ties(sources, outs))
+def record_state_guards(call: PreparedState) -> StateGuards | None:
+    """Return guards on the tensors of a call; None where some cannot be compared."""
+    guards = record_guards([*call.sources.values(), *call.outs.values()])
+    return None if guards is None or len(call.outs) != len(call.targets) else StateGuards(call, guards)
 
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
