@@ -25,6 +25,7 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
 from shard_spec.estimate.roles import Batch, data_axes_of, forward_inputs, role
+from shard_spec.plan.metadata import require_floating
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def estimate_activations(
     dtype: str | None = None,
 ) -> ActivationEstimate:
     """The estimate for one forward; see ``ShardingPlan.activations``."""
+    require_floating(dtype)
     found = resolve(plan, module)
     if found.mesh is None:
         raise PlanError(Problem("mesh-mismatch", found="no single mesh", hint="put all layouts on one mesh"))

@@ -30,7 +30,7 @@ from shard_spec.estimate.roles import (
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def communication(
     cost_model: CostModel | None = None,
 ) -> Communication:
     """Return what a step of a resolved plan moves; see ``ShardingPlan.communication``."""
+    require_floating(dtype)
     mesh = _one_mesh(found)
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)

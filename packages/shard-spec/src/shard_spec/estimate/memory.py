@@ -12,7 +12,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.formatting import joined, memory_parts
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
@@ -239,10 +239,7 @@ def memory_of(
     resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
 ) -> Memory:
     """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
-    for name in (grads, dtype):
-        if not isinstance(name, bool | None) and name not in ITEM_BYTES:
-            hint = f"one of {', '.join(sorted(ITEM_BYTES))}"
-            raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(name), hint=hint))
+    require_floating(grads, dtype)
     _require_all_trained(optimizer, resolution)
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks
