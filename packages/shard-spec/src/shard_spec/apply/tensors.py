@@ -126,7 +126,9 @@ def _replica_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem
         # Each rank would scale by the ids of its own rows alone, and replicas would drift apart.
         if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, option) for owner in owners):
             hint = "shard this table, or leave the option out"
-            problems.append(Problem("unsupported-option", names[0], found=f"a replicated table with {option}", hint=hint))
+            problems.append(
+                Problem("unsupported-option", names[0], found=f"a replicated table with {option}", hint=hint)
+            )
     return problems
 
 
