@@ -56,11 +56,6 @@ class Table:
 Parts = list["str | Table"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A :class:`Table` as text."""
-    return str(Table(head, rows, right))
-
-
 def joined(parts: Parts) -> str:
     """Lines and tables as one text."""
     return "\n".join(map(str, parts))

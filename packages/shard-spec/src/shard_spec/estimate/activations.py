@@ -72,9 +72,7 @@ def estimate_activations(
     """The estimate for one forward; see ``ShardingPlan.activations``."""
     require_floating(dtype)
     found = resolve(plan, module)
-    if found.mesh is None:
-        raise PlanError(Problem("mesh-mismatch", found="no single mesh", hint="put all layouts on one mesh"))
-    mesh, data = found.mesh, data_axes_of(found.mesh, data_axes)
+    mesh, data = found.one_mesh, data_axes_of(found.one_mesh, data_axes)
     state, effects = _meta_state(module, found, set(mesh.axis_names) - set(data), dtype)
     flow = _Flow(effects)
     blocks = _Blocks(module)
@@ -120,7 +118,7 @@ class _TorchFunctions(TorchFunctionMode):
     """
 
     def __init__(self, flow: _Flow) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        super().__init__()
         self._flow = flow
 
     def __enter__(self) -> Any:

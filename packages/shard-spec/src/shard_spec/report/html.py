@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
 from shard_spec.formatting import human_count, human_ranks
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
+from shard_spec.report.explain import alike, tensor_table
 
 if TYPE_CHECKING:
     from shard_spec.estimate.activations import ActivationEstimate
@@ -64,7 +64,9 @@ def html_report(
     ]
     if communication is not None:
         parts += ["<h2>Bytes that each rank sends in a step</h2>", _communication(communication)]
-    parts += ["<h2>Tensors</h2>", _tensors(found)]
+    tensors = tensor_table(found)
+    rows = [[f"<code>{escape(cell)}</code>" for cell in row] for row in tensors.rows]
+    parts += ["<h2>Tensors</h2>", table(tensors.head, rows, numbers=tensors.right)]
     return page(title, parts)
 
 
@@ -117,24 +119,12 @@ def _problems(found: Resolution) -> str:
 # ---- the picture of the plan ----------------------------------------------------------------------------------------
 
 
-def stems(found: Resolution) -> dict[tuple[str, str, tuple[int, ...]], list[TensorMetadata]]:
-    """Tensors that differ only in numbers of their FQNs, lie alike and have one shape, as one row."""
-    groups: dict[tuple[str, str, tuple[int, ...]], list[TensorMetadata]] = {}
-    for tensor in found.metadata.tensors:
-        layout = found.layouts.get(tensor.name)
-        if tensor.kind == "buffer" and (layout is None or layout.is_replicated):
-            continue
-        stem = pattern_of(tensor.name)
-        said = "by its Sharder" if layout is None else str(layout)
-        groups.setdefault((stem, said, tensor.shape), []).append(tensor)
-    return groups
-
-
 def _picture(found: Resolution) -> str:
     axes = list(dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names))
     hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
     ranks = list(found.ranks)[:_MAX_RANKS]
-    rows = [(key, tensors) for key, tensors in stems(found).items()][:_MAX_ROWS]
+    groups = alike(found)
+    rows = list(groups.items())[:_MAX_ROWS]
     left, width, height, top = 350, max(7, min(30, 480 // max(1, len(ranks)))), 20, 22
     right = left + len(ranks) * width + 12
     cells = []
@@ -142,7 +132,7 @@ def _picture(found: Resolution) -> str:
         if len(ranks) <= 16 or at % 8 == 0:
             cells.append(f'<text class="soft" x="{left + at * width + 2}" y="14">{rank}</text>')
     cells.append(f'<text class="soft" x="0" y="14">rank</text><text class="soft" x="{right}" y="14">layout</text>')
-    for row, ((stem, stem_layout, _), tensors) in enumerate(rows):
+    for row, ((stem, stem_layout, *_), tensors) in enumerate(rows):
         y = top + row * height
         name = stem if len(stem) <= 44 else "…" + stem[-43:]
         times = f" ×{len(tensors)}" if len(tensors) > 1 else ""
@@ -157,9 +147,8 @@ def _picture(found: Resolution) -> str:
     remark = "One column is one rank. Ranks of one shade along an axis hold the same shard."
     if len(found.ranks) > len(ranks):
         remark += f" The first {len(ranks)} of {len(found.ranks)} ranks are shown."
-    total = len(stems(found))
-    if total > len(rows):
-        remark += f" The first {len(rows)} of {total} kinds of tensors are shown."
+    if len(groups) > len(rows):
+        remark += f" The first {len(rows)} of {len(groups)} kinds of tensors are shown."
     return key + svg("plan", right + 310, top + len(rows) * height + 4, cells) + note(remark)
 
 
@@ -217,19 +206,3 @@ def _communication(found: Communication) -> str:
         times = ", ".join(f"{axis} {seconds * 1e3:.1f} ms" for axis, seconds in found.seconds.items())
         drawn += f"<p>Time of the collectives, one after another: {escape(times)}.</p>"
     return drawn + f'<p class="note">{"<br>".join(escape(line) for line in found.assumptions)}</p>'
-
-
-def _tensors(found: Resolution) -> str:
-    rows = []
-    for (stem, said, shape), tensors in stems(found).items():
-        layout = found.layouts.get(tensors[0].name)
-        local = "?" if layout is None else str(list(layout.local_shape(layout.mesh.ranks[0], shape)))
-        rule = found.rule_of.get(tensors[0].name, "") or "–"
-        shown = '<span class="note">its name</span>' if rule == stem else f"<code>{escape(rule)}</code>"
-        rows.append(
-            [
-                f"<code>{escape(stem)}</code>", str(len(tensors)), f"<code>{escape(said)}</code>",
-                escape(str(list(shape))), local, shown,
-            ]
-        )  # fmt: skip
-    return table(["tensor", "count", "layout", "global shape", "local shape", "rule"], rows, numbers=[1])

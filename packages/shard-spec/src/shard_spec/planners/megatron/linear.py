@@ -59,9 +59,9 @@ def as_linear(name: str, module: nn.Module) -> LinearView | None:
         return None
     if not weight.is_floating_point():
         return None
-    if isinstance(module, nn.Linear) and _has_known_forward(module):
+    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or from_library(module)):
         return LinearView(name, module, weight.shape[0], weight.shape[1], out_dim=0, in_dim=1)
-    if type(module).__name__ == "Conv1D" and _is_library_class(module):
+    if type(module).__name__ == "Conv1D" and from_library(module):
         return LinearView(name, module, weight.shape[1], weight.shape[0], out_dim=1, in_dim=0)
     return None
 
@@ -81,11 +81,8 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _has_known_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward or _is_library_class(module)
-
-
-def _is_library_class(module: nn.Module) -> bool:
+def from_library(module: nn.Module) -> bool:
+    """Return whether the module's class comes from torch or transformers, whose arrangements are known and tested."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers")
 
 
