@@ -197,15 +197,10 @@ def apply_plan(
         outcome = RankState(outcome.lines, failed)
     raise_on_all_ranks(meeting, outcome, "apply")
     assert actions is not None
-    transaction = Transaction()
-    try:
+    with Transaction() as transaction:
         staged = _stage(call, actions) if staged is None else staged
         replaced = run_sharders(module, actions, meeting, transaction)
         handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
-    except BaseException:
-        transaction.roll_back()
-        raise
-    transaction.commit()
     return mark_replaced_stale(handle)
 
 

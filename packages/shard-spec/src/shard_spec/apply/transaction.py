@@ -17,13 +17,18 @@ from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_o
 
 
 class Transaction:
-    """A log of changes; ``roll_back`` undoes them, last first.
-
-    It keeps what was there before. Call ``commit`` when the call has succeeded, so that the old tensors can be freed.
-    """
+    """A log of changes; leaving its block with an error undoes them, last first, and without one keeps them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        while self._undo and kind is not None:
+            self._undo.pop()()
+        self._undo.clear()  # the old tensors can be freed
 
     def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Put a parameter or buffer of ``module`` in place."""
@@ -66,15 +71,6 @@ class Transaction:
     def on_rollback(self, undo: Callable[[], None]) -> None:
         """Remember how to take back a change that the caller makes itself."""
         self._undo.append(undo)
-
-    def roll_back(self) -> None:
-        """Take everything back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def commit(self) -> None:
-        """Keep the changes and drop what was there before."""
-        self._undo.clear()
 
 
 def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Callable[[], None]] | None = None) -> None:

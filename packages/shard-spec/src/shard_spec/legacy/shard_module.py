@@ -226,20 +226,15 @@ def _act(
     module, plan = subject()
     ref = GroupRef(group)
     context, meshes = ForwardContext(ref), MeshCache(ref, actions.device.type)
-    transaction = Transaction()
     meshes.prepare(_meshes_wanted(actions))
     if whole and ref.size > 1:
         _warn_of_batch_statistics(module)
-    try:
+    with Transaction() as transaction:
         staged = _stage(module, actions, group, meshes)
         replaced = run_sharders(module, actions, group, transaction)
         if ref.size > 1:
             _warn_of_unsummed_gradients(replaced)
         handle = install(module, plan, actions, staged, replaced, context, meshes, transaction)
-    except BaseException:
-        transaction.roll_back()
-        raise
-    transaction.commit()
     return mark_replaced_stale(handle)
 
 
