@@ -116,7 +116,7 @@ def find_vocabulary(context: Context) -> list[Found]:
     return found
 
 
-def _is_token_embedding(name: str, module: nn.Embedding, sizes: frozenset[int], linears: list[LinearView]) -> bool:
+def _is_token_embedding(name: str, module: nn.Embedding, sizes: set[int], linears: list[LinearView]) -> bool:
     if any(word in name.lower() for word in names.POSITION_WORDS):
         return False
     heads = {view.out_features for view in linears if leaf(view.name).lower() in names.HEAD}
