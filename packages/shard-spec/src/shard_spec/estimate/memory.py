@@ -179,6 +179,14 @@ class Memory:
                 found.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
         return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
 
+    def groups(self) -> list[tuple[list[int], dict[str, int]]]:
+        """Ranks that need the same, and what they need, by part; parts that no rank needs are left out."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        needed = {part: values for part, values in self.parts.items() if any(values)}
+        for at, rank in enumerate(self.ranks):
+            found.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
+        return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in found.items()]
+
     def with_activations(self, found: ActivationEstimate, checkpointing: bool) -> Memory:
         """The same with activations on each rank."""
         size = found.checkpointed_bytes if checkpointing else found.local_bytes
