@@ -214,3 +214,11 @@ def test_gradients_of_different_branches_are_refused(ranks: Ranks) -> None:
         net(x)
     net(x).sum().backward()
     net(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_table_that_came_later_is_refused_as_one_that_was_there(ranks: Ranks) -> None:
+    net, _ = sharded()
+    net.layers.add_module("table", nn.Embedding(4, 6, max_norm=1.0).double())
+    with pytest.raises(PlanError, match=r"unsupported-option\] layers\.table\.weight"):
+        net(torch.randn(2, 4).double())

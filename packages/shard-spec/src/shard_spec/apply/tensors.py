@@ -83,7 +83,8 @@ def read_tensors(
             hint = "give the source rank real values; only the other ranks may have meta tensors"
             problems.append(Problem("no-data", metadata.name, found="a meta tensor on src_rank", hint=hint))
         if not planned or layout.is_replicated:
-            problems += _replica_problems(module, metadata.aliases)
+            owners = [module.get_submodule(name.rpartition(".")[0]) for name in metadata.aliases]
+            problems += replica_problems(owners, metadata.name)
         actions.append(
             TensorAction(
                 names=metadata.aliases,
@@ -115,20 +116,17 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     return problems
 
 
-def _replica_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    """Return options of the tensor's modules that use the ids of the full batch, which a rank does not have."""
-    owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
+def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
+    """Return options of a tensor's modules that use the ids of the full batch, which a rank does not have."""
     problems = []
     if any(getattr(owner, "sparse", False) is True for owner in owners):
         hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"
-        problems.append(Problem("sparse-gradient", names[0], found="a module with sparse gradients", hint=hint))
+        problems.append(Problem("sparse-gradient", name, found="a module with sparse gradients", hint=hint))
     for option in ("max_norm", "scale_grad_by_freq"):
         # Each rank would scale by the ids of its own rows alone, and replicas would drift apart.
         if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, option) for owner in owners):
             hint = "shard this table, or leave the option out"
-            problems.append(
-                Problem("unsupported-option", names[0], found=f"a replicated table with {option}", hint=hint)
-            )
+            problems.append(Problem("unsupported-option", name, found=f"a replicated table with {option}", hint=hint))
     return problems
 
 

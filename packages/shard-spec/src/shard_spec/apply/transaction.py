@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +88,10 @@ class Snapshot:
         tensors = [*module.parameters(), *module.buffers()]
         attributes = [vars(each) for each in (*module.modules(), *tensors)]
         inner = [value for table in attributes for value in table.values() if isinstance(value, dict)]
-        self._tables = [(table, table.copy()) for table in (*attributes, *inner)]
         # A shard_module within the Sharder hooks the gradients of replicated parameters.
-        self._hooks = [(tensor, copy.copy(tensor._backward_hooks)) for tensor in tensors]
+        self._hooks = [(tensor, tensor._backward_hooks) for tensor in tensors]
+        hooked = [hooks for _, hooks in self._hooks if hooks is not None]
+        self._tables = [(table, table.copy()) for table in (*attributes, *inner, *hooked)]
 
     def restore(self) -> None:
         """Put every attribute, table and gradient hook back; values written in place are not undone."""

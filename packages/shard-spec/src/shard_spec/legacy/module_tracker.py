@@ -21,7 +21,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
 from shard_spec.apply.sources import fingerprint
-from shard_spec.apply.tensors import is_sharded
+from shard_spec.apply.tensors import is_sharded, replica_problems
 from shard_spec.distributed.mesh_cache import GroupRef, RankState
 
 
@@ -122,6 +122,7 @@ class ModuleTracker:
                     problems.append(Problem("not-sharded", fqn, found="it was sharded, and is full now", hint=hint))
                 elif plain and self._is_new(module, name, kind, parameter, first):
                     untracked.append((module, name, "whole"))
+                    problems += replica_problems([module], fqn)
                     line += f", new, with values {fingerprint(parameter)}"
                 elif plain and kind == "whole":
                     self._hook(parameter, fqn)
