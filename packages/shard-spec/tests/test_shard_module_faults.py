@@ -346,8 +346,8 @@ def test_a_sharder_that_fails_beside_a_shard_module_of_its_own(ranks: Ranks) -> 
         plan = ShardingPlan({"blocks.0": Nesting(when), "fc.weight": "tp:S(0)"}, mesh={"tp": 4})
         for shard in (shard_module, lambda net, plan: plan.apply(net, mesh)):
             net = Net()
-            mine = net.blocks[0][0].bias.register_hook(lambda grad: grad)  # type: ignore[index, union-attr]  # a Sequential
-            net.blocks[0].register_buffer("count", torch.zeros(2, dtype=torch.int64))  # type: ignore[union-attr]  # as above
+            mine = net.blocks[0][0].bias.register_hook(lambda grad: grad)  # type: ignore[index]  # a Sequential
+            net.blocks[0].register_buffer("count", torch.zeros(2, dtype=torch.int64))
             before = state(net)
             with pytest.raises(PlanError, match="RuntimeError: out of luck"):
                 shard(net, plan)
