@@ -82,6 +82,15 @@ _BART = {
     **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
     **{f"{part}_ffn_dim": 160 for part in ("encoder", "decoder")},
 }
+_DEBERTA = {
+    **_SMALL,
+    "intermediate_size": 160,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 16,
+    "max_position_embeddings": 64,
+    **{f"{part}_dropout_prob": 0.0 for part in ("hidden", "attention_probs")},
+}
 _EXPERTS = {**_GATED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = (
     Family("Llama", "LlamaForCausalLM", "LlamaConfig", _GATED, tokens),
@@ -99,6 +108,7 @@ FAMILIES = (
     Family("Mamba", "MambaForCausalLM", "MambaConfig", _STATE_SPACE, tokens),
     Family("Qwen3-MoE", "Qwen3MoeForCausalLM", "Qwen3MoeConfig", _EXPERTS, tokens),
     Family("BART", "BartForConditionalGeneration", "BartConfig", _BART, both),
+    Family("DeBERTa-v2", "DebertaV2ForMaskedLM", "DebertaV2Config", _DEBERTA, tokens),
     Family("Falcon", "FalconForCausalLM", "FalconConfig", {**_SMALL, "num_hidden_layers": 2}, tokens),
 )
 

@@ -52,6 +52,9 @@ def make():
 def broken(size):
     return Model()
 
+def raises():
+    raise RuntimeError("no such checkpoint")
+
 number = 3
 """
     (tmp_path / "shard_spec_cli_models.py").write_text(text)
@@ -95,6 +98,12 @@ def test_plan_check_explain_and_diff(factory: Any, tmp_path: Any, capsys: Any) -
     other.write_text(ShardingPlan({"head.weight": "tp:S(1)"}, mesh={"dp": 2, "tp": 2}).to_json())
     assert main(["diff", plan, str(other), "--model", factory]) == 1
     assert "head.weight" in capsys.readouterr().out
+
+
+def test_a_factory_that_raises_is_wrong_usage(factory: Any, capsys: Any) -> None:
+    for name, said in (("raises", "RuntimeError: no such checkpoint"), ("broken", "TypeError: ")):
+        assert main(["plan", f"{THIS.partition(':')[0]}:{name}", "--mesh", "dp=2"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_json_is_json(factory: Any, tmp_path: Any, capsys: Any) -> None:

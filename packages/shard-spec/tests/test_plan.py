@@ -259,9 +259,11 @@ def test_memory_of_mixed_precision() -> None:
     assert plan.memory(metadata, optimizer=None, grads=False).on(3)["gradients"] == 0
     slim = OptimizerState("8-bit", slots=2, dtype="uint8")
     assert plan.memory(metadata, optimizer=slim).on(0)["optimizer"] == 50
-    for optimizer, dtype in (("lion9000", None), ("adamw", "float99")):
+    for optimizer, dtype in (("lion9000", None), ("adamw", "float99"), ("adamw", "int8")):
         with pytest.raises(PlanError):
             plan.memory(metadata, optimizer=optimizer, dtype=dtype)
+    with pytest.raises(PlanError, match="unsupported-dtype"):
+        plan.communication(metadata, dtype="int8")
 
 
 # ---- communication --------------------------------------------------------------------------------------------------

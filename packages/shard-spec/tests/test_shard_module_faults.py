@@ -278,7 +278,9 @@ def test_a_sharders_module_takes_its_place(ranks: Ranks) -> None:
         ids = torch.arange(4)
         expected = net.norm(net.fc(net.emb(ids) + net.emb2(ids)))
         expected = 2 * net.blocks[0](expected)
-        handle = shard_module(net, ShardingPlan({"blocks.0": sharder, "fc.weight": chunk(ranks)}, None, ["fc"]))
+        plan = ShardingPlan({"blocks.0": sharder, "fc.weight": chunk(ranks)}, None, ["fc"])
+        with pytest.warns(UserWarning, match=r"gradients of inner\.0\.weight, inner\.0\.bias in blocks\.0"):
+            handle = shard_module(net, plan)
         assert isinstance(net.blocks[0], Doubled)
         assert not hasattr(net.blocks, "mod_name")
         torch.testing.assert_close(net(ids), expected)
@@ -292,7 +294,8 @@ def test_a_sharders_module_takes_its_place(ranks: Ranks) -> None:
 def test_conflicts_go_by_fqn_not_by_prefix(ranks: Ranks) -> None:
     """torch: "emb" is reported to conflict with "emb2.weight", because one text begins with the other."""
     net, spec = Net(), chunk(ranks)
-    shard_module(net, ShardingPlan({"emb": Doubling(), "emb2.weight": spec}))
+    with pytest.warns(UserWarning, match=r"gradients of inner\.weight in emb "):
+        shard_module(net, ShardingPlan({"emb": Doubling(), "emb2.weight": spec}))
     assert isinstance(net.emb, Doubled)
     assert isinstance(net.emb2.weight, DTensor)
     fresh = Net()
@@ -316,6 +319,49 @@ def test_a_sharder_that_fails_on_one_rank(ranks: Ranks) -> None:
     assert "on rank 1: RuntimeError: cannot shard this" in str(error.value)
     assert_untouched(net, before)
     assert not hasattr(net.blocks[0][0], "extra")  # type: ignore[index]  # a Sequential
+
+
+class Nesting(Sharder):
+    """Shards the module itself, and fails on rank 1 before or after that."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        fails = dist.get_rank() == 1
+        if fails and self.when == "before":
+            raise RuntimeError("out of luck")
+        plan = ShardingPlan({"0.weight": "tp:S(0)"}, None, ["0"], mesh={"tp": dist.get_world_size()})
+        shard_module(module, plan)
+        if fails and self.when == "after":
+            raise RuntimeError("out of luck")
+        return module
+
+
+@pytest.mark.ranks(4)
+def test_a_sharder_that_fails_beside_a_shard_module_of_its_own(ranks: Ranks) -> None:
+    """Its peers wait in the inner call's comparison, or have that call's gradient hooks and stale marks."""
+    mesh = ranks.mesh((4,), ("tp",))
+    for when in ("before", "after"):
+        plan = ShardingPlan({"blocks.0": Nesting(when), "fc.weight": "tp:S(0)"}, mesh={"tp": 4})
+        for shard in (shard_module, lambda net, plan: plan.apply(net, mesh)):
+            net = Net()
+            mine = net.blocks[0][0].bias.register_hook(lambda grad: grad)  # type: ignore[index]  # a Sequential
+            net.blocks[0].register_buffer("count", torch.zeros(2, dtype=torch.int64))
+            before = state(net)
+            with pytest.raises(PlanError, match="RuntimeError: out of luck"):
+                shard(net, plan)
+            assert_untouched(net, before)
+            mine.remove()
+            assert not any(parameter._backward_hooks for parameter in net.parameters())
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            net(torch.arange(4)).sum().backward()
+            optimizer.step()
+    net, full = Net(), Net()
+    shard_module(net, ShardingPlan({"blocks.0": Nesting("never")}, None, ["fc"], mesh={"tp": 4}))
+    ids = torch.arange(4) + ranks.rank
+    assert isinstance(net.blocks[0][0].weight, DTensor)  # type: ignore[index]  # a Sequential
+    torch.testing.assert_close(net(ids), full(ids))
 
 
 # ---- single parameters --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_spec import shard_module
+from shard_spec._shared.problems import PlanError
 from shard_spec.sharding_plan import ShardingPlan
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -190,3 +191,34 @@ def test_what_came_later_trains_as_in_one_process(ranks: Ranks) -> None:
         assert not any(isinstance(p, DTensor) for p in net.parameters())
         if copied is not net:
             assert steps(copied, full, ranks, 1) == len(list(full.parameters()))
+
+
+class Branching(Net):
+    """One of two replicated layers of one shape, by the data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[int(x[0, 0] > 0)]
+        return self.head(layer(self.down(torch.relu(self.up(self.inp(x))))))  # type: ignore[no-any-return]  # as above
+
+
+@pytest.mark.ranks(4)
+def test_gradients_of_different_branches_are_refused(ranks: Ranks) -> None:
+    """The sums would add one layer's gradient on some ranks to another's on the rest, without an error."""
+    net = Branching()
+    shard_module(net, ShardingPlan(RULES, None, ["down"], mesh={"tp": 4}))
+    x = torch.ones(3, 4).double()
+    for sign in (1, -1):  # every rank takes the same branch
+        net(sign * x).sum().backward()
+    net(-x if ranks.rank == 2 else x).sum().backward()
+    with pytest.raises(PlanError, match=r"ranks 0, 1, 3: gradients summed since the last forward: .*; rank 2: "):
+        net(x)
+    net(x).sum().backward()
+    net(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_table_that_came_later_is_refused_as_one_that_was_there(ranks: Ranks) -> None:
+    net, _ = sharded()
+    net.layers.add_module("table", nn.Embedding(4, 6, max_norm=1.0).double())
+    with pytest.raises(PlanError, match=r"unsupported-option\] layers\.table\.weight"):
+        net(torch.randn(2, 4).double())

@@ -195,3 +195,15 @@ def test_wrong_ids_raise_on_every_rank(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match="autocast"), torch.autocast(ranks.device.type, enabled=ranks.rank == 0):
         model[0](torch.tensor([1]))
     assert model[0](torch.tensor([1, 2])).shape == (2, 4)
+
+
+@pytest.mark.ranks(2)
+def test_replicated_tables_whose_options_need_all_ids_are_refused(ranks: Ranks) -> None:
+    """Each rank would scale the rows, or the gradients, of its own ids alone: the replicas drifted apart silently."""
+    options: list[dict[str, Any]] = [{"max_norm": 1.0}, {"scale_grad_by_freq": True}]
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        for option in options:
+            for rules in ({"1.weight": "tp:S(0)"}, {"1.weight": "tp:S(0)", "0.weight": "tp:R"}):
+                net = nn.Sequential(kind(6, 4, **option), nn.Linear(4, 4))
+                with pytest.raises(PlanError, match=rf"unsupported-option\] 0\.weight: .* with {next(iter(option))} "):
+                    shard_module(net, ShardingPlan(rules, mesh={"tp": 2}))

@@ -56,11 +56,6 @@ class Table:
 Parts = list["str | Table"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """A :class:`Table` as text."""
-    return str(Table(head, rows, right))
-
-
 def joined(parts: Parts) -> str:
     """Lines and tables as one text."""
     return "\n".join(map(str, parts))
@@ -68,12 +63,11 @@ def joined(parts: Parts) -> str:
 
 def memory_parts(memory: Memory) -> Parts:
     """One line for each group of ranks that need the same."""
-    parts = [part for part, values in memory.parts.items() if any(values)]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for at, rank in enumerate(memory.ranks):
-        groups.setdefault(tuple(memory.parts[part][at] for part in parts), []).append(rank)
+    groups = memory.groups()
+    parts = list(groups[0][1]) if groups else []
     rows = [
-        [human_ranks(ranks), *map(human_bytes, values), human_bytes(sum(values))] for values, ranks in groups.items()
+        [human_ranks(ranks), *map(human_bytes, sizes.values()), human_bytes(sum(sizes.values()))]
+        for ranks, sizes in groups
     ]
     shown = rows if len(rows) <= 16 else [*rows[:15], [f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
     said: Parts = [Table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))]

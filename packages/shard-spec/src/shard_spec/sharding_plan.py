@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import shard_spec.apply
 import shard_spec.convert
 import shard_spec.plan
 from shard_spec._shared.problems import PlanError, Problem
@@ -241,7 +240,7 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every problem of every rank, before anything moved.
         """
-        return shard_spec.apply.apply_plan(
+        return shard_spec.apply_plan(
             module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
@@ -58,9 +59,7 @@ def _output_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem
                 found = f"its layout is on {layout.mesh!r}, the plan on {plan.mesh!r}"
                 problems.append(Problem("mesh-mismatch", f"output_plan[{path!r}]", found=found, hint="use one mesh"))
         except PlanError as error:
-            problems += [
-                Problem(p.code, f"output_plan[{path!r}]", p.dim, p.axis, p.found, p.hint) for p in error.problems
-            ]
+            problems += [replace(problem, name=f"output_plan[{path!r}]") for problem in error.problems]
     return problems
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
@@ -31,7 +30,7 @@ from shard_spec.apply.sources import (
 from shard_spec.apply.tensors import LocalParameter, TensorAction, replacing_problems, sharding_info, tensor_at
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
 from shard_spec.distributed.mesh_cache import RankState, capture_errors, group_or_default, raise_on_all_ranks
-from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, source_problems
+from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
@@ -198,15 +197,10 @@ def apply_plan(
         outcome = RankState(outcome.lines, failed)
     raise_on_all_ranks(meeting, outcome, "apply")
     assert actions is not None
-    transaction = Transaction()
-    try:
+    with Transaction() as transaction:
         staged = _stage(call, actions) if staged is None else staged
         replaced = run_sharders(module, actions, meeting, transaction)
         handle = _install(plan, module, actions, staged, replaced, meeting, transaction)
-    except BaseException:
-        transaction.roll_back()
-        raise
-    transaction.commit()
     return mark_replaced_stale(handle)
 
 
@@ -302,9 +296,7 @@ def _shard(call: _Call, action: TensorAction, device: torch.device, init: Initia
     if expression.kind == "local":
         return _local(local, action, mesh, expression)
     placements = expression.placements
-    shape = torch.Size(action.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    value = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    value = dtensor_of(local, mesh, placements, action.shape)
     if action.kind == "buffer":
         return value
     parameter = nn.Parameter(value, requires_grad=action.requires_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ class SumGradient:
     # Torch warns that hooks of a tensor are not saved with it; ModuleTracker puts them back at the next forward.
     __torch_unserializable__ = True
 
-    def __init__(self, group: GroupRef) -> None:
+    def __init__(self, group: GroupRef, note: Callable[[], None]) -> None:
         self.group = group
+        self.note = note  # ranks compare at the next forward what they have summed
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum; every rank's backward calls it in the same order."""
+        self.note()
         summed: torch.Tensor = _Sum.apply(grad, self.group.group)  # type: ignore[no-untyped-call]  # untyped in torch
         return summed
 

@@ -83,7 +83,8 @@ def read_tensors(
             hint = "give the source rank real values; only the other ranks may have meta tensors"
             problems.append(Problem("no-data", metadata.name, found="a meta tensor on src_rank", hint=hint))
         if not planned or layout.is_replicated:
-            problems += _sparse_problems(module, metadata.aliases)
+            owners = [module.get_submodule(name.rpartition(".")[0]) for name in metadata.aliases]
+            problems += replica_problems(owners, metadata.name)
         actions.append(
             TensorAction(
                 names=metadata.aliases,
@@ -115,12 +116,18 @@ def replacing_problems(tensor: torch.Tensor, name: str) -> list[Problem]:
     return problems
 
 
-def _sparse_problems(module: nn.Module, names: tuple[str, ...]) -> list[Problem]:
-    owners = [module.get_submodule(name.rpartition(".")[0]) for name in names]
-    if not any(getattr(owner, "sparse", False) is True for owner in owners):
-        return []
-    hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"
-    return [Problem("sparse-gradient", names[0], found="a module with sparse gradients", hint=hint)]
+def replica_problems(owners: list[nn.Module], name: str) -> list[Problem]:
+    """Return options of a tensor's modules that use the ids of the full batch, which a rank does not have."""
+    problems = []
+    if any(getattr(owner, "sparse", False) is True for owner in owners):
+        hint = "turn sparse=True off: the gradients of replicated parameters are summed over the ranks"
+        problems.append(Problem("sparse-gradient", name, found="a module with sparse gradients", hint=hint))
+    for option in ("max_norm", "scale_grad_by_freq"):
+        # Each rank would scale by the ids of its own rows alone, and replicas would drift apart.
+        if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) and getattr(owner, option) for owner in owners):
+            hint = "shard this table, or leave the option out"
+            problems.append(Problem("unsupported-option", name, found=f"a replicated table with {option}", hint=hint))
+    return problems
 
 
 class LocalParameter(nn.Parameter):

@@ -9,19 +9,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shard_spec._shared.consensus import HEADER_BYTES, all_gather_header, all_gather_objects
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan
 from shard_spec.distributed.mesh_cache import RankState, capture_errors, raise_on_all_ranks
 
 
 class Transaction:
-    """A log of changes; ``roll_back`` undoes them, last first.
-
-    It keeps what was there before. Call ``commit`` when the call has succeeded, so that the old tensors can be freed.
-    """
+    """A log of changes; leaving its block with an error undoes them, last first, and without one keeps them."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        while self._undo and kind is not None:
+            self._undo.pop()()
+        self._undo.clear()  # the old tensors can be freed
 
     def set_tensor(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         """Put a parameter or buffer of ``module`` in place."""
@@ -65,15 +71,6 @@ class Transaction:
         """Remember how to take back a change that the caller makes itself."""
         self._undo.append(undo)
 
-    def roll_back(self) -> None:
-        """Take everything back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def commit(self) -> None:
-        """Keep the changes and drop what was there before."""
-        self._undo.clear()
-
 
 def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Callable[[], None]] | None = None) -> None:
     """Replace a registered parameter or buffer; order, kind and persistence of the entry stay as they were."""
@@ -87,22 +84,22 @@ def put_tensor(module: nn.Module, name: str, value: torch.Tensor, log: list[Call
 class Snapshot:
     """The registered state of a module and everything below it, to be put back when a Sharder fails."""
 
-    _TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-
     def __init__(self, module: nn.Module) -> None:
-        self._state = [
-            (each, dict(each.__dict__), {name: each.__dict__[name].copy() for name in self._TABLES})
-            for each in module.modules()
-        ]
+        tensors = [*module.parameters(), *module.buffers()]
+        attributes = [vars(each) for each in (*module.modules(), *tensors)]
+        inner = [value for table in attributes for value in table.values() if isinstance(value, dict)]
+        # A shard_module within the Sharder hooks the gradients of replicated parameters.
+        self._hooks = [(tensor, tensor._backward_hooks) for tensor in tensors]
+        hooked = [hooks for _, hooks in self._hooks if hooks is not None]
+        self._tables = [(table, table.copy()) for table in (*attributes, *inner, *hooked)]
 
     def restore(self) -> None:
-        """Put every attribute and table back as it was; values written in place are not undone."""
-        for module, attributes, tables in self._state:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            for name, table in tables.items():
-                module.__dict__[name].clear()
-                module.__dict__[name].update(table)
+        """Put every attribute, table and gradient hook back; values written in place are not undone."""
+        for table, items in self._tables:
+            table.clear()
+            table.update(items)
+        for tensor, hooks in self._hooks:
+            tensor._backward_hooks = hooks
 
 
 def install_module(module: nn.Module, path: str, new: nn.Module, transaction: Transaction) -> None:
@@ -134,7 +131,19 @@ def run_sharders(
         return made
 
     made, problems = capture_errors(run)
+    _await_peers(group, problems)
     lines = tuple(f"{path}: {type(new).__qualname__}" for path, new in (made or {}).items())
     raise_on_all_ranks(group, RankState(lines, problems), "a Sharder failed")
     assert made is not None
     return made
+
+
+def _await_peers(group: dist.ProcessGroup, problems: tuple[Problem, ...]) -> None:
+    """Answer ranks that still compare plans inside of a Sharder, until every rank has left its Sharders.
+
+    A Sharder may call ``shard_module``: where this rank's failed before that, its peers wait in the comparison.
+    """
+    subject = "Sharders"
+    done = subject.encode().ljust(HEADER_BYTES, b"\0")
+    while set(all_gather_header(group, done, subject)) != {done}:
+        all_gather_objects(group, (subject, (), problems), subject)

@@ -80,15 +80,15 @@ def _from_factory(source: str) -> nn.Module:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the module's own code runs
         raise UsageError(f"cannot import {source!r}: {error}") from None
     if not callable(found):
         raise UsageError(f"{source!r} is no function or class that makes a model")
     try:
         with torch.device("meta"):
             model = found()
-    except TypeError as error:
-        raise UsageError(f"{source!r} has to work without arguments: {error}") from None
+    except Exception as error:  # the caller's code, which has to work without arguments
+        raise UsageError(f"{source!r}, called without arguments, raised {type(error).__name__}: {error}") from None
     if not isinstance(model, nn.Module):
         raise UsageError(f"{source!r} made a {type(model).__qualname__}, not an nn.Module")
     return model

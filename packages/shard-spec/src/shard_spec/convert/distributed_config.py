@@ -100,11 +100,8 @@ def _layouts_along_tp(styles: Mapping[str, str], module: nn.Module, mesh: MeshSp
 
 def to_distributed_config(plan: PlanContent, module: nn.Module) -> dict[str, Any]:
     """Arguments of a ``DistributedConfig``; see ``ShardingPlan.to_distributed_config``."""
-    wanted = resolve(plan, module).parameters
-    meshes = {layout.mesh for layout in wanted.values()}
-    if len(meshes) != 1:
-        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
-    mesh = meshes.pop()
+    resolution = resolve(plan, module)
+    wanted, mesh = resolution.parameters, resolution.one_mesh
     axes = {name: size for name, size in mesh.axes.items() if size > 1}
     if list(axes) != [name for name in ("dp_replicate", "fsdp", "efsdp", "ep", "tp") if name in axes] or mesh.rank_list:
         hint = "name the axes dp_replicate, fsdp (or efsdp, ep), tp, in this order, with ranks from 0"

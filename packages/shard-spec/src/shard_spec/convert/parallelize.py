@@ -31,10 +31,7 @@ def the_axis(found: Resolution, axis: str | None) -> str:
     Raises:
         PlanError: ``missing-argument`` when that is not one axis.
     """
-    meshes = {layout.mesh for layout in found.layouts.values()}
-    if len(meshes) != 1:
-        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint="use one mesh"))
-    mesh = next(iter(meshes))
+    mesh = found.one_mesh
     if axis is not None:
         mesh.axis_index(axis)
         return axis

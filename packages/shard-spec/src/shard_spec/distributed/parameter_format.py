@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from shard_spec.layout.layout import Layout
 from shard_spec.layout.placements import to_placement
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 
@@ -268,11 +269,13 @@ def as_dtensor(local: torch.Tensor, layout: Layout, shape: tuple[int, ...], name
     """Return this rank's shard as a DTensor."""
     expression = choose_format(layout, shape, name)
     assert isinstance(expression, ParameterFormat)  # planned
-    stride = torch.empty(shape, device="meta").stride()
-    mesh = meshes.mesh_of(layout)
-    return DTensor.from_local(
-        local, mesh, expression.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return dtensor_of(local, meshes.mesh_of(layout), expression.placements, shape)
+
+
+def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """Return a local shard as a DTensor of global ``shape``; from_local alone takes all shards to be of one shape."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def rank_problems(name: str, named: tuple[int, ...], ranks: tuple[int, ...]) -> list[Problem]:

@@ -25,6 +25,7 @@ from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
 from shard_spec.estimate.roles import Batch, data_axes_of, forward_inputs, role
+from shard_spec.plan.metadata import require_floating
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
@@ -69,10 +70,9 @@ def estimate_activations(
     dtype: str | None = None,
 ) -> ActivationEstimate:
     """The estimate for one forward; see ``ShardingPlan.activations``."""
+    require_floating(dtype)
     found = resolve(plan, module)
-    if found.mesh is None:
-        raise PlanError(Problem("mesh-mismatch", found="no single mesh", hint="put all layouts on one mesh"))
-    mesh, data = found.mesh, data_axes_of(found.mesh, data_axes)
+    mesh, data = found.one_mesh, data_axes_of(found.one_mesh, data_axes)
     state, effects = _meta_state(module, found, set(mesh.axis_names) - set(data), dtype)
     flow = _Flow(effects)
     blocks = _Blocks(module)
@@ -96,7 +96,7 @@ def estimate_activations(
 
     arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
     kept_by = saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.enable_grad(), kept_by, on_every_operator(flow.run), _FusedAttention(), blocks:
+    with torch.enable_grad(), kept_by, on_every_operator(flow.run), _TorchFunctions(flow), blocks:
         output = torch.func.functional_call(module, state, arguments, named)
     del output
     local = sum(size for size, _ in kept.values())
@@ -110,11 +110,16 @@ def estimate_activations(
     return ActivationEstimate(local, whole, len(kept), min(local, checkpointed), blocks.count)
 
 
-class _FusedAttention(TorchFunctionMode):
+class _TorchFunctions(TorchFunctionMode):
     """Attention without dropout as a fused kernel, which keeps queries, keys, values, output and one sum a row.
 
-    On the meta device torch would pick its unfused formula, which keeps every score.
+    On the meta device torch would pick its unfused formula, which keeps every score. Lists of integers that index a
+    tensor keep their values there.
     """
+
+    def __init__(self, flow: _Flow) -> None:
+        super().__init__()
+        self._flow = flow
 
     def __enter__(self) -> Any:
         # A mode does not see calls inside torch's Python functions (nn.MultiheadAttention's forward is one): these look
@@ -128,7 +133,13 @@ class _FusedAttention(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = args[0], tuple(map(self._index, args[1]))
         return (self._attention if func is self._unfused else func)(*args, **(kwargs or {}))
+
+    def _index(self, index: Any) -> Any:
+        listed = isinstance(index, list) and index and all(type(at) is int for at in index)
+        return self._flow.inputs(torch.tensor(index, device="cpu")) if listed else index
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         fused = self._fused(*args, **kwargs)
@@ -214,11 +225,12 @@ class _Flow:
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and note what it made."""
         if operator is torch.ops.aten._local_scalar_dense.default:
-            if id(args[0]) not in self.values:
+            known = self._value(args[0])
+            if known is None:
                 found = "forward reads a value that follows from parameters or floating-point inputs"
                 hint = "the estimate runs on shapes; measure this model, or estimate its parts"
                 raise PlanError(Problem("unverified", "batch", found=found, hint=hint))
-            return self.values[id(args[0])].item()
+            return known.item()
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it keeps the originals.
             halves = (each.to(torch.bfloat16) for each in args[:2])
@@ -245,15 +257,19 @@ class _Flow:
         small = all(tensor.numel() <= _MAX_VALUES for tensor in made)
         if not made or not small or torch.Tag.nondeterministic_seeded in operator.tags:
             return
-        if any(id(tensor) not in self.values for tensor in _tensors((args, kwargs))):
+        if any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
         real = operator(*self._real(args), **self._real(kwargs))
         self.alive += made
         self.values.update(zip(map(id, made), _tensors(real), strict=True))
 
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Values of a tensor; one that is not on meta is a constant of the forward, such as a list that indexes."""
+        return self.values.get(id(tensor)) if tensor.is_meta else tensor
+
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return self.values[id(value)]
+            return self._value(value)
         return torch.device("cpu") if isinstance(value, torch.device) else _mapped(value, self._real)
 
 

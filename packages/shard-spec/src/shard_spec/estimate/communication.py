@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.estimate.memory import local_numels
 from shard_spec.estimate.roles import (
@@ -30,7 +29,7 @@ from shard_spec.estimate.roles import (
 from shard_spec.formatting import communication_parts, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
@@ -125,7 +124,8 @@ def communication(
     cost_model: CostModel | None = None,
 ) -> Communication:
     """Return what a step of a resolved plan moves; see ``ShardingPlan.communication``."""
-    mesh = _one_mesh(found)
+    require_floating(dtype)
+    mesh = found.one_mesh
     data = data_axes_of(mesh, data_axes)
     step = _Step(mesh, data, num_tokens(batch, prod(map(mesh.axis_size, data))), dtype)
     transfers: list[Transfer] = []
@@ -250,14 +250,6 @@ def _largest_local_bytes(layout: Layout, tensor: TensorMetadata, item_bytes: int
     if all(spec.kind in "RSP" for spec in layout.specs):
         return prod(layout.local_shape(layout.mesh.ranks[0], tensor.shape)) * item_bytes
     return max(local_numels(layout, tensor.shape)) * item_bytes
-
-
-def _one_mesh(found: Resolution) -> MeshSpec:
-    meshes = list(dict.fromkeys(layout.mesh for layout in found.layouts.values()))
-    if len(meshes) != 1:
-        hint = "communication is counted by axis: put all layouts on one mesh"
-        raise PlanError(Problem("mesh-mismatch", found=f"{len(meshes)} meshes in one plan", hint=hint))
-    return meshes[0]
 
 
 def _seconds(

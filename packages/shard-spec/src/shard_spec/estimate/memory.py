@@ -12,7 +12,7 @@ from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.formatting import joined, memory_parts
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata
+from shard_spec.plan.metadata import ITEM_BYTES, TensorMetadata, require_floating
 from shard_spec.plan.resolve import Resolution
 
 if TYPE_CHECKING:
@@ -179,6 +179,14 @@ class Memory:
                 found.append((tensor.name, sum(self._settings.bytes_of(tensor, numel).values())))
         return sorted(found, key=lambda item: (-item[1], item[0]))[:count]
 
+    def groups(self) -> list[tuple[list[int], dict[str, int]]]:
+        """Ranks that need the same, and what they need, by part; parts that no rank needs are left out."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        needed = {part: values for part, values in self.parts.items() if any(values)}
+        for at, rank in enumerate(self.ranks):
+            found.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
+        return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in found.items()]
+
     def with_activations(self, found: ActivationEstimate, checkpointing: bool) -> Memory:
         """The same with activations on each rank."""
         size = found.checkpointed_bytes if checkpointing else found.local_bytes
@@ -239,10 +247,7 @@ def memory_of(
     resolution: Resolution, *, optimizer: OptimizerLike = "adamw", grads: bool | str = True, dtype: str | None = None
 ) -> Memory:
     """Bytes per rank of a resolved plan. Tensors of one shape, layout and kind are counted together."""
-    for name in (grads, dtype):
-        if not isinstance(name, bool | None) and name not in ITEM_BYTES:
-            hint = f"one of {', '.join(sorted(ITEM_BYTES))}"
-            raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(name), hint=hint))
+    require_floating(grads, dtype)
     _require_all_trained(optimizer, resolution)
     settings = MemorySettings(optimizer_state(optimizer), grads, dtype)
     ranks = resolution.ranks

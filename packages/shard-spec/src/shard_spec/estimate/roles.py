@@ -27,25 +27,22 @@ from shard_spec.plan.metadata import TensorMetadata
 EXPERT_AXIS_NAMES = frozenset({"ep", "expert", "experts"})
 CONTEXT_AXIS_NAMES = frozenset({"cp", "context"})
 PIPELINE_AXIS_NAMES = frozenset({"pp", "pipeline", "stage"})
-DATA_AXIS_NAMES = (
-    EXPERT_AXIS_NAMES
-    | CONTEXT_AXIS_NAMES
-    | {
-        *(
-            "dp",
-            "data",
-            "ddp",
-            "fsdp",
-            "efsdp",
-            "hsdp",
-            "replicate",
-            "shard",
-            "dp_replicate",
-            "dp_shard",
-            "dp_shard_cp",
-        ),
+DATA_AXIS_NAMES = EXPERT_AXIS_NAMES.union(
+    CONTEXT_AXIS_NAMES,
+    (
+        "dp",
+        "data",
+        "ddp",
+        "fsdp",
+        "efsdp",
+        "hsdp",
+        "replicate",
+        "shard",
+        "dp_replicate",
+        "dp_shard",
+        "dp_shard_cp",
         "batch",
-    }
+    ),
 )
 
 # Class of module -> (dim of its weight that counts output features, dim that counts input features).

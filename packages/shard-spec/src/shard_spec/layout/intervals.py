@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 
 Interval = tuple[int, int]
 
@@ -175,11 +175,13 @@ class Box:
         # tuple() also turns torch.Size and lists into plain tuples, so that equal boxes compare equal.
         object.__setattr__(self, "offsets", tuple(int(offset) for offset in self.offsets))
         object.__setattr__(self, "sizes", tuple(int(size) for size in self.sizes))
+        problems = []
         if len(self.offsets) != len(self.sizes):
             found = f"{len(self.offsets)} offsets and {len(self.sizes)} sizes"
-            raise PlanError(Problem("shape-mismatch", found=found, hint="give one offset and one size for each dim"))
+            problems.append(Problem("shape-mismatch", found=found, hint="give one offset and one size for each dim"))
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
-            raise PlanError(Problem("box-out-of-range", found=f"{self!r}", hint="offsets and sizes are at least 0"))
+            problems.append(Problem("box-out-of-range", found=f"{self!r}", hint="offsets and sizes are at least 0"))
+        raise_problems(problems)
 
     @property
     def ndim(self) -> int:
@@ -242,11 +244,6 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
     object.__setattr__(box, "offsets", offsets)
     object.__setattr__(box, "sizes", sizes)
     return box
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """The box that is the whole tensor of ``shape``."""
-    return Box((0,) * len(shape), tuple(shape))
 
 
 def grid(intervals: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:

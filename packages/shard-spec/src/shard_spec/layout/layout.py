@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -293,7 +293,7 @@ def _each_spec(pairs: object) -> dict[str, PlacementSpec]:
         try:
             specs[axis] = to_placement_spec(placement)
         except PlanError as error:
-            problems.extend(Problem(p.code, p.name, p.dim, str(axis), p.found, p.hint) for p in error.problems)
+            problems.extend(replace(problem, axis=str(axis)) for problem in error.problems)
     raise_problems(problems)
     return specs
 

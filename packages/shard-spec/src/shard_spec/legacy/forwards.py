@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -95,7 +95,7 @@ class ShardedForward:
         module: The module whose forward it is.
         name: Its FQN, for errors.
         context: What it shares with the other modules of one ``shard_module`` call.
-        cut: How the weight lies, or None where only the bias is sharded.
+        sharding: How the weight lies, or None where only the bias is sharded.
     """
 
     original: ClassVar[Callable[..., Any]]
@@ -113,6 +113,12 @@ class ShardedForward:
     def __repr__(self) -> str:
         layout = "replicated" if self.sharding is None else str(self.sharding.layout)
         return f"{type(self).__name__}({self.name!r}, weight={layout})"
+
+    @property
+    def cut(self) -> WeightSharding:
+        """The sharding of a weight that is sharded."""
+        assert self.sharding is not None
+        return self.sharding
 
     # ---- input ------------------------------------------------------------------------------------------------
 
@@ -179,10 +185,9 @@ class ShardedForward:
                 the ranks hold parts of a sum.
             width: Global size of the last dim.
         """
-        assert self.sharding is not None
         weight = self.module.weight
         assert isinstance(weight, DTensor)
-        placements = self.sharding.placements({cut_dim: Shard(local.dim() - 1), 1 - cut_dim: Partial()}, Replicate())
+        placements = self.cut.placements({cut_dim: Shard(local.dim() - 1), 1 - cut_dim: Partial()}, Replicate())
         return wrap(local, weight.device_mesh, placements, (*local.shape[:-1], width))
 
 
@@ -229,7 +234,6 @@ class ShardedLinear(ShardedForward):
 
     def _column_sharded_input(self, input: torch.Tensor, in_features: int) -> torch.Tensor:
         """All rows with the columns that this rank's shard of the weight meets."""
-        assert self.sharding is not None
         if isinstance(input, DTensor):
             return self._from_dtensor(input)
         problem = rows_problem(input, self.device, 2)
@@ -239,43 +243,25 @@ class ShardedLinear(ShardedForward):
         self.context.note(metadata.rows())
         if metadata.any_requires_grad() and not input.requires_grad:
             input = input.detach().requires_grad_()  # its backward communicates: all ranks have to run it
-        return gather_rows(input, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
+        return gather_rows(input, self.cut.exchange(self.context.group.group, metadata.rows(), 1))
 
     def _from_dtensor(self, input: DTensor) -> torch.Tensor:
-        assert self.sharding is not None
-        weight = self.module.weight
+        weight, cut = self.module.weight, self.cut
         assert isinstance(weight, DTensor)
         last = input.dim() - 1
         if input.device_mesh == weight.device_mesh:
-            wanted = self.sharding.placements({0: Replicate(), 1: Shard(last)}, Replicate())
-            grads = self.sharding.placements({0: Partial(), 1: Shard(last)}, Replicate())
+            wanted = cut.placements({0: Replicate(), 1: Shard(last)}, Replicate())
+            grads = cut.placements({0: Partial(), 1: Shard(last)}, Replicate())
             return unwrap(input.redistribute(placements=wanted), grads)
-        start, size = self.sharding.columns[self.context.group.rank]
+        start, size = cut.columns[self.context.group.rank]
         return self.global_input(input).narrow(last, start, size)
 
     def _local_bias(self, bias: torch.Tensor) -> torch.Tensor:
         """The part of the bias for this rank's output features: added once to each sum, counted once by replicas."""
-        assert self.sharding is not None
-        me = self.context.group.rank
-        start, size = self.sharding.rows[me]
-        adds = self.sharding.is_first_replica(me, 1)
-        return masked_identity(bias.narrow(0, start, size), forward=adds, backward=adds and self.sharding.primary[me])
-
-
-def check_ids(ids: torch.Tensor, num_embeddings: int, name: str) -> None:
-    """Raise for ids outside of the table, which otherwise no rank would look up.
-
-    Every rank sees all ids, so every rank raises. On an accelerator nothing is read back: there ``look_up`` lets the
-    embedding kernel trap.
-
-    Raises:
-        IndexError: As ``torch.nn.functional.embedding`` does.
-    """
-    if ids.device.type != "cpu" or not ids.numel():
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= num_embeddings:
-        raise IndexError(f"{name}: ids from {low} to {high} for a table of {num_embeddings} rows")
+        cut, me = self.cut, self.context.group.rank
+        start, size = cut.rows[me]
+        adds = cut.is_first_replica(me, 1)
+        return masked_identity(bias.narrow(0, start, size), forward=adds, backward=adds and cut.primary[me])
 
 
 def look_up(
@@ -362,38 +348,55 @@ def _norms(table: torch.Tensor, cut: WeightSharding, group: dist.ProcessGroup, n
     return parts if infinite else parts.pow(1.0 / norm_type)
 
 
-class ShardedEmbedding(ShardedForward):
+class ShardedTable(ShardedForward):
+    """Sharded embeddings and bags of them: ids are checked, the rows that they name scaled and looked up."""
+
+    tensors = ("weight",)
+
+    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+        """All ranks' ids in this rank's shard of the table: ``[*ids.shape, my_columns]``."""
+        table, cut, group = self.module, self.cut, self.context.group
+        assert isinstance(table, nn.Embedding | nn.EmbeddingBag)
+        self._check_ids(ids, table.num_embeddings)
+        if table.max_norm is not None:
+            with torch.no_grad():
+                renormalize(self.local_weight(), ids, cut, group.group, table.max_norm, table.norm_type)
+        rows, by_freq = cut.rows[group.rank], table.scale_grad_by_freq
+        return look_up(ids, self.local_weight(), rows, table.num_embeddings, table.padding_idx, by_freq)
+
+    def _check_ids(self, ids: torch.Tensor, num_embeddings: int) -> None:
+        """Raise for ids outside of the table, which otherwise no rank would look up.
+
+        Every rank sees all ids, so every rank raises. On an accelerator nothing is read back: there ``look_up`` lets
+        the embedding kernel trap.
+
+        Raises:
+            IndexError: As ``torch.nn.functional.embedding`` does.
+        """
+        if ids.device.type != "cpu" or not ids.numel():
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= num_embeddings:
+            raise IndexError(f"{self.name}: ids from {low} to {high} for a table of {num_embeddings} rows")
+
+
+class ShardedEmbedding(ShardedTable):
     """This rank's ids in, this rank's rows out: every rank looks up all ids in its shard of the table.
 
     DTensor ids (of the whole batch) give a DTensor of the whole batch.
     """
 
     original = nn.Embedding.forward
-    tensors = ("weight",)
 
     @eager_only
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
-        assert self.sharding is not None
         if isinstance(input, DTensor):
-            return self.global_output(self._look_up(self.global_input(input)), 1, self.sharding.shape[1])
+            return self.global_output(self.look_up(self.global_input(input)), 1, self.cut.shape[1])
         problem = rows_problem(input, self.device, 1) or ids_problem(input)
         metadata = self.gather_metadata(self.stand_in() if problem else input, problem=problem)
-        column_sharded = self._look_up(self.gathered(input, metadata.rows()))
-        return scatter_rows(column_sharded, self.sharding.exchange(self.context.group.group, metadata.rows(), 1))
-
-    def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """All ids in this rank's shard: ``[*ids.shape, my_columns]``."""
-        module, cut, group = self.module, self.sharding, self.context.group
-        assert isinstance(module, nn.Embedding)
-        assert cut is not None
-        check_ids(ids, module.num_embeddings, self.name)
-        if module.max_norm is not None:
-            with torch.no_grad():
-                renormalize(self.local_weight(), ids, cut, group.group, module.max_norm, module.norm_type)
-        table = self.local_weight()
-        padding_idx = module.padding_idx
-        return look_up(ids, table, cut.rows[group.rank], module.num_embeddings, padding_idx, module.scale_grad_by_freq)
+        column_sharded = self.look_up(self.gathered(input, metadata.rows()))
+        return scatter_rows(column_sharded, self.cut.exchange(self.context.group.group, metadata.rows(), 1))
 
 
 def ids_problem(ids: torch.Tensor) -> str:
@@ -423,7 +426,7 @@ class _Bags:
         return torch.repeat_interleave(bags, ends - self.offsets, output_size=self.ids.shape[0])
 
 
-class ShardedEmbeddingBag(ShardedForward):
+class ShardedEmbeddingBag(ShardedTable):
     """This rank's bags in, this rank's bags out.
 
     Sums and means are formed on each rank for its shard of the table and then brought together, bag by bag. A maximum
@@ -431,7 +434,6 @@ class ShardedEmbeddingBag(ShardedForward):
     """
 
     original = nn.EmbeddingBag.forward
-    tensors = ("weight",)
 
     @eager_only
     def __call__(
@@ -447,60 +449,39 @@ class ShardedEmbeddingBag(ShardedForward):
         problem = next(filter(None, (rows_problem(each, self.device, 1) for each in given)), "")
         problem = problem or _problem(module, input, offsets, per_sample_weights)
         bags = None if problem else _flat(module, input, offsets, per_sample_weights)
-        ids = self.stand_in() if bags is None else bags.ids
         metadata = self.gather_metadata(
             self.stand_in() if bags is None else bags.offsets,
-            ids,
+            self.stand_in() if bags is None else bags.ids,
             None if bags is None else bags.weights,
             problem=problem,
         )
         assert bags is not None
+        if bags.weights is not None and metadata.any_requires_grad(2) and not bags.weights.requires_grad:
+            # Its backward communicates: all ranks have to run it.
+            bags = replace(bags, weights=bags.weights.detach().requires_grad_())
         all_ids = self.gathered(bags.ids, metadata.rows(1))
-        check_ids(all_ids, module.num_embeddings, self.name)
-        table = self._table(all_ids)
-        weights = bags.weights
-        if weights is not None and metadata.any_requires_grad(2) and not weights.requires_grad:
-            weights = weights.detach().requires_grad_()  # its backward communicates: all ranks have to run it
+        found = self.look_up(all_ids)
         if module.mode == "max":
-            return self._max(bags, all_ids, table, metadata.rows(1))
-        return self._sum(_Bags(bags.ids, bags.offsets, weights), all_ids, table, metadata.rows(0), metadata.rows(1))
-
-    def _table(self, all_ids: torch.Tensor) -> torch.Tensor:
-        module = self.module
-        assert isinstance(module, nn.EmbeddingBag)
-        assert self.sharding is not None
-        if module.max_norm is not None:
-            group = self.context.group.group
-            with torch.no_grad():
-                renormalize(self.local_weight(), all_ids, self.sharding, group, module.max_norm, module.norm_type)
-        return self.local_weight()
-
-    def _look_up(self, all_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        module = self.module
-        assert isinstance(module, nn.EmbeddingBag)
-        assert self.sharding is not None
-        rows = self.sharding.rows[self.context.group.rank]
-        return look_up(all_ids, table, rows, module.num_embeddings, module.padding_idx)
+            return self._max(module, bags, found, metadata.rows(1))
+        return self._sum(module, bags, all_ids, found, metadata.rows(0), metadata.rows(1))
 
     def _sum(
         self,
+        module: nn.EmbeddingBag,
         bags: _Bags,
         all_ids: torch.Tensor,
-        table: torch.Tensor,
+        found: torch.Tensor,
         num_bags: tuple[int, ...],
         num_tokens: tuple[int, ...],
     ) -> torch.Tensor:
-        module, group = self.module, self.context.group
-        assert isinstance(module, nn.EmbeddingBag)
-        assert self.sharding is not None
-        found = self._look_up(all_ids, table)
+        group = self.context.group
         if module.padding_idx is not None:
             found = found.masked_fill((all_ids == module.padding_idx).unsqueeze(-1), 0)
         if bags.weights is not None:
             found = found * gather_rows(bags.weights.unsqueeze(-1), self.whole_rows(num_tokens, 1))
         bag_of_token = self.gathered(bags.of_token + sum(num_bags[: group.rank]), num_tokens)
         column_sharded = found.new_zeros(sum(num_bags), found.shape[-1]).index_add(0, bag_of_token, found)
-        summed = scatter_rows(column_sharded, self.sharding.exchange(group.group, num_bags, 1))
+        summed = scatter_rows(column_sharded, self.cut.exchange(group.group, num_bags, 1))
         if module.mode == "sum":
             return summed
         counted = torch.ones_like(bags.ids) if module.padding_idx is None else (bags.ids != module.padding_idx).long()
@@ -508,13 +489,9 @@ class ShardedEmbeddingBag(ShardedForward):
         return summed / counts.clamp(min=1).unsqueeze(-1).to(summed.dtype)
 
     def _max(
-        self, bags: _Bags, all_ids: torch.Tensor, table: torch.Tensor, num_tokens: tuple[int, ...]
+        self, module: nn.EmbeddingBag, bags: _Bags, found: torch.Tensor, num_tokens: tuple[int, ...]
     ) -> torch.Tensor:
-        module, group = self.module, self.context.group
-        assert isinstance(module, nn.EmbeddingBag)
-        assert self.sharding is not None
-        column_sharded = self._look_up(all_ids, table)
-        tokens = scatter_rows(column_sharded, self.sharding.exchange(group.group, num_tokens, 1))
+        tokens = scatter_rows(found, self.cut.exchange(self.context.group.group, num_tokens, 1))
         num = tokens.shape[0]
         places = torch.arange(num, device=tokens.device)
         padding = None

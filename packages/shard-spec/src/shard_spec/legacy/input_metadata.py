@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shard_spec import _torch_compat
+from shard_spec._shared.consensus import named_collective
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.distributed.mesh_cache import RankState, raise_on_all_ranks
 from shard_spec.legacy.module_tracker import ForwardContext
@@ -85,7 +86,8 @@ def all_gather_input_metadata(
     ]
     for tensor in tensors:
         line += _encode(tensor)
-    table = _all_gather_line(line, group, given.device)
+    with named_collective(f"the forward of {name}"):
+        table = _all_gather_line(line, group, given.device)
     inputs = tuple(
         tuple(_decode(row[_HEAD + at * _FIELDS : _HEAD + (at + 1) * _FIELDS]) for at in range(len(tensors)))
         for row in table

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
 from shard_spec.apply.sources import fingerprint
-from shard_spec.apply.tensors import is_sharded
+from shard_spec.apply.tensors import is_sharded, replica_problems
 from shard_spec.distributed.mesh_cache import GroupRef, RankState
 
 
@@ -95,16 +96,19 @@ class ModuleTracker:
         self._seen: dict[tuple[int, str], int] = {}
         self._handles: list[Any] = []
         self._hooked: dict[int, int] = {}  # by the parameter's id, the address of what was hooked
+        self._summed = 0  # checksum of the gradients summed since the last scan, in their order
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_by_id": {}, "_seen": {}, "_handles": [], "_hooked": {}}
+        return {**vars(self), "_by_id": {}, "_seen": {}, "_handles": [], "_hooked": {}, "_summed": 0}
 
     def scan(self, root: nn.Module) -> ModuleScan:
         """Look through ``root``; members that need their gradient hook get it. Sends nothing."""
         first = not self._by_id  # a new tracker, or a copy
         if first:
             self._by_id = {id(member.module): member for member in self._members}
-        lines: list[str] = []
+        # Sums of gradients that are not of one parameter, where ranks took other branches, mix them without an error.
+        lines = [f"gradients summed since the last forward: {self._summed:08x}"]
+        self._summed = 0
         untracked: list[tuple[nn.Module, str, str]] = []
         problems: list[Problem] = []
         for path, module in _walk(root):
@@ -118,9 +122,10 @@ class ModuleTracker:
                     problems.append(Problem("not-sharded", fqn, found="it was sharded, and is full now", hint=hint))
                 elif plain and self._is_new(module, name, kind, parameter, first):
                     untracked.append((module, name, "whole"))
+                    problems += replica_problems([module], fqn)
                     line += f", new, with values {fingerprint(parameter)}"
                 elif plain and kind == "whole":
-                    self._hook(parameter)
+                    self._hook(parameter, fqn)
                 if self.everything or kind in ("shard", "whole"):
                     lines.append(line)
             if self.everything and tuple(module._buffers) != (member.buffers if member else ()):
@@ -147,7 +152,7 @@ class ModuleTracker:
             assert parameter is not None
             member.kinds[name] = kind
             self._seen[id(module), name] = id(parameter)
-            self._hook(parameter)
+            self._hook(parameter, name)
 
     def remove(self) -> None:
         """Take the hooks away again."""
@@ -165,11 +170,14 @@ class ModuleTracker:
             self._seen[id(module), name] = id(parameter)
         return self.everything and self._seen.get((id(module), name)) != id(parameter)
 
-    def _hook(self, parameter: nn.Parameter) -> None:
+    def _note(self, name: str) -> None:
+        self._summed = zlib.crc32(name.encode(), self._summed)
+
+    def _hook(self, parameter: nn.Parameter, name: str) -> None:
         if not parameter.requires_grad:
             return
         if not sums_over(parameter, self.group.group):
-            hook = SumGradient(self.group)
+            hook = SumGradient(self.group, partial(self._note, name))
             self._handles.append(parameter.register_hook(hook))
         elif self._hooked.get(id(parameter)) != parameter._cdata:
             _torch_compat.revive_hooks(parameter)

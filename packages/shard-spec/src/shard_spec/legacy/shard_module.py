@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
+from shard_spec.apply.gradients import summed_over
 from shard_spec.apply.handle import Placed, ShardHandle, irreversible, mark_replaced_stale, place, still_ours
-from shard_spec.apply.tensors import TensorAction, tensor_at
+from shard_spec.apply.tensors import TensorAction, is_sharded, tensor_at
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
 from shard_spec.distributed.exchange import broadcast_, scatter
 from shard_spec.distributed.mesh_cache import (
@@ -225,18 +226,15 @@ def _act(
     module, plan = subject()
     ref = GroupRef(group)
     context, meshes = ForwardContext(ref), MeshCache(ref, actions.device.type)
-    transaction = Transaction()
     meshes.prepare(_meshes_wanted(actions))
     if whole and ref.size > 1:
         _warn_of_batch_statistics(module)
-    try:
+    with Transaction() as transaction:
         staged = _stage(module, actions, group, meshes)
         replaced = run_sharders(module, actions, group, transaction)
+        if ref.size > 1:
+            _warn_of_unsummed_gradients(replaced)
         handle = install(module, plan, actions, staged, replaced, context, meshes, transaction)
-    except BaseException:
-        transaction.roll_back()
-        raise
-    transaction.commit()
     return mark_replaced_stale(handle)
 
 
@@ -275,6 +273,21 @@ def _warn_of_batch_statistics(module: nn.Module) -> None:
             "unsharded module uses the full batch; use nn.SyncBatchNorm, or a norm over features",
             stacklevel=4,
         )
+
+
+def _warn_of_unsummed_gradients(replaced: dict[str, nn.Module]) -> None:
+    for path, module in replaced.items():
+        owned = [
+            name
+            for name, each in module.named_parameters()
+            if each.requires_grad and not is_sharded(each) and not summed_over(each)
+        ]
+        if owned:
+            warnings.warn(
+                f"shard_module: values and gradients of {', '.join(owned)} in {path} are each rank's own, since a "
+                "Sharder decides about them; where they are replicas, call shard_module inside of the Sharder",
+                stacklevel=4,
+            )
 
 
 def _meshes_wanted(actions: ExecutionPlan) -> list[Layout]:

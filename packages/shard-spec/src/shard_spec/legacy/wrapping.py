@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from shard_spec._torch_compat import redistributes_twice
+from shard_spec.distributed.parameter_format import dtensor_of
 
 Placements = tuple[Placement, ...]
 
@@ -81,15 +82,7 @@ class _Wrap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, meaning: _Meaning) -> DTensor:
         ctx.meaning = meaning
-        stride = torch.empty(meaning.shape, device="meta").stride()
-        return DTensor.from_local(
-            local.detach().contiguous(),
-            meaning.mesh,
-            meaning.placements,
-            run_check=False,
-            shape=meaning.shape,
-            stride=stride,
-        )
+        return dtensor_of(local.detach().contiguous(), meaning.mesh, meaning.placements, meaning.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[torch.Tensor, None]:

@@ -21,8 +21,8 @@ from torch import nn
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import CostModel, Link
 from shard_spec.planners.base import merge_notes
-from shard_spec.planners.megatron.blocks import Cut, Options, TPBlock, TPBlockKind
-from shard_spec.planners.megatron.linear import read_attribute
+from shard_spec.planners.megatron.blocks import Context, Cut, Options, TPBlock, TPBlockKind
+from shard_spec.planners.megatron.linear import first_declared, places_of
 from shard_spec.planners.megatron.planner import Analysis, analyse
 
 CUT = "bsh"
@@ -357,13 +357,6 @@ class _Builder:
         if unit.kind is not TPBlockKind.EXPERTS:
             return 1.0
         num_experts = self.parameters[unit.rows[0].name].shape[0]
-        name: str | None = unit.name
-        while name is not None:
-            place = self.module.get_submodule(name)
-            for owner in (place, getattr(place, "config", None)):
-                for attribute in _ACTIVE_EXPERTS:
-                    value = read_attribute(owner, attribute)
-                    if isinstance(value, int) and 0 < value <= num_experts:
-                        return value / num_experts
-            name = name.rpartition(".")[0] if name else None
-        return 1.0
+        around = Context(self.module, Options(tp_size=1)).chain(unit.name)
+        active = first_declared(places_of(around), _ACTIVE_EXPERTS) or num_experts
+        return min(active, num_experts) / num_experts

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.patterns import Pattern
@@ -78,25 +79,6 @@ def _other_mesh(name: str, found: MeshSpec, mesh: MeshSpec) -> Problem:
     return Problem("mesh-mismatch", name, found=f"its layout is on {found!r}, the plan on {mesh!r}", hint=hint)
 
 
-class _Table(Mapping[str, Any]):
-    """A copy of a mapping that nobody can change; equal to every mapping with the same items."""
-
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class PlanContent:
     """Rules, outputs, mesh and strictness of a plan; `ShardingPlan` says what each means."""
@@ -121,8 +103,9 @@ class PlanContent:
             _require("output_plan", output_plan, Mapping, "a mapping from module FQN to layout")
         if isinstance(return_local_tensor, str):
             raise TypeError(f"return_local_tensor is a list of module FQNs, not the text {return_local_tensor!r}")
-        object.__setattr__(self, "plan", _Table(plan))
-        object.__setattr__(self, "output_plan", None if output_plan is None else _Table(output_plan))
+        object.__setattr__(self, "plan", MappingProxyType(dict(plan)))
+        output = None if output_plan is None else MappingProxyType(dict(output_plan))
+        object.__setattr__(self, "output_plan", output)
         local = None if return_local_tensor is None else tuple(return_local_tensor)
         object.__setattr__(self, "return_local_tensor", local)
         object.__setattr__(self, "mesh", as_mesh(mesh))
@@ -139,19 +122,23 @@ class PlanContent:
     __hash__ = None  # type: ignore[assignment]  # specs and Sharders need not be hashable; `digest` stands for it
 
     def __repr__(self) -> str:
-        parts = [repr(self.plan)]
+        parts = [repr(dict(self.plan))]
         for name, default in (("output_plan", None), ("return_local_tensor", None), ("mesh", None), ("strict", False)):
             value = getattr(self, name)
             if value != default:
-                parts.append(f"{name}={value!r}")
+                parts.append(f"{name}={dict(value) if name == 'output_plan' else value!r}")
         return f"ShardingPlan({', '.join(parts)})"
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("plan", "output_plan", "return_local_tensor", "mesh", "strict")
-        return {name: getattr(self, name) for name in names}
+        values = ((name, getattr(self, name)) for name in names)
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        tables = {
+            name: MappingProxyType(value) for name, value in state.items() if name in ("plan", "output_plan") and value
+        }
+        self.__dict__.update(state | tables)
 
     # ---- reading ----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
@@ -28,7 +29,7 @@ def layouts_of_module(module: nn.Module, mesh: MeshSpec | None = None) -> dict[s
         try:
             layout = layout_of_tensor(tensor)
         except PlanError as error:
-            problems += [Problem(p.code, name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+            problems += [replace(problem, name=name) for problem in error.problems]
             continue
         if layout is None:
             plain.append(name)

@@ -23,6 +23,18 @@ ITEM_BYTES = {
 }
 
 
+def require_floating(*dtypes: object) -> None:
+    """Refuse what a module cannot be converted to; None and flags are no dtype.
+
+    Raises:
+        PlanError: ``unsupported-dtype``.
+    """
+    known = [name for name in ITEM_BYTES if name.startswith(("float", "bfloat", "complex"))]
+    for dtype in dtypes:
+        if not isinstance(dtype, bool | None) and dtype not in known:
+            raise PlanError(Problem("unsupported-dtype", "dtype", found=repr(dtype), hint=f"one of {', '.join(known)}"))
+
+
 @dataclass(frozen=True)
 class TensorMetadata:
     """One parameter or buffer of a model: its global shape and what it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,21 @@ class Resolution(Mapping[str, Layout]):
         """All ranks that some tensor lies on, ascending."""
         meshes = {layout.mesh for layout in self.layouts.values()}
         return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
+
+    @property
+    def one_mesh(self) -> MeshSpec:
+        """The mesh of all layouts.
+
+        Raises:
+            PlanError: ``mesh-mismatch`` where they lie on several.
+        """
+        meshes = {layout.mesh for layout in self.layouts.values()} or {self.mesh} - {None}
+        if len(meshes) != 1:
+            found = f"{len(meshes)} meshes in one plan"
+            raise PlanError(Problem("mesh-mismatch", found=found, hint="put all layouts on one mesh"))
+        (mesh,) = meshes
+        assert mesh is not None
+        return mesh
 
     def tensor(self, name: str) -> TensorMetadata:
         """The metadata of the tensor called ``name`` (any of its names)."""
@@ -268,8 +284,6 @@ def _matches_nothing(key: str, metadata: ModelMetadata) -> Problem:
     if key in metadata.modules:
         hint = f"that is a module; write {key + '.**' if key else '**'!r} for all of its parameters"
     else:
-        import difflib
-
         names = [alias for tensor in metadata.tensors for alias in tensor.aliases]
         close = difflib.get_close_matches(key, names[:5000], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "remove the rule or correct the pattern"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch import nn
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec, as_mesh
+from shard_spec.layout.text import format_layout
 from shard_spec.plan.globs import glob_rules, pattern_of
 from shard_spec.sharding_plan import ShardingPlan
 
@@ -59,14 +59,8 @@ class OptimalityBound:
 
 def short_text(layout: Layout) -> str:
     """The layout's text without the axes that replicate."""
-    parts, _, order = str(layout).partition(";")
-    kept = [part for part in _axis_texts(parts) if not part.endswith(":R")]
-    return ", ".join(kept) + (f";{order}" if order else "")
-
-
-def _axis_texts(text: str) -> list[str]:
-    """Splits at commas outside of parentheses."""
-    return [part.strip() for part in re.split(r",\s*(?![^()]*\))", text)]
+    kept = [pair for pair in zip(layout.mesh.axis_names, layout.specs, strict=True) if pair[1].kind != "R"]
+    return format_layout([axis for axis, _ in kept], [spec for _, spec in kept], layout.order)
 
 
 MeshLike = MeshSpec | Mapping[str, int] | str

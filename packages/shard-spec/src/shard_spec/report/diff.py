@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shard_spec._shared.page import human_bytes
 from shard_spec.estimate.memory import memory_of
-from shard_spec.formatting import table
+from shard_spec.formatting import Table
 from shard_spec.plan.metadata import ModelMetadata
 from shard_spec.plan.resolve import resolve
 from shard_spec.plan.serialize import _document
@@ -62,7 +62,7 @@ class PlanDiff:
         for title, changes in (("setting", self.settings), ("rule", self.rules), ("tensor", self.tensors)):
             if changes:
                 rows = [[c.name, *("-" if side is None else side for side in (c.before, c.after))] for c in changes]
-                lines.append(table([title, "before", "after"], rows))
+                lines.append(str(Table([title, "before", "after"], rows)))
         if self.memory is not None:
             before, after = self.memory
             lines.append(f"parameters on the fullest rank: {human_bytes(before)} -> {human_bytes(after)}")

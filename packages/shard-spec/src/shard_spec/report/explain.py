@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
-from shard_spec.formatting import Parts, Table, human_ranks, joined, table
+from shard_spec.formatting import Parts, Table, human_ranks, joined
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.content import Rule
 from shard_spec.plan.globs import pattern_of
@@ -31,31 +31,38 @@ def explain(plan: PlanContent, name: str | None = None, module: nn.Module | Mode
 
 def _explain_plan(plan: PlanContent) -> str:
     lines = [f"mesh: {plan.mesh if plan.mesh else 'not stated'}"]
-    lines.append(table(["rule", "gives"], [[rule.key, _value_text(rule)] for rule in plan.rules]))
+    lines.append(str(Table(["rule", "gives"], [[rule.key, _value_text(rule)] for rule in plan.rules])))
     lines += _outputs(plan)
     rest = "a problem (strict)" if plan.strict else "replicated"
     lines.append(f"parameters that no rule mentions: {rest}")
     return "\n".join(lines + _problem_lines(plan.problems))
 
 
-def explain_model(plan: PlanContent, found: Resolution) -> Parts:
-    """One line for each group of tensors that differ only in the numbers of their FQNs."""
-    groups: dict[tuple[str, ...], list[TensorMetadata]] = {}
+def alike(found: Resolution) -> dict[tuple[str, str, str, str], list[TensorMetadata]]:
+    """Tensors that differ only in numbers of their FQNs: by pattern, layout, shape and rule, as text."""
+    groups: dict[tuple[str, str, str, str], list[TensorMetadata]] = {}
     for tensor in found.metadata.tensors:
         layout = found.layouts.get(tensor.name)
-        if tensor.kind == "buffer" and layout is not None and layout.is_replicated:
+        if tensor.kind == "buffer" and (layout is None or layout.is_replicated):
             continue
         said = str(layout) if layout is not None else "by its Sharder"
-        stem = pattern_of(tensor.name)
-        groups.setdefault((stem, said, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")), []).append(tensor)
-    rows = []
-    for (stem, said, shape, rule), tensors in groups.items():
-        layout = found.layouts.get(tensors[0].name)
-        name = stem if len(tensors) > 1 else tensors[0].name
-        local = _local_text(layout, tensors[0])
-        rows.append([name, str(len(tensors)), shape, said, local, rule or "-"])
-    lines: Parts = [f"mesh: {found.mesh}"]
-    lines.append(Table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,)))
+        key = pattern_of(tensor.name), said, str(list(tensor.shape)), found.rule_of.get(tensor.name, "")
+        groups.setdefault(key, []).append(tensor)
+    return {(key[0] if len(tensors) > 1 else tensors[0].name, *key[1:]): tensors for key, tensors in groups.items()}
+
+
+def tensor_table(found: Resolution) -> Table:
+    """One row for each group of tensors that lie alike."""
+    rows = [
+        [name, str(len(tensors)), shape, said, _local_text(found.layouts.get(tensors[0].name), tensors[0]), rule or "-"]
+        for (name, said, shape, rule), tensors in alike(found).items()
+    ]
+    return Table(["tensor", "count", "global shape", "layout", "local shape", "rule"], rows, (1,))
+
+
+def explain_model(plan: PlanContent, found: Resolution) -> Parts:
+    """The mesh, one line for each group of tensors that lie alike, ties, outputs and problems."""
+    lines: Parts = [f"mesh: {found.mesh}", tensor_table(found)]
     lines += [f"tied: {' = '.join(names)}" for names in found.tied]
     return [*lines, *_outputs(plan), *_problem_lines(found.problems)]
 

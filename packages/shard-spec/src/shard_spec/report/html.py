@@ -7,12 +7,12 @@ from html import escape
 from math import prod
 from typing import TYPE_CHECKING
 
-from shard_spec._shared.page import cards, human_bytes, legend, note, page, stacked_bars, svg, table
+from shard_spec._shared.page import cards, human_bytes, legend, note, page, rect, stacked_bars, svg, table, text
 from shard_spec.formatting import human_count, human_ranks
 from shard_spec.layout.layout import Layout
-from shard_spec.plan.globs import pattern_of
 from shard_spec.plan.metadata import ModelMetadata, TensorMetadata
 from shard_spec.plan.resolve import Resolution, examine
+from shard_spec.report.explain import alike, tensor_table
 
 if TYPE_CHECKING:
     from shard_spec.estimate.activations import ActivationEstimate
@@ -64,7 +64,9 @@ def html_report(
     ]
     if communication is not None:
         parts += ["<h2>Bytes that each rank sends in a step</h2>", _communication(communication)]
-    parts += ["<h2>Tensors</h2>", _tensors(found)]
+    tensors = tensor_table(found)
+    rows = [[f"<code>{escape(cell)}</code>" for cell in row] for row in tensors.rows]
+    parts += ["<h2>Tensors</h2>", table(tensors.head, rows, numbers=tensors.right)]
     return page(title, parts)
 
 
@@ -117,97 +119,78 @@ def _problems(found: Resolution) -> str:
 # ---- the picture of the plan ----------------------------------------------------------------------------------------
 
 
-def stems(found: Resolution) -> dict[tuple[str, str, tuple[int, ...]], list[TensorMetadata]]:
-    """Tensors that differ only in numbers of their FQNs, lie alike and have one shape, as one row."""
-    groups: dict[tuple[str, str, tuple[int, ...]], list[TensorMetadata]] = {}
-    for tensor in found.metadata.tensors:
-        layout = found.layouts.get(tensor.name)
-        if tensor.kind == "buffer" and (layout is None or layout.is_replicated):
-            continue
-        stem = pattern_of(tensor.name)
-        said = "by its Sharder" if layout is None else str(layout)
-        groups.setdefault((stem, said, tensor.shape), []).append(tensor)
-    return groups
-
-
 def _picture(found: Resolution) -> str:
     axes = list(dict.fromkeys(axis for layout in found.layouts.values() for axis in layout.mesh.axis_names))
     hues = {axis: _HUES[at % len(_HUES)] for at, axis in enumerate(axes)}
     ranks = list(found.ranks)[:_MAX_RANKS]
-    rows = [(key, tensors) for key, tensors in stems(found).items()][:_MAX_ROWS]
+    groups = alike(found)
+    rows = list(groups.items())[:_MAX_ROWS]
     left, width, height, top = 350, max(7, min(30, 480 // max(1, len(ranks)))), 20, 22
     right = left + len(ranks) * width + 12
-    cells = []
+    shapes = [text(0, 14, "rank", kind="soft"), text(right, 14, "layout", kind="soft")]
     for at, rank in enumerate(ranks):
         if len(ranks) <= 16 or at % 8 == 0:
-            cells.append(f'<text class="soft" x="{left + at * width + 2}" y="14">{rank}</text>')
-    cells.append(f'<text class="soft" x="0" y="14">rank</text><text class="soft" x="{right}" y="14">layout</text>')
-    for row, ((stem, stem_layout, _), tensors) in enumerate(rows):
+            shapes.append(text(left + at * width + 2, 14, str(rank), kind="soft"))
+    for row, ((stem, stem_layout, *_), tensors) in enumerate(rows):
         y = top + row * height
         name = stem if len(stem) <= 44 else "…" + stem[-43:]
         times = f" ×{len(tensors)}" if len(tensors) > 1 else ""
-        cells.append(f'<text class="mono" x="0" y="{y + 13}">{escape(name + times)}</text>')
+        shapes.append(text(0, y + 13, name + times, kind="mono"))
         said = stem_layout if len(stem_layout) <= 44 else stem_layout[:43] + "…"
-        cells.append(f'<text class="mono soft" x="{right}" y="{y + 13}">{escape(said)}</text>')
+        shapes.append(text(right, y + 13, said, kind="mono soft"))
         layout = found.layouts.get(tensors[0].name)
         for at, rank in enumerate(ranks):
-            cells.append(_cell(layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3)))
+            shapes += _cell(layout, tensors[0], rank, hues, (left + at * width, y, width - 1, height - 3))
     colours = [(f"hsl({hue} 55% 50%)", f"sharded along {axis}") for axis, hue in hues.items()]
     key = legend([*colours, ("#c9cfd8", "replicated"), ("none", "nothing")])
     remark = "One column is one rank. Ranks of one shade along an axis hold the same shard."
     if len(found.ranks) > len(ranks):
         remark += f" The first {len(ranks)} of {len(found.ranks)} ranks are shown."
-    total = len(stems(found))
-    if total > len(rows):
-        remark += f" The first {len(rows)} of {total} kinds of tensors are shown."
-    return key + svg("plan", right + 310, top + len(rows) * height + 4, cells) + note(remark)
+    if len(groups) > len(rows):
+        remark += f" The first {len(rows)} of {len(groups)} kinds of tensors are shown."
+    return key + svg("plan", right + 310, top + len(rows) * height + 4, shapes) + note(remark)
 
 
 def _cell(
     layout: Layout | None, tensor: TensorMetadata, rank: int, hues: dict[str, int], place: tuple[int, int, int, int]
-) -> str:
+) -> list[str]:
+    """One stripe for each axis that shards, in the shade of the rank's place along it; an outline where it has none."""
     x, y, width, height = place
     coordinate = None if layout is None else layout.mesh.coordinate(rank)
     if layout is None or coordinate is None:
-        return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#bbb"/>'
+        return [rect(x, y, width, height, "none", extra=' stroke="#bbb"')]
     boxes = layout.boxes(rank, tensor.shape)
     places = " + ".join(str([f"{s.start}:{s.stop}" for s in box.slices()]).replace("'", "") for box in boxes[:4])
-    title = f"<title>{escape(tensor.name)} on rank {rank}: {escape(places) or 'nothing'}</title>"
+    tip = f"{tensor.name} on rank {rank}: {places or 'nothing'}"
     if not boxes:
-        return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#bbb">{title}</rect>'
+        return [rect(x, y, width, height, "none", tip, ' stroke="#bbb"')]
     colours = []
     for at, (axis, size) in enumerate(layout.mesh.axes.items()):
         if layout.specs[at].dim is not None and size > 1:
             shade = 36 + round(36 * coordinate[at] / (size - 1))
             colours.append(f"hsl({hues[axis]} 55% {shade}%)")
-    stripes = []
-    for at, colour in enumerate(colours or ["#c9cfd8"]):
-        step = height / max(1, len(colours))
-        stripes.append(f'<rect x="{x}" y="{y + at * step:.1f}" width="{width}" height="{step:.1f}" fill="{colour}"/>')
-    return f"<g>{title}{''.join(stripes)}</g>"
+    step = height / max(1, len(colours))
+    return [rect(x, y + at * step, width, step, each, tip) for at, each in enumerate(colours or ["#c9cfd8"])]
 
 
 # ---- bars -----------------------------------------------------------------------------------------------------------
 
 
 def _memory(memory: Memory, activations: ActivationEstimate | None) -> str:
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for at, rank in enumerate(memory.ranks):
-        kinds = tuple((part, values[at]) for part, values in memory.parts.items() if any(values))
-        groups.setdefault(kinds, []).append(rank)
-    rows = [(_ranks_text(ranks), list(kinds)) for kinds, ranks in list(groups.items())[:32]]
+    groups = memory.groups()
+    rows = [(_ranks_text(ranks), list(sizes.items())) for ranks, sizes in groups[:32]]
     drawn = stacked_bars("memory", rows, _PART_COLOURS)
-    text = "Exact for the tensors themselves; activations and collectives' buffers come on top."
+    remark = "Exact for the tensors themselves; activations and collectives' buffers come on top."
     if activations is not None:
-        text += f" Activations: {activations}."
+        remark += f" Activations: {activations}."
     if len(groups) > len(rows):
-        text += f" The first {len(rows)} of {len(groups)} different fillings are shown."
-    return drawn + note(text)
+        remark += f" The first {len(rows)} of {len(groups)} different fillings are shown."
+    return drawn + note(remark)
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    text = human_ranks(ranks)
-    return "rank " + text if len(ranks) == 1 else f"ranks {text if len(text) < 28 else text[:26] + '…'}"
+    listed = human_ranks(ranks)
+    return "rank " + listed if len(ranks) == 1 else f"ranks {listed if len(listed) < 28 else listed[:26] + '…'}"
 
 
 def _communication(found: Communication) -> str:
@@ -217,19 +200,3 @@ def _communication(found: Communication) -> str:
         times = ", ".join(f"{axis} {seconds * 1e3:.1f} ms" for axis, seconds in found.seconds.items())
         drawn += f"<p>Time of the collectives, one after another: {escape(times)}.</p>"
     return drawn + f'<p class="note">{"<br>".join(escape(line) for line in found.assumptions)}</p>'
-
-
-def _tensors(found: Resolution) -> str:
-    rows = []
-    for (stem, said, shape), tensors in stems(found).items():
-        layout = found.layouts.get(tensors[0].name)
-        local = "?" if layout is None else str(list(layout.local_shape(layout.mesh.ranks[0], shape)))
-        rule = found.rule_of.get(tensors[0].name, "") or "–"
-        shown = '<span class="note">its name</span>' if rule == stem else f"<code>{escape(rule)}</code>"
-        rows.append(
-            [
-                f"<code>{escape(stem)}</code>", str(len(tensors)), f"<code>{escape(said)}</code>",
-                escape(str(list(shape))), local, shown,
-            ]
-        )  # fmt: skip
-    return table(["tensor", "count", "layout", "global shape", "local shape", "rule"], rows, numbers=[1])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from shard_spec._shared.problems import PlanError, Problem, raise_problems
+from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.layout.intervals import Box
 
 if TYPE_CHECKING:
@@ -133,19 +133,7 @@ class ShardMetadata:
         object.__setattr__(self, "shard_offsets", tuple(int(offset) for offset in shard_offsets))
         object.__setattr__(self, "shard_sizes", tuple(int(size) for size in shard_sizes))
         object.__setattr__(self, "placement", None if placement is None else RemoteDevice(placement))
-        raise_problems(self._problems())
-
-    def _problems(self) -> list[Problem]:
-        problems = []
-        if len(self.shard_offsets) != len(self.shard_sizes):
-            found = f"{len(self.shard_offsets)} offsets and {len(self.shard_sizes)} sizes"
-            hint = "give one offset and one size for each dim"
-            problems.append(Problem("shape-mismatch", "shard_sizes", found=found, hint=hint))
-        for name, values in (("shard_offsets", self.shard_offsets), ("shard_sizes", self.shard_sizes)):
-            if any(value < 0 for value in values):
-                hint = "offsets and sizes are at least 0"
-                problems.append(Problem("box-out-of-range", name, found=f"{list(values)}", hint=hint))
-        return problems
+        Box(self.shard_offsets, self.shard_sizes)  # raises where they are none
 
     @property
     def rank(self) -> int | None:
@@ -180,31 +168,20 @@ class TensorShards:
         object.__setattr__(self, "tensor_properties", tensor_properties)
 
 
-def overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None. Sweeps along the dim with the most different offsets."""
-    full = [box for box in boxes if box.numel]
-    if len(full) < 2:
-        return None
-    if not full[0].ndim:
-        return full[0], full[1]
-    dim = max(range(full[0].ndim), key=lambda at: len({box.offsets[at] for box in full}))
-    active: list[Box] = []
-    for box in sorted(full, key=lambda each: each.offsets[dim]):
-        active = [other for other in active if other.ends[dim] > box.offsets[dim]]
-        for other in active:
-            if other.intersect(box) is not None:
-                return other, box
-        active.append(box)
-    return None
-
-
 def overlap_problems(boxes: Sequence[Box], name: str = "") -> list[Problem]:
     """A problem that names two boxes which share elements; empty when none do."""
-    pair = overlap(boxes)
-    if pair is None:
-        return []
-    found = f"{pair[0]!r} and {pair[1]!r} share elements"
-    return [Problem("boxes-overlap", name, found=found, hint="give every element to one shard")]
+    full = [box for box in boxes if box.numel]
+    # Sweeps along the dim with the most different offsets; boxes without dims are one element each.
+    dim = max(range(full[0].ndim if full else 0), key=lambda at: len({box.offsets[at] for box in full}), default=None)
+    active: list[Box] = []
+    for box in full if dim is None else sorted(full, key=lambda each: each.offsets[dim]):
+        active = [other for other in active if dim is None or other.ends[dim] > box.offsets[dim]]
+        for other in active:
+            if other.intersect(box) is not None:
+                found = f"{other!r} and {box!r} share elements"
+                return [Problem("boxes-overlap", name, found=found, hint="give every element to one shard")]
+        active.append(box)
+    return []
 
 
 def cover_problems(boxes: Sequence[Box], shape: Sequence[int], name: str = "") -> list[Problem]:

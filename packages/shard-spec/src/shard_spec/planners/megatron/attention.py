@@ -18,7 +18,6 @@ from shard_spec.planners.megatron.blocks import (
     FusedOrder,
     TPBlock,
     TPBlockKind,
-    from_library,
     leaf,
     parent,
 )
@@ -29,6 +28,7 @@ from shard_spec.planners.megatron.linear import (
     LinearView,
     as_linear,
     declared_heads,
+    from_library,
     join,
     linear_children,
 )
@@ -102,7 +102,7 @@ def not_lent(context: Context, found: list[Found]) -> list[Found]:
 
 
 def _borrows(context: Context, name: str) -> bool:
-    by_name = {names.lower(child) for child in linear_children(name, context.modules[name])}
+    by_name = {child.lower() for child in linear_children(name, context.modules[name])}
     others = names.KEY | names.VALUE | names.FUSED_QKV
     return bool(by_name & names.QUERY and by_name & names.ATTENTION_OUT) and not by_name & others
 
@@ -113,7 +113,7 @@ def _borrows(context: Context, name: str) -> bool:
 def _projections(context: Context, name: str) -> Projections | None:
     module = context.modules[name]
     children = context.free(linear_children(name, module))
-    by_name = {names.lower(child): view for child, view in children.items()}
+    by_name = {child.lower(): view for child, view in children.items()}
     q, k, v = (_only(by_name, words) for words in (names.QUERY, names.KEY, names.VALUE))
     if q is not None and k is not None and v is not None:
         inputs: tuple[LinearView, ...] = (q, k, v)
@@ -157,14 +157,14 @@ def _with_output(
             return Projections(inputs, view, name, name)
     for child_name, block in context.modules[name].named_children():
         listed = isinstance(block, nn.Sequential | nn.ModuleList) and len(block) > 0
-        if listed and names.lower(child_name) in names.ATTENTION_OUT:
+        if listed and child_name.lower() in names.ATTENTION_OUT:
             view_or_none = as_linear(join(name, child_name, "0"), next(block.children()))
             if view_or_none is not None:
                 return Projections(inputs, view_or_none, name, name)
     if not name:
         return None
     for sibling_name, sibling in context.modules[parent(name)].named_children():
-        if names.lower(sibling_name) in names.OUTPUT_BLOCK and sibling is not context.modules[name]:
+        if sibling_name.lower() in names.OUTPUT_BLOCK and sibling is not context.modules[name]:
             dense = linear_children(join(parent(name), sibling_name), sibling).get("dense")
             if dense is not None and (at_least or 0) <= dense.in_features <= at_most:
                 return Projections(inputs, dense, name, parent(name))

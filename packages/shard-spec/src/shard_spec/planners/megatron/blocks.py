@@ -154,8 +154,3 @@ def parent(name: str) -> str:
 def leaf(name: str) -> str:
     """Last part of an FQN."""
     return name.rpartition(".")[2]
-
-
-def from_library(module: nn.Module) -> bool:
-    """Return whether the module's class comes from torch or transformers, whose arrangements are known and tested."""
-    return type(module).__module__.split(".")[0] in ("torch", "transformers")

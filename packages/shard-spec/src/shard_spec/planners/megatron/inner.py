@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shard_spec._shared.problems import Problem
-from shard_spec.planners.megatron.blocks import Context, Cut, from_library
-from shard_spec.planners.megatron.linear import Heads, LinearView, join
+from shard_spec.planners.megatron.blocks import Context, Cut
+from shard_spec.planners.megatron.linear import Heads, LinearView, from_library, join
 
 _NORM_OF_A_PROJECTION = re.compile(r"(^|[._])(q|k|query|key)(_?(a_)?(layer_?norm|norm|ln))|norm_(q|k)\b")
 

@@ -59,9 +59,9 @@ def as_linear(name: str, module: nn.Module) -> LinearView | None:
         return None
     if not weight.is_floating_point():
         return None
-    if isinstance(module, nn.Linear) and _has_known_forward(module):
+    if isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or from_library(module)):
         return LinearView(name, module, weight.shape[0], weight.shape[1], out_dim=0, in_dim=1)
-    if type(module).__name__ == "Conv1D" and _is_library_class(module):
+    if type(module).__name__ == "Conv1D" and from_library(module):
         return LinearView(name, module, weight.shape[1], weight.shape[0], out_dim=1, in_dim=0)
     return None
 
@@ -81,11 +81,8 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _has_known_forward(module: nn.Module) -> bool:
-    return type(module).forward is nn.Linear.forward or _is_library_class(module)
-
-
-def _is_library_class(module: nn.Module) -> bool:
+def from_library(module: nn.Module) -> bool:
+    """Return whether the module's class comes from torch or transformers, whose arrangements are known and tested."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers")
 
 
@@ -113,37 +110,34 @@ def declared_heads(chain: Sequence[nn.Module]) -> DeclaredHeads:
     Args:
         chain: the attention module, its parent, and so on up to the root.
     """
-    places = [place for module in chain for place in (module, getattr(module, "config", None)) if place is not None]
+    places = places_of(chain)
     return DeclaredHeads(
-        num_heads=_first(places, names.NUM_HEADS) or _first(places[:1], ("h",)),
-        num_kv_heads=_first(places, names.NUM_KV_HEADS),
-        head_dim=_first(places[:2], names.HEAD_DIM),
+        num_heads=first_declared(places, names.NUM_HEADS) or first_declared(places[:1], ("h",)),
+        num_kv_heads=first_declared(places, names.NUM_KV_HEADS),
+        head_dim=first_declared(places[:2], names.HEAD_DIM),
     )
 
 
-def declared_vocab_sizes(modules: Iterable[nn.Module]) -> frozenset[int]:
+def declared_vocab_sizes(modules: Iterable[nn.Module]) -> set[int]:
     """Every vocabulary size that a config or attribute of `modules` declares."""
-    sizes = set()
-    for module in modules:
-        for place in (module, getattr(module, "config", None)):
-            size = None if place is None or isinstance(place, nn.Embedding) else _first([place], names.VOCAB_SIZE)
-            if size is not None:
-                sizes.add(size)
-    return frozenset(sizes)
+    places = (place for place in places_of(modules) if not isinstance(place, nn.Embedding))
+    return {size for place in places if (size := first_declared([place], names.VOCAB_SIZE)) is not None}
 
 
-def _first(places: Iterable[object], attributes: Sequence[str]) -> int | None:
+def places_of(modules: Iterable[nn.Module]) -> list[object]:
+    """Each module and its config, where attributes are declared."""
+    both = (place for module in modules for place in (module, getattr(module, "config", None)))
+    return [place for place in both if place is not None]
+
+
+def first_declared(places: Iterable[object], attributes: Sequence[str]) -> int | None:
+    """The first of the attributes that some place has as a positive integer."""
     for place in places:
         for attribute in attributes:
-            value = read_attribute(place, attribute)
+            try:
+                value = getattr(place, attribute, None)
+            except Exception:  # configs of transformers raise errors of their own for what differs between layers
+                continue
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
-
-
-def read_attribute(place: object, attribute: str) -> object:
-    """An attribute, or None: configs of transformers raise errors of their own for what differs between layers."""
-    try:
-        return getattr(place, attribute, None)
-    except Exception:
-        return None

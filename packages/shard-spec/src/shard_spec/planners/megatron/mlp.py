@@ -11,8 +11,8 @@ from shard_spec._shared.problems import Problem
 from shard_spec.planners.block_simulator import Slices, even_slices, simulate_block
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts, kept_replicated, unverified
-from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library
-from shard_spec.planners.megatron.linear import LinearView, as_linear, join, linear_children
+from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind
+from shard_spec.planners.megatron.linear import LinearView, as_linear, from_library, join, linear_children
 
 # Modules that act on each channel alone, or not at all.
 _ELEMENTWISE = (
@@ -69,7 +69,7 @@ def _sequential(context: Context, name: str, module: nn.Module) -> list[FeedForw
 
 def _by_children(context: Context, name: str, module: nn.Module) -> FeedForward | None:
     children = context.free(linear_children(name, module))
-    by_name = {names.lower(child): view for child, view in children.items()}
+    by_name = {child.lower(): view for child, view in children.items()}
     for down_name, down in by_name.items():
         if down_name not in names.DOWN:
             continue
@@ -112,9 +112,9 @@ def _intermediate_and_output(context: Context, name: str, module: nn.Module) -> 
     up = down = None
     for child_name, child in module.named_children():
         dense = context.free(linear_children(join(name, child_name), child)).get("dense")
-        if names.lower(child_name) in names.INTERMEDIATE_BLOCK:
+        if child_name.lower() in names.INTERMEDIATE_BLOCK:
             up = dense
-        elif names.lower(child_name) in names.OUTPUT_BLOCK:
+        elif child_name.lower() in names.OUTPUT_BLOCK:
             down = dense
     if up is None or down is None or up.out_features != down.in_features:
         return None

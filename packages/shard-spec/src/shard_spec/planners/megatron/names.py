@@ -1,7 +1,7 @@
 """Names that model authors give to the parts of a transformer block.
 
 A name alone decides nothing: the shapes have to fit, and for modules that are not from a known library the dataflow
-is probed (see `block_simulator`). Names only say where to look.
+is probed (see `block_simulator`). Names only say where to look, and are compared in lower case (``Wqkv``, ``Wo``).
 """
 
 from __future__ import annotations
@@ -43,8 +43,3 @@ NUM_KV_HEADS = (
 )
 HEAD_DIM = ("head_dim", "attention_head_size", "key_value_proj_dim", "dim_head", "d_kv", "head_size")
 VOCAB_SIZE = ("vocab_size", "n_vocab", "vocabulary_size", "num_embeddings")
-
-
-def lower(name: str) -> str:
-    """Names are compared in lower case (``Wqkv``, ``Wo``)."""
-    return name.lower()

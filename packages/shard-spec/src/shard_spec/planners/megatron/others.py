@@ -7,8 +7,8 @@ from torch import nn
 from shard_spec._shared.problems import Problem
 from shard_spec.planners.megatron import names
 from shard_spec.planners.megatron.attention import column_cuts
-from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, from_library, leaf
-from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, join
+from shard_spec.planners.megatron.blocks import Context, Cut, Evidence, Found, TPBlock, TPBlockKind, leaf
+from shard_spec.planners.megatron.linear import LinearView, as_linear, declared_vocab_sizes, from_library, join
 from shard_spec.planners.megatron.mlp import uneven
 
 # Library classes that do not say so themselves: whether weights are ``[experts, in, out]``.
@@ -110,16 +110,16 @@ def find_vocabulary(context: Context) -> list[Found]:
     rows = {module.num_embeddings for module in tokens.values()} | sizes
     found = [_embedding(context, name, module) for name, module in tokens.items()]
     for view in linears:
-        if id(view.module.weight) in tied or (names.lower(leaf(view.name)) in names.HEAD and view.out_features in rows):
+        if id(view.module.weight) in tied or (leaf(view.name).lower() in names.HEAD and view.out_features in rows):
             context.claim(view)
             found.append(_head(context, view))
     return found
 
 
-def _is_token_embedding(name: str, module: nn.Embedding, sizes: frozenset[int], linears: list[LinearView]) -> bool:
+def _is_token_embedding(name: str, module: nn.Embedding, sizes: set[int], linears: list[LinearView]) -> bool:
     if any(word in name.lower() for word in names.POSITION_WORDS):
         return False
-    heads = {view.out_features for view in linears if names.lower(leaf(view.name)) in names.HEAD}
+    heads = {view.out_features for view in linears if leaf(view.name).lower() in names.HEAD}
     tokens = any(word in leaf(name).lower() for word in ("tok", "word", "wte", "vocab", "shared", "embed_in"))
     return module.num_embeddings in sizes | heads or tokens
 
