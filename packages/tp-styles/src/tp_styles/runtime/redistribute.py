@@ -177,7 +177,7 @@ class _Moved(torch.autograd.Function):
         if _is_differentiated_again():  # the two steps are each other's transpose
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
             return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
-        return ctx.move.run(ctx.transfer.backward, gradient, ctx.sizes), None, None, None, None
+        return ctx.move.run(ctx.transfer.backward, gradient, dict(ctx.sizes)), None, None, None, None
 
 
 def _is_differentiated_again() -> bool:
