@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -549,11 +553,20 @@ class MistakeInOneMode(nn.Module):
         return x.flip(-1) if (self.training, torch.is_grad_enabled()) == self.wrong_in else x
 
 
+@dataclass(slots=True)
+class Counts:
+    """Without a `__dict__`; `last` comes with the first call."""
+
+    calls: int = 0
+    last: int = field(init=False)
+
+
 class Cached(Pair):
-    """Keeps what it was given in an object of its own, and counts calls in a container."""
+    """Keeps what it was given in an object of its own, and counts calls in containers and in slots."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.counts = Counts()
         self.kept = SimpleNamespace(seen=None, total=torch.zeros(16), last=deque(maxlen=3))
         self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
 
@@ -562,8 +575,10 @@ class Cached(Pair):
         kept.seen = x if kept.seen is None else torch.cat([kept.seen, x])
         kept.total += x.sum(0)
         kept.last.append(len(kept.seen))
+        self.counts.last = self.counts.calls + getattr(self.counts, "last", 10)
+        self.counts.calls += 1
         self.scale.data.mul_(0.9)
-        result: Tensor = super().forward(x * self.scale + kept.total) * sum(kept.last)
+        result: Tensor = super().forward(x * self.scale + kept.total) * sum(kept.last) * self.counts.last
         return result
 
 
@@ -578,7 +593,41 @@ def test_objects_that_modules_write_to(ranks: Ranks) -> None:
         with torch.set_grad_enabled(call not in (2, 3)):
             torch.testing.assert_close(model(x), alone(x), atol=EXACT, rtol=0)
     assert list(model.kept.last) == [12, 15, 18]
+    assert model.counts == alone.counts and model.counts.calls == 6
     assert torch.equal(model.kept.seen, alone.kept.seen)
+
+
+class Draws(Pair):
+    """Takes numbers that torch did not draw: of global generators, of its own, of iterators, of an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random(1)
+        self.array = np.zeros(2)
+        self.numpy = np.random.default_rng(2)
+        self.iterators: list[Any] = [iter(range(9)), itertools.count(3), itertools.cycle([1, 2, 4])]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.array += 1.5
+        drawn = float(np.random.rand())  # noqa: NPY002  # the global generator is meant
+        scale = random.random() + drawn + self.own.random() + self.numpy.random() + self.array.sum()
+        result: Tensor = super().forward(x) * (scale + sum(next(one) for one in self.iterators))
+        return result
+
+
+@pytest.mark.ranks(2)
+def test_numbers_that_torch_did_not_draw(ranks: Ranks) -> None:
+    """Both runs of a check take the same ones, and the call the next: a loud false alarm before."""
+    model, alone = (models.seeded(Draws).double() for _ in range(2))
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), PAIR)
+    outputs = []
+    for each in (model, alone):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002  # the global one is meant
+        torch.manual_seed(0)
+        outputs.append([each.train(call < 3)(torch.randn(3, 16, dtype=torch.float64)) for call in range(6)])
+    for found, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(found, expected, atol=EXACT, rtol=1e-10)
 
 
 @pytest.mark.ranks(2)
@@ -663,3 +712,38 @@ def test_what_was_refused_is_refused_again(ranks: Ranks) -> None:
         pair.function = torch.tanh
     for mended in (model, inner, data, replicas):
         mended(torch.ones(2, 4, 16)).sum().backward()
+
+
+class Adapter(nn.Module):
+    """A low-rank update beside a layer, sized by what its output has."""
+
+    def __init__(self, base: nn.Module, features: int) -> None:
+        super().__init__()
+        self.base, self.a, self.b = base, nn.Linear(16, 2), nn.Linear(2, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + self.b(self.a(x))
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_layers_that_come_after_checked_calls(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
+    """Adapters of a shard's size trained as another model on each rank, if a call had been checked before."""
+    mesh = ranks.mesh((2,), ("tp",))
+    for call in range(4):
+        model: Any = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), Pair()))
+        tp.apply_plan(model, mesh, {"1.up": tp.ColwiseParallel(), "1.down": tp.RowwiseParallel()}, params=params)
+        for _ in range(call):
+            model(tokens().float()).sum().backward()
+        compiled: Any = torch.compile(model, backend="aot_eager") if call == 3 else model
+        model[0] = Adapter(model[0], 16)  # of replicated layers: right
+        for _ in range(2):
+            compiled(tokens().float()).sum().backward()
+        model[1].up = Adapter(model[1].up, 16)
+        for _ in range(2):
+            with pytest.raises(tp.PlanError, match=r"model-changed|check-raises"):
+                compiled(tokens().float())
+    torch.compiler.reset()

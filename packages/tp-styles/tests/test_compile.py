@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]  # torch exports it so
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 EXACT = 1e-12
 pytestmark = pytest.mark.skipif(models.TORCH < (2, 12), reason="torch 2.11 cannot compile hooks that are objects")
@@ -78,6 +82,9 @@ def without_graph_breaks(ranks: Ranks) -> None:
     )
     logits = torch.compile(fresh, backend="aot_eager", fullgraph=True)(torch.randn(2, 8))
     assert type(logits) is torch.Tensor
+    gathered = models.seeded(lambda: nn.Linear(8, 6))  # backward cuts what forward has gathered
+    tp.apply_plan(gathered, mesh, tp.ColwiseParallel(output_layouts=Replicate()))
+    torch.compile(gathered.forward, backend="aot_eager", fullgraph=True)(torch.randn(2, 8)).sum().backward()
 
 
 def a_fused_weight_that_is_declared_a_plain_one(ranks: Ranks) -> None:
@@ -147,8 +154,183 @@ def test_compile_next_to_fsdp2(ranks: Ranks) -> None:
         fully_shard(model, mesh=mesh["dp"])
         if not by_block:
             model.compile(backend="aot_eager")  # graphs break where FSDP2 gathers
+        handle.check_compiled(model, own[0])
         models.train(model, own, models.next_token_loss)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         found = {name: p.full_tensor() for name, p in model.named_parameters()}
         assert models.assert_close(found, dict(alone.named_parameters()), atol=1e-11) > 6000
+        assert f"1 outputs, {len(found)} gradients" in handle.report()
         assert "equal to the original" in handle.report()
+
+
+class Breaking(nn.Module):
+    """A pair, with a graph break between its layers if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.breaks = False
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+            self.calls.append(len(x))
+        out: torch.Tensor = self.down(hidden)
+        return out
+
+
+class Stateful(nn.Module):
+    """Everything that a call can leave behind, and several outputs, one of them nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.pair = nn.BatchNorm1d(8), Breaking()
+
+    def forward(self, x: torch.Tensor, scale: dict[str, torch.Tensor]) -> dict[str, Any]:
+        x = F.dropout(self.norm(x), 0.5, self.training)
+        out = self.pair(x) * scale["scale"]
+        return {"out": out, "more": [out.detach().square(), (x + torch.sin(out),)]}
+
+
+def only_the_sum(model: nn.Module, *args: Any) -> torch.Tensor:
+    total: torch.Tensor = model(*args)["out"].sum()
+    return total
+
+
+STATEFUL = {"pair.up": tp.ColwiseParallel(), "pair.down": tp.RowwiseParallel()}
+
+
+def faulty(old: Any, new: Any) -> Any:
+    """A backend that computes one operation as another, in forward and backward."""
+
+    def replaced(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            node.target = new if node.target is old else node.target
+        graph.recompile()
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=replaced, bw_compiler=replaced)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
+@pytest.mark.ranks(2, timeout=300)
+def test_a_compiled_call_is_compared_with_the_eager_one(ranks: Ranks) -> None:
+    a_right_one_leaves_nothing_behind(ranks)
+    mistakes_of_the_compiler(ranks)
+    what_cannot_be_compared(ranks)
+
+
+def stateful(ranks: Ranks, params: Any = "dtensor", check: Any = "first") -> tuple[Any, tp.TPHandle]:
+    model: Any = models.seeded(Stateful).double()
+    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), STATEFUL, params=params, check=check)
+    return model, handle
+
+
+def batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(5)
+    return torch.randn(4, 8, dtype=torch.float64), {"scale": torch.ones(8, dtype=torch.float64, requires_grad=True)}
+
+
+def held(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters and buffers."""
+    both = dict([*model.named_parameters(), *model.named_buffers()])
+    return {name: (x.to_local() if isinstance(x, DTensor) else x).detach().clone() for name, x in both.items()}
+
+
+def a_right_one_leaves_nothing_behind(ranks: Ranks) -> None:
+    """Whole, by a function, or by its parts; compiled before or after the plan; then no call compiles again."""
+    for breaks in (False, True):
+        for index, order in enumerate(("after", "before", "parts", "function")):
+            torch.compiler.reset()
+            model: Any = models.seeded(Stateful).double()
+            model.pair.breaks = breaks
+            compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=not breaks)
+            handle = tp.apply_plan(
+                model, ranks.mesh((2,), ("tp",)), STATEFUL, params="local" if (index + breaks) % 2 else "dtensor"
+            )
+            if order == "after":
+                compiled = torch.compile(model, backend="aot_eager", fullgraph=not breaks)
+            elif order == "parts":
+                compiled = model
+                model.pair.compile(backend="aot_eager", fullgraph=not breaks)
+            elif order == "function":
+                compiled = torch.compile(partial(only_the_sum, model), backend="aot_eager")
+            steps: list[torch.Tensor] = []
+            model.pair.down.weight.register_post_accumulate_grad_hook(steps.append)
+            x, scale = batch()
+            (model.pair.up.weight * 1.0).sum().backward()
+            before = held(model)
+            gradient, drawn = model.pair.up.weight.grad, torch.get_rng_state()
+            gradients = gradient.clone()
+            handle.check_compiled(compiled, x, scale)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            assert model.pair.up.weight.grad is gradient and torch.equal(gradient, gradients)
+            assert (
+                model.pair.down.weight.grad is None
+                and scale["scale"].grad is None
+                and not steps
+                and not model.pair.calls
+            )
+            assert models.assert_close(held(model), before, atol=0) > 170
+            outputs = 1 if order == "function" else 3
+            report = handle.report()
+            assert f"compiled call (training, {outputs} outputs, " in report, report
+            assert "check of Stateful (training, with gradients): equal to the original" in report
+            with torch.compiler.set_stance("fail_on_recompile"):
+                handle.check_compiled(compiled, x, scale)
+                out = compiled(x, scale)
+            (out if order == "function" else out["out"].sum()).backward()
+            assert len(steps) == 1
+
+
+def mistakes_of_the_compiler(ranks: Ranks) -> None:
+    """In an output, in a nested one alone, in gradients alone, behind a graph break, on one rank alone."""
+    aten = torch.ops.aten
+    for breaks, old, new, name in (
+        (False, aten.tanh.default, aten.sigmoid.default, "-> output 0"),
+        (True, aten.tanh.default, aten.sigmoid.default, "-> output 0"),
+        (False, aten.sin.default, aten.cos.default, "-> output 2"),
+        (True, aten.sin.default, aten.cos.default, "-> output 2"),
+        (False, aten.tanh_backward.default, lambda gradient, y: gradient, "pair.up.weight"),
+        (True, aten.tanh_backward.default, lambda gradient, y: gradient, "pair.up.weight"),
+    ):
+        for bad_rank in (None, 1) if not breaks else (None,):
+            torch.compiler.reset()
+            model, handle = stateful(ranks)
+            model.pair.breaks = breaks
+            backend = faulty(old, new if bad_rank in (None, ranks.rank) else old)
+            compiled = torch.compile(model, backend=backend, fullgraph=not breaks)
+            before = held(model)
+            for _ in range(2):
+                with pytest.raises(tp.PlanError, match=r"check-mismatch.*in the compiled call") as caught:
+                    handle.check_compiled(compiled, *batch())
+                assert any(problem.name == name for problem in caught.value.problems), (name, caught.value)
+            assert models.assert_close(held(model), before, atol=0) > 170
+            if name == "pair.up.weight":
+                with torch.no_grad():  # a graph without a backward
+                    handle.check_compiled(compiled, *batch())
+
+
+def what_cannot_be_compared(ranks: Ranks) -> None:
+    """An error of either call is one on every rank, and so is a model that nothing has compiled."""
+    torch.compiler.reset()
+    model, handle = stateful(ranks, check="never")
+    with pytest.raises(tp.PlanError, match=r"invalid-argument.*no module in it is compiled"):
+        handle.check_compiled(model, *batch())
+    with pytest.raises(tp.PlanError, match=r"check-raises.*the call without the compiler"):
+        handle.check_compiled(torch.compile(model, backend="aot_eager"), torch.ones(2, 3), {})
+
+    def refuses(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("this backend")
+
+    compiled = torch.compile(model, backend=refuses)
+    with pytest.raises(tp.PlanError, match=r"check-raises.*the compiled call.*this backend"):
+        handle.check_compiled(compiled, *batch())
+    mistaken: Any = models.seeded(models.Gated)
+    plan = {"both": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+    handle = tp.apply_plan(mistaken, ranks.mesh((2,), ("tp",)), plan)
+    with pytest.raises(tp.PlanError, match=r"check-mismatch.*of the original module"):  # the sharded eager one is wrong
+        handle.check_compiled(torch.compile(mistaken, backend="aot_eager"), torch.ones(3, 8))

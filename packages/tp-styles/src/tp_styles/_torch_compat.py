@@ -41,6 +41,7 @@ __all__ = [
     "local_of",
     "norms",
     "outside_of_tracing",
+    "post_accumulate_hooks",
     "reduce_scatter_into",
     "tree_flatten",
     "tree_map",
@@ -106,6 +107,12 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     """The local tensor itself, without autograd."""
     local: torch.Tensor = tensor._local_tensor
     return local
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The table of hooks that run when a leaf's gradient has arrived; None before the first one."""
+    table: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
+    return table
 
 
 class GradientDTensor(DTensor):

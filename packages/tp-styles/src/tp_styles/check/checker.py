@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,21 +15,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+)
 
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, outside_of_tracing
 from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
 from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
-from tp_styles.check.randomness import ConstantRandomness
+from tp_styles.check.randomness import ConstantRandomness, Precision, generators_restored
 from tp_styles.check.runs import GradientsAside, Original, Run, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.forwards import Forward
 from tp_styles.runtime.parameters import agreed_values
-from tp_styles.runtime.rng import default_generator
 from tp_styles.values.spec import is_below
 
 Check = Literal["first", "always", "never"]
@@ -140,6 +143,15 @@ class Checker:
         self.failed_by_plan = False
         self.entered: list[nn.Module] = []
         self.has_compared_replicas = False
+        self.known = set(self.names)
+        self.registered = Registered.watch()
+
+    def has_new_modules(self, root: nn.Module) -> bool:
+        """True if layers have come into the model since the last look: what was checked has changed."""
+        self.registered = Registered.count
+        new = {module for module in root.modules() if module not in self.known}
+        self.known |= new
+        return any(module._parameters for module in new)
 
     def report(self) -> list[str]:
         """Lines on what was found equal, and on what was not compared."""
@@ -195,7 +207,7 @@ class Checker:
                 value = parameter.detach()
                 if not is_close(value, agreed_values(value, self.axis, 0)):
                     different.append(Difference("replica", name, 0.0))
-        if found := self._union(different):
+        if found := self.union(different):
             hint = (
                 "seed every rank alike before the model is made, load one checkpoint on all, or broadcast from one rank"
             )
@@ -292,38 +304,38 @@ class Checker:
             # Of the whole root: parameters outside of a region may be reached from within it.
             leaves = (p for module in self.names for p in module._parameters.values() if p is not None and p.is_leaf)
             others = stack.enter_context(GradientsAside(p for p in leaves if p.requires_grad)) if everywhere else None
-            ours = self._agreed(lambda: inputs.copies(layouts, dtype, full=False))
-            wanted = self._agreed(lambda: inputs.copies(layouts, dtype, full=True))
-            sharded = self._agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
+            ours = self.agreed(lambda: inputs.copies(layouts, dtype, full=False))
+            wanted = self.agreed(lambda: inputs.copies(layouts, dtype, full=True))
+            sharded = self.agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
             failure, place = self.failure, self._place()
             if wanted is None or (sharded is None and (dtype is not None or self.failed_by_plan)):
                 return verdict.failed(failure)
-            reference = self._agreed(lambda: self._run(scope, wanted, dtype, hook, original=True, mode=mode))
+            reference = self.agreed(lambda: self._run(scope, wanted, dtype, hook, original=True, mode=mode))
             if sharded is None:
                 if reference is not None:
-                    verdict.differences = self._union([Difference("raises", place, math.inf, failure)])
+                    verdict.differences = self.union([Difference("raises", place, math.inf, failure)])
                 return verdict.failed(failure)
             verdict.stage = Stage.SHARDED
             if reference is None:
                 return verdict.failed(self.failure)
             verdict.stage = Stage.OUTPUTS
-            comparison.tolerance = self._tolerance(mode_of_runs)
+            comparison.tolerance = self.tolerance(mode_of_runs)
             found, outputs = comparison.outputs(sharded, reference)
-            verdict.differences = self._union(found)
+            verdict.differences = self.union(found)
             verdict.is_closed = len(outputs) > 0 and all(output.layout == "full" for output in outputs)
             if not verdict.differences and mode[1]:
                 (ones, starts), (its, its_starts) = cotangents(outputs, self.axis)
                 if ones:
                     with self._original():  # a checkpoint runs forwards again
-                        if not self._agreed(lambda: (sharded.backward(ones, starts, ours.leaves, others), True)):
+                        if not self.agreed(lambda: (sharded.backward(ones, starts, ours.leaves, others), True)):
                             return verdict.failed(self.failure)
                         verdict.stage = Stage.SHARDED_BACKWARD
-                        if not self._agreed(lambda: (reference.backward(its, its_starts, wanted.leaves, others), True)):
+                        if not self.agreed(lambda: (reference.backward(its, its_starts, wanted.leaves, others), True)):
                             return verdict.failed(self.failure)
-                    comparison.tolerance = 10 * self._tolerance(mode_of_runs)  # gradients are sums over the batch
-                    verdict.differences = self._union(comparison.gradients(sharded, reference, ours, wanted))
+                    comparison.tolerance = 10 * self.tolerance(mode_of_runs)  # gradients are sums over the batch
+                    verdict.differences = self.union(comparison.gradients(sharded, reference, ours, wanted))
             verdict.stage = Stage.ALL
-            verdict.differences = verdict.differences or self._union(comparison.buffers(sharded, reference))
+            verdict.differences = verdict.differences or self.union(comparison.buffers(sharded, reference))
         return verdict
 
     def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
@@ -349,16 +361,13 @@ class Checker:
             opaque=frozenset(opaque if original else ()),
             skipped=hook,
         )
-        if original:
-            with self._original():
+        token = IN_FLOAT64.set(IN_FLOAT64.get() or (dtype is not None and not original))
+        try:
+            # Both runs draw alike: Python's and NumPy's numbers are no operations of torch, which give constants.
+            with generators_restored(self.axis.mesh.device_type), self._original() if original else self._following():
                 run.forward(copies.args, copies.kwargs)
-        else:
-            token = IN_FLOAT64.set(IN_FLOAT64.get() or dtype is not None)
-            try:
-                with self._following():
-                    run.forward(copies.args, copies.kwargs)
-            finally:
-                IN_FLOAT64.reset(token)
+        finally:
+            IN_FLOAT64.reset(token)
         return run
 
     @contextmanager
@@ -408,33 +417,28 @@ class Checker:
     @contextmanager
     def _isolated(self) -> Iterator[ConstantRandomness]:
         """Nothing of the runs is left behind in generators, in autograd's hooks, or in autocast's cache."""
-        kind = self.axis.mesh.device_type
-        devices = [torch.device("cpu"), *([torch.device(kind)] if kind != "cpu" else [])]
-        states = [default_generator(device).get_state() for device in devices]
-        python, grad, modes = random.getstate(), torch.is_grad_enabled(), dispatch_modes()
+        kind, grad, modes = self.axis.mesh.device_type, torch.is_grad_enabled(), dispatch_modes()
         with ExitStack() as stack:
+            stack.enter_context(generators_restored(kind))
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled; blocks that are cannot run under a mode
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(torch.autocast(kind, enabled=False))
             # The innermost hooks count: a checkpoint around the call would take what the runs save for its own.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
-            try:
-                yield stack.enter_context(ConstantRandomness())
-            finally:
-                for device, state in zip(devices, states, strict=True):
-                    default_generator(device).set_state(state)
-                random.setstate(python)
+            yield stack.enter_context(ConstantRandomness())
         # Modes end in the order in which they began, whoever ends them: one that stayed would keep the constants.
         if dispatch_modes() != modes:
             raise RuntimeError(f"the check left dispatch modes behind: {dispatch_modes()}, before it {modes}")
 
-    def _tolerance(self, runs: ConstantRandomness) -> float:
+    def tolerance(self, runs: Precision) -> float:
         """Of the largest value: what rounding leaves in the coarsest type that the runs compute in, on any rank."""
         epsilons = self.axis.all_gather_objects(runs.epsilon, "the check")
         epsilon = float(max(epsilons))
         return max(1e-9, epsilon * (8 if epsilon > 1e-4 else 1000))
 
-    def _agreed(self, act: Callable[[], Any]) -> Any:
+    def agreed(self, act: Callable[[], Any]) -> Any:
         """Return the result of an action, or None on every rank if it raised on one."""
         result, failure = None, ("", False)
         try:
@@ -442,7 +446,8 @@ class Checker:
         except CheckError:
             raise  # of a region inside; on every rank
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            line, *more = str(error).splitlines() or [""]
+            text = " ".join([f"{type(error).__name__}: {line}", *(more[:1] if line.endswith(":") else ())])
             failure = text, isinstance(error, PlanError)
         failures = self.axis.all_gather_objects(failure, "the check")
         first = next((one for one in failures if one[0]), None)
@@ -451,7 +456,7 @@ class Checker:
             return None
         return result
 
-    def _union(self, found: list[Difference]) -> list[Difference]:
+    def union(self, found: list[Difference]) -> list[Difference]:
         """The differences of all ranks, the largest of each; the same list on every rank."""
         everyone = self.axis.all_gather_objects(found, "the check")
         worst: dict[tuple[str, str], Difference] = {}
@@ -460,6 +465,31 @@ class Checker:
             if key not in worst or worst[key].error < difference.error:
                 worst[key] = difference
         return list(worst.values())
+
+
+class Registered:
+    """Modules with parameters that were put into other modules, in the whole process, since the first check.
+
+    A layer that comes after a checked call (adapters, mostly) is met by no check; to look for new ones in each call
+    costs more than this number.
+    """
+
+    count = 0
+    is_watched = False
+
+    @classmethod
+    def watch(cls) -> int:
+        """Count from now on."""
+        if not cls.is_watched:
+            register_module_module_registration_hook(cls.add)
+            cls.is_watched = True
+        return cls.count
+
+    @classmethod
+    def add(cls, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        """Hook of every registration."""
+        if submodule is not None and any(True for _ in submodule.parameters()):
+            cls.count += 1
 
 
 class CheckHook:
@@ -486,11 +516,20 @@ class CheckHook:
             ):
                 self.outside_of_graphs(args, kwargs)
             return
+        if self.checker.registered != Registered.count:
+            self.check_new_modules()
         self.install_regions()
         if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
             self.checker(self, args, kwargs)
         elif not self.scope.is_root and not IN_ORIGINAL.get():
             self.remove()  # a steady step pays for the root's hook alone, which installs this one for a new mode
+
+    def check_new_modules(self) -> None:
+        """Check every mode once more, if the model has new layers."""
+        if self.scope.is_root and self.checker.has_new_modules(self.scope.module):
+            for hook in (self, *self.regions):
+                hook.scope.done.clear()
+                hook.scope.verified.clear()
 
     def install_regions(self) -> None:
         """Put hooks back on regions that are not yet checked in their mode; the check around this one removes them."""
@@ -541,6 +580,8 @@ def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: An
 
     The compiler runs this while it traces: eagerly, with real tensors, once for each graph.
     """
+    if hook.checker.registered != Registered.count:
+        hook.check_new_modules()
     mode = (hook.scope.module.training, torch.is_grad_enabled())
     if mode in hook.scope.done or IN_ORIGINAL.get():
         return False

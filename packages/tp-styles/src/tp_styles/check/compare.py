@@ -115,14 +115,7 @@ class Comparison:
             both = [self._gradients(sharded.parameters[key], copy) for _, copy in found_copies.values()]
             total = sum((other for _, other in both[1:]), both[0][1])
             pairs.append(("gradient", ".".join(filter(None, key)), both[0][0], total))
-        scale = max((largest(wanted_gradient) for _, _, _, wanted_gradient in pairs), default=0.0)
-        found = []
-        for kind, name, one, other in pairs:
-            # True zeros (the bias of keys before a softmax) are noise in both runs: relative to the others it is none.
-            difference = error(one, other, floor=1e-2 * scale)
-            if difference > self.tolerance:
-                found.append(Difference(kind, name, difference))
-        return found
+        return gradient_differences(pairs, self.tolerance)
 
     def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's gradient, and that of the same elements in the original."""
@@ -149,6 +142,16 @@ class Comparison:
         return found
 
 
+def gradient_differences(
+    pairs: list[tuple[str, str, torch.Tensor, torch.Tensor]], tolerance: float
+) -> list[Difference]:
+    """Differences in (kind, name, gradient, wanted gradient)."""
+    scale = max((largest(wanted) for _, _, _, wanted in pairs), default=0.0)
+    # True zeros (the bias of keys before a softmax) are noise in both runs: relative to the others it is none.
+    errors = [(kind, name, error(one, wanted, floor=1e-2 * scale)) for kind, name, one, wanted in pairs]
+    return [Difference(*found) for found in errors if found[-1] > tolerance]
+
+
 @dataclass
 class Output:
     """One output of both runs, with the layout that the sharded one has."""
@@ -165,14 +168,14 @@ def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[An
     wanted: list[Any] = [[], []]
     for output in outputs:
         reference = output.reference
-        value = _varied(reference.shape).to(reference.device, reference.dtype)
+        value = _varied(reference)
         if not (output.sharded.requires_grad and reference.requires_grad):
             continue
         wanted[0].append(reference)
-        wanted[1].append(value if not isinstance(reference, DTensor) else _as_dtensor(value, reference))
+        wanted[1].append(_like(value, reference))
         ours[0].append(output.sharded)
         if isinstance(output.sharded, DTensor):
-            ours[1].append(_as_dtensor(value, output.sharded))
+            ours[1].append(_like(value, output.sharded))
         elif isinstance(output.layout, Shard):
             dim = output.layout.dim
             ours[1].append(axis.slice(value, dim, [shape[dim] for shape in output.shapes]).contiguous())
@@ -181,13 +184,20 @@ def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[An
     return ours, wanted
 
 
-def _varied(shape: torch.Size) -> torch.Tensor:
+def cotangent(output: torch.Tensor) -> torch.Tensor:
+    """Start of a backward from an output that stands alone."""
+    return _like(_varied(output), output)
+
+
+def _varied(like: torch.Tensor) -> torch.Tensor:
     """Numbers without a pattern, the same on every rank; not drawn, because random operations give constants here."""
-    place = torch.arange(shape.numel(), dtype=torch.float64)
-    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(shape)
+    place = torch.arange(like.shape.numel(), dtype=torch.float64)
+    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)
 
 
-def _as_dtensor(value: torch.Tensor, like: DTensor) -> DTensor:
+def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if not isinstance(like, DTensor):
+        return value
     placements = [p if isinstance(p, Shard) else Replicate() for p in like.placements]
     return distribute_tensor(value, like.device_mesh, placements, src_data_rank=None)
 

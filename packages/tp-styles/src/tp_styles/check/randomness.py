@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tp_styles._torch_compat import TorchDispatchMode, tree_map
 from tp_styles.runtime.dropout import is_random
+from tp_styles.runtime.rng import default_generator
 
 CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "randn": 0.0, "exponential": 1.0}
 
 
-class ConstantRandomness(TorchDispatchMode):
-    """Every operation that torch tags as random gives a constant; dropout keeps every element.
+@contextmanager
+def generators_restored(device_type: str) -> Iterator[None]:
+    """Global generators of torch, Python and NumPy are afterwards as they were before."""
+    devices = [torch.device("cpu"), *([torch.device(device_type)] if device_type != "cpu" else [])]
+    states = [default_generator(device).get_state() for device in devices]
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn = numpy.random.get_state(legacy=False) if numpy is not None else None
+    try:
+        yield
+    finally:
+        for device, state in zip(devices, states, strict=True):
+            default_generator(device).set_state(state)
+        random.setstate(python)
+        if numpy is not None and drawn is not None:
+            numpy.random.set_state(drawn)
 
-    A mode instead of `.eval()`: the check compares what training computes. It also sees in which precision the runs
-    compute, whatever type their inputs have: norms and softmaxes are often written to run in float32.
+
+class Precision(TorchDispatchMode):
+    """Sees in which precision operations compute, whatever type their inputs have: norms often run in float32.
 
     Attributes:
         epsilon: Machine epsilon of the coarsest type that an operation gave.
@@ -27,12 +46,25 @@ class ConstantRandomness(TorchDispatchMode):
         self.epsilon = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's result."""
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+                self.epsilon = max(self.epsilon, torch.finfo(x.dtype).eps)
+        return result
+
+
+class ConstantRandomness(Precision):
+    """Every operation that torch tags as random gives a constant; dropout keeps every element.
+
+    A mode instead of `.eval()`: the check compares what training computes.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The operation's result, or a constant of its shape."""
         kwargs = kwargs or {}
         if not is_random(func, args, kwargs):
-            result = func(*args, **kwargs)
-            self._note(result)
-            return result
+            return super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.partition("::")[2]
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -51,11 +83,6 @@ class ConstantRandomness(TorchDispatchMode):
             return drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
         value = 0.0 if name.startswith(("randint", "random")) else CONSTANTS.get(name.strip("_").split("_")[0], 1.0)
         return tree_map(lambda x: x.fill_(value) if isinstance(x, torch.Tensor) else x, drawn)
-
-    def _note(self, result: Any) -> None:
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
-                self.epsilon = max(self.epsilon, torch.finfo(x.dtype).eps)
 
 
 def _without_rate(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:

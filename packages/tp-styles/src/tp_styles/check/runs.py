@@ -7,9 +7,11 @@ holds is as before afterwards, because its `__dict__` is put back, and the entri
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import TorchDispatchMode, local_of, tree_flatten, without_torch_function
+from tp_styles._torch_compat import (
+    TorchDispatchMode,
+    local_of,
+    post_accumulate_hooks,
+    tree_flatten,
+    without_torch_function,
+)
 from tp_styles.check.inputs import PLAIN, SHARED
 from tp_styles.runtime.changes import ModuleChange
 from tp_styles.runtime.collectives import TPGroup
@@ -281,6 +289,56 @@ class GradientsAside(TorchDispatchMode):
                 leaf.grad = None
 
 
+@contextmanager
+def rolled_back(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within, modules run themselves, from no gradients; afterwards all that they hold is as it was before."""
+    modules = list(modules)
+    _reshard(modules)
+    kept = {module: _saved(module) for module in modules}
+    objects: Objects = {}
+    leaves: dict[int, nn.Parameter] = {}
+    with without_torch_function():
+        for module in modules:
+            for key, value in vars(module).items():
+                if key in ("_parameters", "_buffers"):
+                    objects[id(value)] = value, _items(value)
+                    leaves |= {id(p): p for p in value.values() if isinstance(p, nn.Parameter)}
+                    for x in (plain_local(x) for x in value.values() if x is not None):
+                        objects[id(x)] = x, [x.clone()]
+                elif key not in INTERNAL:
+                    _remember(value, objects)
+        gradients = [(leaf, leaf.grad) for leaf in leaves.values()]
+        hooks = [(table, dict(table)) for table in map(post_accumulate_hooks, leaves.values()) if table]
+        for leaf, _ in gradients:
+            leaf.grad = None
+    for table, _ in hooks:  # an optimizer in backward would step
+        table.clear()
+    try:
+        yield
+    finally:
+        _reshard(modules)
+        for module, state in kept.items():
+            _put(module, state)
+        _restore(objects)
+        for table, entries in hooks:
+            table.update(entries)
+        with without_torch_function():
+            for leaf, gradient in gradients:
+                leaf.grad = gradient
+
+
+def _reshard(modules: Iterable[nn.Module]) -> None:
+    """Parameters of FSDP2 that a forward without backward has left gathered are other objects in the modules."""
+    for module in modules:
+        if any(base.__module__.startswith(FSDP) for base in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]  # an FSDPModule's
+
+
+def plain_local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's values as a plain tensor, on the same memory."""
+    return (local_of(x) if isinstance(x, DTensor) else x).detach().as_subclass(torch.Tensor)
+
+
 def _saved(module: nn.Module) -> dict[str, Any]:
     """Its `__dict__`; tables as items, which a compiler counts, and as keys in the order of calls."""
     return vars(module) | {key: ([*dict.items(vars(module)[key])], [*vars(module)[key]]) for key in TABLES}
@@ -333,6 +391,11 @@ def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.clone_state()
+    library = type(value).__module__.partition(".")[0]
+    if library in ("numpy", "random", "itertools") or (library == "builtins" and isinstance(value, Iterator)):
+        with suppress(TypeError, RuntimeError), warnings.catch_warnings():  # a Python generator cannot be copied
+            warnings.simplefilter("ignore", DeprecationWarning)  # itertools, from Python 3.12 on
+            return copy.deepcopy(value)
     _remember(value, objects)
     return value
 
@@ -340,7 +403,7 @@ def _copied(value: Any, replaced: dict[int, Any], objects: Objects) -> Any:
 def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
     """Add an object, and those that it holds, as they are: a cache may be shared by modules, and keeps its identity."""
     is_left = callable(value) or isinstance(value, (*PLAIN, *SHARED)) or _is_ours(value)
-    if depth == 0 or id(value) in objects or is_left:
+    if depth == 0 or id(value) in objects or is_left or type(value).__module__.startswith(FSDP):
         return
     if type(value) is torch.Tensor:
         objects[id(value)] = value, [value.detach().clone()]
@@ -352,9 +415,12 @@ def _remember(value: Any, objects: Objects, depth: int = 4) -> None:
 
 
 def _items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [one for item in value.items() for one in item]
-    return [*value] if isinstance(value, list | tuple | set | deque) else []
+    """Entries of a container; else names and values of `__slots__`, which no `__dict__` holds."""
+    if isinstance(value, list | tuple | set | deque):
+        return [*value]
+    state = value if isinstance(value, dict) else object.__getstate__(value)
+    table = state[1] if isinstance(state, tuple) else state if state is value else {}
+    return [one for item in table.items() for one in item]
 
 
 def _restore(objects: Objects) -> None:
@@ -363,8 +429,16 @@ def _restore(objects: Objects) -> None:
             if not torch.equal(value, items[0]):
                 value.data.copy_(items[0])  # no write that autograd counts
         elif len(now := _items(value)) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
-            value.clear()
-            if isinstance(value, dict):
-                value.update(zip(items[::2], items[1::2], strict=True))
-            else:
+            if isinstance(value, list | set | deque):
+                value.clear()
                 (value.update if isinstance(value, set) else value.extend)(items)
+                continue
+            pairs = zip(items[::2], items[1::2], strict=True)
+            if isinstance(value, dict):
+                value.clear()
+                value.update(pairs)
+                continue
+            for name in now[::2]:
+                object.__delattr__(value, name)
+            for name, one in pairs:
+                object.__setattr__(value, name, one)

@@ -108,13 +108,9 @@ class PairwiseParallel(ParallelStyle):
             if issubclass(kind, nn.MultiheadAttention) and not any(is_below(name, parent) for parent in parents)
         ]
         if not parents and not problems:
+            hint = "name the layers: ColwiseParallel for the first and RowwiseParallel for the second"
             problems.append(
-                Problem(
-                    "module-kind",
-                    info.where(),
-                    found="no module with two linear layers right below it",
-                    hint="name the layers: ColwiseParallel for the first and RowwiseParallel for the second",
-                )
+                Problem("module-kind", info.where(), found="no module with two linear layers right below it", hint=hint)
             )
         children = [pair for parent in parents for pair in self._pairs(_linears(parent, kinds))]
         return StyleSpec(compute="none", children=tuple(children), problems=tuple(problems))
@@ -149,9 +145,5 @@ def _linears(parent: str, kinds: dict[str, type[nn.Module]]) -> list[str]:
 
 
 def _attention(info: ModuleInfo, name: str = "") -> Problem:
-    return Problem(
-        "module-kind",
-        info.where(name),
-        found="nn.MultiheadAttention",
-        hint="its projections are one fused weight; a pair of linear layers is not what it holds",
-    )
+    hint = "its projections are one fused weight; a pair of linear layers is not what it holds"
+    return Problem("module-kind", info.where(name), found="nn.MultiheadAttention", hint=hint)

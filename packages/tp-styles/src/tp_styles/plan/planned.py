@@ -231,12 +231,8 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
     if found.spec.compute in ("foreign", "none"):
         return
     if "forward" in vars(module) and found.spec.compute != "hooks":
-        yield Problem(
-            "already-applied",
-            found.name,
-            found=repr(type(vars(module)["forward"]).__name__),
-            hint="the module is parallel already (undo it first), or something else has replaced its forward",
-        )
+        hint = "the module is parallel already (undo it first), or something else has replaced its forward"
+        yield Problem("already-applied", found.name, found=repr(type(vars(module)["forward"]).__name__), hint=hint)
     for name, _ in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -249,11 +245,9 @@ def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem
                 hint="remove it before, and put it back after",
             )
         elif isinstance(parameter, DTensor):
+            hint = "tensor parallelism comes first, before FSDP and before another plan"
             yield Problem(
-                "already-applied",
-                found.info.where(name),
-                found=f"a DTensor with {parameter.placements}",
-                hint="tensor parallelism comes first, before FSDP and before another plan",
+                "already-applied", found.info.where(name), found=f"a DTensor with {parameter.placements}", hint=hint
             )
 
 

@@ -71,13 +71,9 @@ class AttentionForward(RowLinear):
 
     def _check(self, query: torch.Tensor, is_causal: bool, attn_mask: torch.Tensor | None) -> None:
         if query.is_nested:
+            hint = "apply the plan to the full model, or build nn.TransformerEncoder(enable_nested_tensor=False)"
             raise StyleInputError(
-                Problem(
-                    "unsupported-tensor",
-                    f"{self.name}(query)",
-                    found="a nested tensor",
-                    hint="apply the plan to the full model, or build nn.TransformerEncoder(enable_nested_tensor=False)",
-                )
+                Problem("unsupported-tensor", f"{self.name}(query)", found="a nested tensor", hint=hint)
             )
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")

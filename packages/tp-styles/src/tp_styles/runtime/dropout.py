@@ -10,6 +10,7 @@ generators costs nothing, and breaks no graph, where nothing is drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -67,14 +68,17 @@ class RandomOps:
         if self.draws is not False:
             self.end()
         settings = self._read_settings()
-        calls = self._calls.get(settings, 0)
         if settings in self._random:
             self.draws = True
         elif is_compiling():
             # Nothing can be observed in a graph; the check's eager run has been here before, unless it is off.
-            self.draws = calls == 0 and any(module.training for module in self.modules)
-        elif calls & (calls - 1) == 0 and len(self._calls) < MAX_SETTINGS:
+            # A graph depends on there having been calls, not on how many: eager ones between do not recompile it.
+            self.draws = settings not in self._calls and any(module.training for module in self.modules)
+        elif (calls := self._calls.get(settings, 0)) & (calls - 1) == 0 and len(self._calls) < MAX_SETTINGS:
             # Calls 1, 2, 4, 8 ...: a rate may also change where no setting shows it.
+            if not OBSERVES.get():
+                self.draws = calls == 0
+                return
             self.draws, self._settings = None, settings
             self._observer = _Observer(self._switch)
             self._observer.__enter__()  # type: ignore[no-untyped-call]  # torch's
@@ -107,6 +111,7 @@ class RandomOps:
                 self._calls[self._settings] = self._calls.get(self._settings, 0) + 1
             if observer.has_drawn:
                 self._random.add(self._settings)
+        self.draws = False  # as after a call that draws nothing
 
     def _switch(self) -> None:
         if self.outside is None:
@@ -120,6 +125,10 @@ class RandomOps:
         except TypeError:  # a number has become a list
             return "unhashable"
         return settings
+
+
+OBSERVES: ContextVar[bool] = ContextVar("tp_styles_observes", default=True)
+"""False while a compiled call is compared: under a mode it would run without the compiler; the next call observes."""
 
 
 class _Observer(TorchDispatchMode):

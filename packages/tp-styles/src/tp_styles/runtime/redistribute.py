@@ -63,14 +63,8 @@ class Redistribute:
     def redistributed(self, x: DTensor) -> DTensor:
         """A DTensor in the wanted layout, from whatever layout it has."""
         if x.device_mesh != self.axis.mesh:
-            raise StyleInputError(
-                Problem(
-                    "mesh-mismatch",
-                    self.name,
-                    found=f"a DTensor on {x.device_mesh}",
-                    hint=f"the module is on {self.axis.mesh}; redistribute over that mesh before the call",
-                )
-            )
+            hint = f"the module is on {self.axis.mesh}; redistribute over that mesh before the call"
+            raise StyleInputError(Problem("mesh-mismatch", self.name, found=f"a DTensor on {x.device_mesh}", hint=hint))
         wanted = (normalized(self.flow.dst, x.dim()),)
         return x if x.placements == wanted else x.redistribute(placements=wanted)
 
@@ -125,13 +119,10 @@ class Redistribute:
             sizes = (x.shape[dim],) * self.axis.size
         known[dim] = sizes
         if x.shape[dim] != sizes[self.axis.rank]:
+            hint = f"this rank's shard of a global size of {sum(sizes)} has {sizes[self.axis.rank]}"
             raise StyleInputError(
                 Problem(
-                    "shape-mismatch",
-                    self.name,
-                    dim=dim,
-                    found=f"{x.shape[dim]} on rank {self.axis.rank}",
-                    hint=f"this rank's shard of a global size of {sum(sizes)} has {sizes[self.axis.rank]}",
+                    "shape-mismatch", self.name, dim=dim, found=f"{x.shape[dim]} on rank {self.axis.rank}", hint=hint
                 )
             )
         return sizes
@@ -145,13 +136,10 @@ class Redistribute:
         if sizes is None:
             if full % self.axis.size and not self.uneven:
                 # Shards of a plain tensor carry no global size: whoever gathers them has to take them as even.
+                hint = "pad it to a multiple of the tp size, or pass a DTensor, which has a global size"
                 raise StyleInputError(
                     Problem(
-                        "uneven-shards",
-                        self.name,
-                        dim=dim,
-                        found=f"size {full} over {self.axis.size} ranks",
-                        hint="pad it to a multiple of the tp size, or pass a DTensor, which has a global size",
+                        "uneven-shards", self.name, dim=dim, found=f"size {full} over {self.axis.size} ranks", hint=hint
                     )
                 )
             sizes = Split.along(dim, full).sizes(self.axis.size)
@@ -189,7 +177,7 @@ class _Moved(torch.autograd.Function):
         if _is_differentiated_again():  # the two steps are each other's transpose
             again = Transfer(ctx.transfer.backward, ctx.transfer.forward)
             return _moved(gradient, again, ctx.move, inplace_ok=False, known=ctx.sizes), None, None, None, None
-        return ctx.move.run(ctx.transfer.backward, gradient, ctx.sizes), None, None, None, None
+        return ctx.move.run(ctx.transfer.backward, gradient, dict(ctx.sizes)), None, None, None, None
 
 
 def _is_differentiated_again() -> bool:
@@ -297,13 +285,8 @@ class EvenShardsCheck:
             return
         sizes = self.axis.all_gather_objects(size, "the first call")
         if len(set(sizes)) > 1:
+            hint = "pad to a multiple of the tp size, or pass a DTensor, which has a global size"
             raise StyleInputError(
-                Problem(
-                    "uneven-shards",
-                    self.name,
-                    dim=dim,
-                    found=f"sizes {sizes} on the ranks",
-                    hint="pad to a multiple of the tp size, or pass a DTensor, which has a global size",
-                )
+                Problem("uneven-shards", self.name, dim=dim, found=f"sizes {sizes} on the ranks", hint=hint)
             )
         self.done = True

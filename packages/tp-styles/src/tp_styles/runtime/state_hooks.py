@@ -312,12 +312,6 @@ def _cut(value: torch.Tensor, info: ShardingInfo, key: str) -> torch.Tensor:
             return value.redistribute(placements=placements).to_local()
         value = value.full_tensor()
     if value.shape != shape:
-        raise PlanError(
-            Problem(
-                "shape-mismatch",
-                key,
-                found=f"shape {tuple(value.shape)}",
-                hint=f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned",
-            )
-        )
+        hint = f"the full tensor has {tuple(shape)}; pass it, a DTensor, or what state_dict() returned"
+        raise PlanError(Problem("shape-mismatch", key, found=f"shape {tuple(value.shape)}", hint=hint))
     return split_of(info).take(value, mesh.get_local_rank(), mesh.size())

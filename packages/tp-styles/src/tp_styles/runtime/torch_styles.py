@@ -33,13 +33,9 @@ def apply_torch_style(
     changes = _differences(before)
     if returned is not module:
         restore(changes)
+        hint = "a style works on the module it is given"
         raise PlanError(
-            Problem(
-                "model-changed",
-                found.name,
-                found=f"{found.style!r} returned another module",
-                hint="a style works on the module it is given",
-            )
+            Problem("model-changed", found.name, found=f"{found.style!r} returned another module", hint=hint)
         )
     return changes
 

@@ -84,24 +84,16 @@ class FusedColwiseParallel(ColwiseParallel):
                 )
             )
         elif unfit := [count for count in copies if tp_size % count]:
+            hint = "the number of copies divides the tp size"
             problems.append(
                 Problem(
-                    "invalid-sections",
-                    info.where("copies"),
-                    found=f"{unfit} copies over {tp_size} ranks",
-                    hint="the number of copies divides the tp size",
+                    "invalid-sections", info.where("copies"), found=f"{unfit} copies over {tp_size} ranks", hint=hint
                 )
             )
         if problems:
             return Split.along(0, features), problems
         if not self.use_local_output and (len(sizes) > 1 or max(copies) > 1):
-            problems.append(
-                Problem(
-                    "invalid-argument",
-                    info.where("use_local_output"),
-                    found="False",
-                    hint="a DTensor cannot express sections of its last dim; leave it True",
-                )
-            )
+            hint = "a DTensor cannot express sections of its last dim; leave it True"
+            problems.append(Problem("invalid-argument", info.where("use_local_output"), found="False", hint=hint))
         sections = tuple(Section(*found) for found in zip(sizes, units, copies, strict=True))
         return Split(0, sections), problems

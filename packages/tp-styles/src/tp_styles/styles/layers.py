@@ -56,14 +56,8 @@ def linear_problems(info: ModuleInfo, shape: LinearShape) -> list[Problem]:
         )
     others = [p.name for p in info.parameters if p.name not in ("weight", "bias")]
     if others:
-        problems.append(
-            Problem(
-                "unknown-name",
-                info.where(),
-                found=", ".join(others),
-                hint="a linear layer's style handles weight and bias; write a style with spec() for this class",
-            )
-        )
+        hint = "a linear layer's style handles weight and bias; write a style with spec() for this class"
+        problems.append(Problem("unknown-name", info.where(), found=", ".join(others), hint=hint))
     return problems
 
 
@@ -71,38 +65,24 @@ def embedding_problems(info: ModuleInfo, *, by_rows: bool) -> list[Problem]:
     """List reasons not to shard this embedding."""
     problems = []
     if info.size("max_norm") is not None:
+        hint = "renormalising in place needs full rows that are equal on every rank; set max_norm=None"
         problems.append(
-            Problem(
-                "unsupported-option",
-                info.where(),
-                found=f"max_norm={info.size('max_norm')}",
-                hint="renormalising in place needs full rows that are equal on every rank; set max_norm=None",
-            )
+            Problem("unsupported-option", info.where(), found=f"max_norm={info.size('max_norm')}", hint=hint)
         )
     if info.size("sparse"):
         problems.append(
             Problem("sparse-gradient", info.where(), found="sparse=True", hint="use dense gradients: sparse=False")
         )
     if by_rows and info.size("scale_grad_by_freq"):
-        problems.append(
-            Problem(
-                "unsupported-option",
-                info.where(),
-                found="scale_grad_by_freq=True",
-                hint="a rank that holds some of the rows cannot count the others; use ColwiseParallel",
-            )
-        )
+        hint = "a rank that holds some of the rows cannot count the others; use ColwiseParallel"
+        problems.append(Problem("unsupported-option", info.where(), found="scale_grad_by_freq=True", hint=hint))
     return problems
 
 
 def wrong_kind(info: ModuleInfo, style: str) -> Problem:
     """A style on a kind of module that it has no meaning for."""
-    return Problem(
-        "module-kind",
-        info.where(),
-        found=info.kind.__name__,
-        hint=f"{style} is for nn.Linear and nn.Embedding; name the layers inside, or use a style for this class",
-    )
+    hint = f"{style} is for nn.Linear and nn.Embedding; name the layers inside, or use a style for this class"
+    return Problem("module-kind", info.where(), found=info.kind.__name__, hint=hint)
 
 
 def single(placement: Placement | tuple[Placement, ...] | None, default: Placement, argument: str) -> Placement:

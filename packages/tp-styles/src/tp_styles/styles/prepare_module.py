@@ -68,12 +68,10 @@ class PrepareModuleInput(ParallelStyle):
             if source is None:
                 continue
             if index >= len(names) and not info.open_positional:
+                hint = f"forward takes {', '.join(names) or 'no arguments'}"
                 problems.append(
                     Problem(
-                        "unknown-name",
-                        info.where("input_layouts"),
-                        found=f"a layout for argument {index}",
-                        hint=f"forward takes {', '.join(names) or 'no arguments'}",
+                        "unknown-name", info.where("input_layouts"), found=f"a layout for argument {index}", hint=hint
                     )
                 )
                 continue
@@ -82,14 +80,8 @@ class PrepareModuleInput(ParallelStyle):
             inputs.append((name, Redistribution(source, source if wanted is None else wanted)))
         for name, source in self.input_kwarg_layouts.items():
             if name not in (*names, *info.keyword_only) and not info.open_keyword:
-                problems.append(
-                    Problem(
-                        "unknown-name",
-                        info.where("input_kwarg_layouts"),
-                        found=repr(name),
-                        hint=f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}",
-                    )
-                )
+                hint = f"forward takes {', '.join((*names, *info.keyword_only)) or 'no arguments'}"
+                problems.append(Problem("unknown-name", info.where("input_kwarg_layouts"), found=repr(name), hint=hint))
             elif name in dict(inputs):
                 problems.append(Problem("duplicate-name", info.where(name), hint="give it one layout"))
             inputs.append((name, Redistribution(source, self.desired_input_kwarg_layouts[name])))
@@ -213,12 +205,8 @@ def _check_lengths(
     if layouts is None and desired is None:
         return
     if layouts is None or desired is None or len(layouts) != len(desired):
+        hint = "give one desired layout for each"
         raise StyleTypeError(
-            Problem(
-                "argument-count",
-                f"{what}_layouts",
-                found=f"{layouts} and {desired}",
-                hint="give one desired layout for each",
-            ),
+            Problem("argument-count", f"{what}_layouts", found=f"{layouts} and {desired}", hint=hint),
             f"{what}_layouts and desired_{what}_layouts should have same length!",
         )

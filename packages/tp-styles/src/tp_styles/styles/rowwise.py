@@ -91,14 +91,8 @@ class RowwiseParallel(ParallelStyle):
         parameters = (("weight", ParameterSpec(Split.along(0, rows))),)
         source = self.input_layouts[0] if self._input_given else Replicate()
         if source in (Shard(-1), Partial()) or isinstance(source, Partial):
-            problems.append(
-                Problem(
-                    "sharded-input",
-                    info.where("input_layouts"),
-                    found=repr(source),
-                    hint="every rank looks up all ids: leave input_layouts out, or name the dim that they are split on",
-                )
-            )
+            hint = "every rank looks up all ids: leave input_layouts out, or name the dim that they are split on"
+            problems.append(Problem("sharded-input", info.where("input_layouts"), found=repr(source), hint=hint))
             source = Replicate()
         plain = info.kind.forward is nn.Embedding.forward
         # A forward of its own sees whole lookups, and gives a whole output.

@@ -106,14 +106,8 @@ def _from_dtensor(
 ) -> tuple[DeviceMesh, int, torch.Tensor]:
     last = logits.dim() - 1
     if tuple(logits.placements) != (Shard(last),):
-        raise PlanError(
-            Problem(
-                "layout-mismatch",
-                "logits",
-                found=str(logits.placements),
-                hint="they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])",
-            )
-        )
+        hint = "they have to be sharded on the last dim of a 1-D mesh: redistribute(placements=[Shard(-1)])"
+        raise PlanError(Problem("layout-mismatch", "logits", found=str(logits.placements), hint=hint))
     for name, given, known in (
         ("mesh", mesh, logits.device_mesh),
         ("num_classes", num_classes, logits.shape[-1]),
@@ -150,14 +144,8 @@ def _check(
             )
         )
     if logits.shape[:-1] != target.shape:
-        problems.append(
-            Problem(
-                "shape-mismatch",
-                "target",
-                found=str(tuple(target.shape)),
-                hint=f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits",
-            )
-        )
+        hint = f"one class for each token: {tuple(logits.shape[:-1])}; classes are the last dim of the logits"
+        problems.append(Problem("shape-mismatch", "target", found=str(tuple(target.shape)), hint=hint))
     if weight is not None and weight.shape != (classes,):
         problems.append(
             Problem("shape-mismatch", "weight", found=str(tuple(weight.shape)), hint=f"all {classes} on every rank")
@@ -230,13 +218,9 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """There is none."""
+        hint = "gather the logits and use torch's cross_entropy where create_graph=True is needed"
         raise PlanError(
-            Problem(
-                "not-differentiable",
-                "vocab_parallel_cross_entropy",
-                found="a gradient of its gradient",
-                hint="gather the logits and use torch's cross_entropy where create_graph=True is needed",
-            )
+            Problem("not-differentiable", "vocab_parallel_cross_entropy", found="a gradient of its gradient", hint=hint)
         )
 
 
@@ -253,12 +237,10 @@ def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=axis.group)
         most, least = flat[-2].item(), -flat[-1].item()
         if most != least:
+            hint = "pass num_classes=, the global number"
             raise PlanError(
                 Problem(
-                    "uneven-shards",
-                    "num_classes",
-                    found=f"shards of {int(least)} to {int(most)} classes",
-                    hint="pass num_classes=, the global number",
+                    "uneven-shards", "num_classes", found=f"shards of {int(least)} to {int(most)} classes", hint=hint
                 )
             )
         return flat[:-2].view(highest.shape)
