@@ -28,6 +28,7 @@ def test_compile(ranks: Ranks) -> None:
     without_graph_breaks(ranks)
     a_fused_weight_that_is_declared_a_plain_one(ranks)
     draws_as_in_eager_training(ranks)
+    a_mistake_in_a_later_mode(ranks)
 
 
 class Compiled(nn.Module):
@@ -103,6 +104,41 @@ def a_fused_weight_that_is_declared_a_plain_one(ranks: Ranks) -> None:
     compiled(torch.ones(3, 8))
     assert "check of MLP (training, with gradients): equal to the original" in handle.report()
     torch.compiler.reset()
+
+
+class WrongInOneMode(models.MLP):
+    """Shards give another result than full values, in one mode."""
+
+    wrong = (True, True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        if (self.training, torch.is_grad_enabled()) == self.wrong:
+            hidden = hidden.flip(-1)
+        out: torch.Tensor = self.down(hidden)
+        return out
+
+
+def a_mistake_in_a_later_mode(ranks: Ranks) -> None:
+    """A compiled root is checked in its third mode too, whether or not `check_compiled` was called in the others."""
+    for wrong in ((True, False), (False, True)):
+        for compares in (False, True):
+            model: Any = models.seeded(WrongInOneMode)
+            model.wrong = wrong
+            plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+            handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), plan)
+            compiled: Any = torch.compile(model, backend="eager")
+            for training, grad in ((True, True), (False, False), wrong):
+                model.train(training)
+                with torch.set_grad_enabled(grad):
+                    if (training, grad) == wrong:
+                        with pytest.raises(tp.PlanError, match="check-mismatch"):
+                            compiled(torch.ones(3, 8))
+                    elif compares:
+                        handle.check_compiled(compiled, torch.ones(3, 8))
+                    else:
+                        compiled(torch.ones(3, 8))
+            torch.compiler.reset()
 
 
 def draws_as_in_eager_training(ranks: Ranks) -> None:

@@ -511,8 +511,10 @@ class CheckHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call, if its mode is new."""
         if is_compiling():
+            # The training mode is read here, so that the compiler guards it: a hook is a graph of its own where the
+            # compiler begins at the module, and a constant that guards nothing would hold for every mode.
             if all(isinstance(value, Traceable) for value in (*args, *kwargs.values())) and (
-                _check_while_tracing(self, len(args), ",".join(kwargs), *args, *kwargs.values())
+                _check_while_tracing(self, module.training, len(args), ",".join(kwargs), *args, *kwargs.values())
             ):
                 self.outside_of_graphs(args, kwargs)
             return
@@ -575,15 +577,14 @@ Traceable = torch.Tensor | bool | int | float | str | None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
-def _check_while_tracing(hook: CheckHook, num_args: int, names: str, *values: Any) -> bool:
+def _check_while_tracing(hook: CheckHook, training: bool, num_args: int, names: str, *values: Any) -> bool:
     """Check the traced call with the values that it has; return True if an error waits to be raised.
 
     The compiler runs this while it traces: eagerly, with real tensors, once for each graph.
     """
     if hook.checker.registered != Registered.count:
         hook.check_new_modules()
-    mode = (hook.scope.module.training, torch.is_grad_enabled())
-    if mode in hook.scope.done or IN_ORIGINAL.get():
+    if (training, torch.is_grad_enabled()) in hook.scope.done or IN_ORIGINAL.get():
         return False
     if any(isinstance(value, torch.Tensor) and is_fake(value) for value in values):  # export without a tracer of frames
         return False
