@@ -452,7 +452,7 @@ class Runner:
     @property
     def trace_label(self) -> str:
         """Text for a trace in this call that all ranks have in common; empty if they have none."""
-        return self.schedule.token and f"{self.schedule.token}/{self.schedule.calls}"
+        return f"{self.schedule.token}/{self.schedule.calls}" if self.schedule.token and self.mesh.size() > 1 else ""
 
     def is_new_on_all_ranks(self, program: Program) -> bool:
         """Return whether this call is the first of a trace, on every rank: it is checked then, due or not.

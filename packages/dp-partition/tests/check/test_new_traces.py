@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import dp_models as models
 import dp_partition as dp
@@ -38,9 +41,9 @@ def with_sine(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may let a rank come later than a trace takes: here ranks wait for it."""
+@contextmanager
+def patience() -> Iterator[None]:
+    """A busy machine may let a rank come later than a trace takes: within the block ranks wait for it."""
     decide = consensus.all_announced
 
     def wait_and_decide(label: str, count: int) -> bool:
@@ -49,7 +52,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.01)
         return decide(label, count)
 
-    monkeypatch.setattr(runner_module, "all_announced", wait_and_decide)
+    with patch.object(runner_module, "all_announced", wait_and_decide):
+        yield
 
 
 def batch(ranks: Ranks, call: int, rows: int = 4) -> torch.Tensor:
@@ -70,7 +74,7 @@ def started(ranks: Ranks, style: Any, **settings: Any) -> tuple[dp.Step, Any, An
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style", ["replicate", "fully_shard"])
-def test_a_new_trace_is_checked_at_once(ranks: Ranks, patient: None, style: Any) -> None:
+def test_a_new_trace_is_checked_at_once(ranks: Ranks, style: Any) -> None:
     for kind in ("shape", "mode", "number", "frozen"):
         for semantics in ("local", "global"):
             with models.case(f"{kind} {semantics}"):
@@ -79,7 +83,7 @@ def test_a_new_trace_is_checked_at_once(ranks: Ranks, patient: None, style: Any)
                 before = [p.full_tensor().clone() for p in model.parameters()]
                 model.train(kind != "mode")
                 model[0].weight.requires_grad_(kind != "frozen")
-                with pytest.raises(dp.PlanError, match="check-mismatch"):
+                with patience(), pytest.raises(dp.PlanError, match="check-mismatch"):
                     step(model, optim, batch(ranks, 3, 6 if kind == "shape" else 4), 2 if kind == "number" else 1)
                 after = [p.full_tensor() for p in model.parameters()]
                 assert all(map(torch.equal, before, after)) and len(after) == 4
@@ -87,10 +91,11 @@ def test_a_new_trace_is_checked_at_once(ranks: Ranks, patient: None, style: Any)
 
 
 @pytest.mark.ranks(2)
-def test_a_right_new_trace_is_counted_and_the_schedule_goes_on(ranks: Ranks, patient: None) -> None:
+def test_a_right_new_trace_is_counted_and_the_schedule_goes_on(ranks: Ranks) -> None:
     step, model, optim = started(ranks, "zero2")
     checked = runner_of(step).num_checked
-    step(model, optim, batch(ranks, 3, 5), 1)
+    with patience():
+        step(model, optim, batch(ranks, 3, 5), 1)
     assert runner_of(step).num_checked == checked + 1
     step(model, optim, batch(ranks, 4, 5), 1)
     assert runner_of(step).num_checked == checked + 1  # known by now, and none is due
@@ -116,6 +121,16 @@ def test_a_trace_that_never_comes_again_does_not_keep_the_check_going(ranks: Ran
     due = 3 + len([4, 8, 16, 32])  # of the schedule, without those for the trace
     assert runner_of(step).num_checked <= due + 2 * IN_A_ROW + 1
     assert step.num_traces == 1 + ranks.rank
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_alone_asks_no_store(ranks: Ranks) -> None:
+    """A fake group's store cannot answer."""
+    with patch.object(consensus, "default_store", side_effect=AssertionError):
+        step, model, optim = started(ranks, "replicate")
+        checked = runner_of(step).num_checked
+        step(model, optim, batch(ranks, 3, 6), 1)
+        assert runner_of(step).num_checked == checked + 1
 
 
 def trains_or_not(model: Any, optim: Any, x: torch.Tensor, trains: bool) -> torch.Tensor:
