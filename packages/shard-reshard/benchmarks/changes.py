@@ -1,6 +1,6 @@
 """Bytes and time of syncs that send changes alone, by the share of elements that changed.
 
-    python packages/shard-reshard/benchmarks/bench_changes.py [--markdown FILE]
+    python packages/shard-reshard/benchmarks/changes.py [--markdown FILE]
 
 Two gloo ranks, rows to columns, 32 MiB of each dtype. Bytes are those on the wire, headers included.
 """
@@ -77,7 +77,7 @@ def main() -> None:
     lines = [
         "# shard-reshard: syncs that send only changes",
         "",
-        "`python packages/shard-reshard/benchmarks/bench_changes.py --markdown FILE`: rows to columns on two gloo",
+        "`python packages/shard-reshard/benchmarks/changes.py --markdown FILE`: rows to columns on two gloo",
         "ranks, 32 MiB of each dtype, elements drawn at random. Bytes are what one rank sends, index and headers",
         "included; every sync is compared with the full state bit for bit. Random elements are the worst case of an",
         "index; whole rows cost almost nothing. Over loopback a full sync is faster: the times show the cost of the",

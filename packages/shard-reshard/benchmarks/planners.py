@@ -1,7 +1,7 @@
 """Plans of megatron-core's resharding planner, of awex's and ours for the same models on the same ranks.
 
     pip install --no-deps megatron-core==0.16.1 awex==0.9.0   # in an environment of their own
-    python packages/shard-reshard/benchmarks/bench_planners.py [--markdown FILE]
+    python packages/shard-reshard/benchmarks/planners.py [--markdown FILE]
 
 Thirty topologies: pipeline x tensor x data parallel trainers, to tensor x data parallel generators on the same ranks or
 on others. Nothing is sent: the planners' own functions run in one process. A planner that is not installed is left out.
@@ -297,7 +297,7 @@ def main() -> None:
     lines = [
         "# shard-reshard: plans compared with other planners",
         "",
-        "`python packages/shard-reshard/benchmarks/bench_planners.py --markdown FILE`: a Llama of 74 tensors in",
+        "`python packages/shard-reshard/benchmarks/planners.py --markdown FILE`: a Llama of 74 tensors in",
         "bfloat16, from trainers to generators. MiB on the wire (of the rank that sends most), messages between ranks",
         "(ours are fused into all-to-alls, theirs are point-to-point), planning time of a rank in milliseconds: in",
         "megatron-core rank 0 plans for all ranks, in awex every rank plans the full exchange, in ours its own share.",
