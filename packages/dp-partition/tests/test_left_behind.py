@@ -514,3 +514,21 @@ def test_a_group_that_the_step_adds_is_refused(ranks: Ranks) -> None:
     with pytest.raises(dp.PlanError, match="hyperparameter-changed"):
         step(model, optim, torch.ones(4, 8, device=ranks.device))
     assert len(optim.param_groups) == 1
+
+
+def from_sparse(model: Net, optim: Any, x: torch.Tensor) -> Any:
+    x = x.to_dense()
+    return update(optim, (model(x) - x).square().mean())
+
+
+@pytest.mark.ranks(2)
+def test_a_sparse_batch(ranks: Ranks) -> None:
+    """It is no tensor that can be compared before and after the call."""
+    model: Any = models.seeded(Net).double().to(ranks.device)
+    plain: Any = models.seeded(Net).double().to(ranks.device)
+    optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    step = dp.compile(from_sparse, mesh=ranks.mesh((2,), ("dp",)), style="zero2")
+    for call in range(CALLS):
+        generator = torch.Generator().manual_seed(call)  # equal on all ranks: one device's training
+        x = torch.randn(6, 8, generator=generator, dtype=torch.float64).relu().to_sparse().to(ranks.device)
+        torch.testing.assert_close(step(model, optims[0], x), from_sparse(plain, optims[1], x), rtol=1e-9, atol=1e-11)

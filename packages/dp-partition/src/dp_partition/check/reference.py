@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -373,16 +373,19 @@ def live_outcome(
 def argument_values(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's rows of tensor arguments, which a step may write, by name."""
     leaves = enumerate(pytree.tree_leaves(arguments))
-    return {f"argument {index}": rows(leaf.detach()) for index, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {f"argument {index}": rows(leaf.detach()) for index, leaf in leaves if _is_dense(leaf)}
 
 
 def argument_gradients(arguments: Any, rows: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return this rank's rows of the gradients that lie on tensor arguments, by name."""
-    found = {}
-    for index, leaf in enumerate(pytree.tree_leaves(arguments)):
-        if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.grad is not None:
-            found[f"argument {index}"] = rows(leaf.grad)
-    return found
+    leaves = enumerate(pytree.tree_leaves(arguments))
+    found = {index: leaf.grad for index, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_leaf}
+    return {f"argument {index}": rows(gradient) for index, gradient in found.items() if _is_dense(gradient)}
+
+
+def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a tensor that can be compared: no kernel subtracts all sparse or nested ones."""
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
 
 
 def numbers_of(step_state: StepState) -> dict[str, Any]:
