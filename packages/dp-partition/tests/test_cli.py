@@ -62,3 +62,9 @@ def test_help_needs_no_torch() -> None:
         "import sys; from dp_partition.cli import main; main(['estimate', '--help']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_an_import_loads_no_compiler() -> None:
+    """Making an optimizer does, which takes seconds: nothing here may make one while it is imported."""
+    code = "import sys; import dp_partition.runner; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

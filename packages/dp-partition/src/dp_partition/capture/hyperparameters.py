@@ -21,7 +21,8 @@ from dp_partition.capture.fingerprint import fingerprint
 
 FUSED_ARGUMENTS = ("lr", "beta1", "beta2", "weight_decay", "eps", "momentum", "dampening", "lr_decay")
 _OF_SCHEDULERS = frozenset(["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"])  # no step reads these
-_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(0)])))
+_OF_OPTIMIZERS = frozenset(["defaults", "state", "param_groups"])  # of every optimizer, as are tables of its hooks
+_HOOK_TABLES = "_optimizer_"
 _LIVE_INTEGERS = frozenset(["lr", "weight_decay", "momentum", "eps"])
 
 
@@ -124,8 +125,9 @@ def optimizer_attributes(optimizer: Optimizer) -> tuple[Any, ...]:
     for key, value in vars(optimizer).items():
         if key[0] != "_" and isinstance(value, bool | int | float | str):
             found += (key, value)
-        elif key not in _OF_OPTIMIZERS and isinstance(value, list | tuple | dict | set):
-            found += (key, fingerprint([value]))
+        elif isinstance(value, list | tuple | dict | set):
+            if key not in _OF_OPTIMIZERS and not key.startswith(_HOOK_TABLES):
+                found += (key, fingerprint([value]))
         elif callable(value) and getattr(value, "__wrapped__", None) is not getattr(type(optimizer), key, None):
             found += (key, id(value), value)  # a `step` put over the class's, if it is no scheduler's count of calls
     for table in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
