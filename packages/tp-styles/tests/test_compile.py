@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(models.TORCH < (2, 12), reason="torch 2.11 canno
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # by it, too
-@pytest.mark.ranks(2, timeout=180)  # tracing takes long where the machine is busy
+@pytest.mark.ranks(2, timeout=300)  # tracing takes long where the machine is busy
 def test_compile(ranks: Ranks) -> None:
     without_graph_breaks(ranks)
     a_fused_weight_that_is_declared_a_plain_one(ranks)
