@@ -38,7 +38,8 @@ if "PIP_FIND_LINKS" in os.environ:  # uv reads its own variable; the same local 
 # The sessions' environments are their own: without bytecode every rank would compile torch anew, 10 seconds each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests of one process keep one core busy, ranks wait for each other: two tests at a time are quicker.
-WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal")
+# Slow tests are named: on a machine half as fast they must still end within their limit.
+WORKERS = ("-n", str(min(os.cpu_count() or 1, 4)), "--dist", "worksteal", "--durations=5", "--durations-min=20")
 # One torch thread per process: several ranks share a machine's cores in every multi-rank session.
 RANK_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONPATH": None}
 # On some CPUs the last bit of MKL's products depends on where operands lie in memory. Tests that compare models bit for

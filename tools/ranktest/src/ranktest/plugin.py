@@ -23,7 +23,7 @@ _WORLD = pytest.StashKey["torchrun.World"]()
 _NOT_RUN = pytest.StashKey[list[tuple[str, str]]]()
 
 #: Default limit of a whole test, and of one collective, in seconds.
-TEST_TIMEOUT_S, GROUP_TIMEOUT_S = 180.0, 30.0
+TEST_TIMEOUT_S, GROUP_TIMEOUT_S = 180.0, 60.0
 
 
 # ---- options and markers
