@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition.capture.fakes import Input
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.state import StepState
 from dp_partition.capture.tracer import Capture, trace_step
 from dp_partition.mesh import num_replicas, replica_group_name, shard_group, shard_rank
@@ -109,7 +110,7 @@ def capture_single_device(
         # Needs tags. Repeats forward and backward, and averages gradients before the optimizer.
         repeat_for_microbatches(capture, accumulate, batch_dim)
     if not local:
-        # Gradients are marked by `meta["gradient"]`: a tag would hide what makes them from the rules.
+        # Gradients are noted on their nodes: a tag would hide what makes them from the rules.
         remove_tags(capture.module.graph)
         # Every operator that is left has a rule, or runs on replicated inputs.
         decompose(capture.module, capture.mode)
@@ -179,7 +180,7 @@ def partition_for_rank(
     make_contiguous_for_fused(graph)
     # Replaces single collectives of parameters and gradients by buckets, sent early and awaited late.
     bucket_and_schedule(graph, inserter.moves, mover, comm)
-    # Tags give way to `meta["gradient"]`: buckets had to know when a gradient has its final value.
+    # Tags give way to notes: buckets had to know when a gradient has its final value.
     erase_tags(graph)
     # Needs a graph without tags. Matrix products write their gradients into the bucket.
     compute_grads_in_buckets(graph, comm.in_place)
@@ -223,7 +224,7 @@ def home_placements(capture: Capture, plan: PartitionPlan, batch: Placement) -> 
     for node in capture.module.graph.nodes:
         if node.op != "placeholder":
             continue
-        entry: Input = node.meta["input"]
+        entry = meta_of(node)["input"]
         homes.placements[node] = _home(node, entry, plan, batch)
         if entry.kind in _TYPES:
             homes.types[node] = _TYPES[entry.kind]
@@ -250,7 +251,7 @@ def place_new_values(
 ) -> None:
     """State that the step makes itself is returned where the plan wants it, an argument's gradient as the argument."""
     output = next(node for node in capture.module.graph.nodes if node.op == "output")
-    arguments = {node.meta["input"].name: node for node in homes.placements if node.meta["input"].kind == "arg"}
+    arguments = {meta_of(node)["input"].name: node for node in homes.placements if kind_of(node) == "arg"}
     values = output.args[0]
     assert isinstance(values, list | tuple)
     for value, entry in zip(values, capture.outputs, strict=True):

@@ -21,6 +21,7 @@ from dp_partition.capture.arguments import CallArguments, check_arguments, closi
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.lengths import first_difference
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
 from dp_partition.capture.tracer import asks_for_values, line_of_node, trace_problem
 from dp_partition.check.checked_call import CheckedCall, CheckSchedule
@@ -163,7 +164,7 @@ class Runner:
         scale = batch_scale(binding.plan, self.settings.batch_dim, self.settings.accumulate)
         with suppress(Exception):  # the error stays the graph's own
             marked = self.marked if program.capture.sizes else ()
-            name = node.meta.get("traced_as", node.name)
+            name = meta_of(node).get("traced_as", node.name)
             line = line_of_node(name, self.function, call.args, call.kwargs, binding.step_state, scale, marked)
             error.add_note(f"raised by node {node.name} ({node.target}) of the graph{line}")
 

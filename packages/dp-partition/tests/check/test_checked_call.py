@@ -18,7 +18,6 @@ from dp_partition.check import checked_call
 from dp_partition.check.checked_call import CheckMismatch, CheckSchedule
 from dp_partition.check.copying import CannotCopyError, Copier
 from dp_partition.check.verdict import differences
-from dp_partition.passes.insert_collectives import READS
 from ranktest import Ranks
 from torch import fx, nn
 
@@ -165,7 +164,7 @@ def test_gradients_that_are_not_compared_are_reported(ranks: Ranks) -> None:
 @pytest.mark.ranks(2)
 def test_a_gradient_whose_reader_is_erased_is_reported(ranks: Ranks) -> None:
     def passes(module: fx.GraphModule) -> fx.GraphModule:
-        reader = next(node for node in module.graph.nodes if READS in node.meta)
+        reader = next(node for node in module.graph.nodes if "reads" in node.meta)
         with module.graph.inserting_before(reader):
             copied = module.graph.call_function(reader.target, reader.args, reader.kwargs)
         reader.replace_all_uses_with(copied)

@@ -12,6 +12,7 @@ from torch import fx
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import pytree
 from dp_partition.analysis.formatting import shortened
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_collective, is_op, is_wait, value_of
 
@@ -60,16 +61,16 @@ def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Messag
     kind = next((known for known in _KINDS if name.startswith(known)), name)
     payload = [value_of(n) for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
     mine = sum(num_bytes(tensor) for tensor in payload)
-    world = int(node.meta.get("ranks", world))
+    world = int(meta_of(node).get("ranks", world))
     full = mine * world if kind == "all_gather" else mine
     sent = {"all_gather": mine * (world - 1), "all_reduce": mine}.get(kind, mine * (world - 1) // world)
     waits = wait_positions(node, positions)
     carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
     dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
     place = node
-    while not place.meta.get("phase") and place.op not in ("placeholder", "root"):  # buckets have none
+    while not meta_of(place).get("phase") and place.op not in ("placeholder", "root"):  # buckets have none
         place = place.prev
-    phase = str(place.meta.get("phase") or "forward")
+    phase = str(meta_of(place).get("phase") or "forward")
     return Message(kind, dtype, full, sent, carried, phase, positions[node], max(waits), node.name, world)
 
 
@@ -92,8 +93,8 @@ def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
     if name is not None:
         yield name
         return
-    if "carries" in node.meta:  # a bucket that gradients are computed in
-        yield from node.meta["carries"]
+    if "carries" in meta_of(node):  # a bucket that gradients are computed in
+        yield from meta_of(node)["carries"]
         return
     operator = str(node.target).split(".")[1] if is_op(node) else ""
     if operator in _PACKING and depth:
@@ -124,10 +125,9 @@ def name_of(node: fx.Node) -> str | None:
     """The parameter that a node is, or is the gradient of."""
     if node.target is TAG_GRAD:
         return str(node.args[1])
-    if "gradient" in node.meta:
-        return str(node.meta["gradient"])
-    entry: Any = node.meta.get("input")
-    return str(entry.name) if node.op == "placeholder" and getattr(entry, "kind", "") == "param" else None
+    if "gradient" in meta_of(node):
+        return meta_of(node)["gradient"]
+    return meta_of(node)["input"].name if kind_of(node) == "param" else None
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import fx
 
 from dp_partition._torch_compat import collectives, storage_key
 from dp_partition.analysis.comms import name_of, num_bytes, tensors_of, wait_positions
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.ops import aten, is_collective, is_wait
 from dp_partition.plan.placements import NodeType
 
@@ -159,16 +160,16 @@ def _copied_bytes(node: fx.Node) -> tuple[str, int]:
 
 def _kind_of(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return _PLACEHOLDERS.get(getattr(node.meta.get("input"), "kind", ""), "batch")
+        return _PLACEHOLDERS.get(kind_of(node), "batch")
     if node.op == "get_attr":
         return "buffers"
-    if node.meta.get("node_type") is NodeType.GRAD or name_of(node) is not None:
+    if meta_of(node).get("node_type") is NodeType.GRAD or name_of(node) is not None:
         return "gradients"
     if is_collective(node) or any(is_collective(user) for user in node.users):
         return "collectives"
-    if node.meta.get("node_type") is NodeType.PARAM and node.meta.get("phase") != "optimizer":
+    if meta_of(node).get("node_type") is NodeType.PARAM and meta_of(node).get("phase") != "optimizer":
         return "gathered"
-    return "update" if node.meta.get("phase") == "optimizer" else "activations"
+    return "update" if meta_of(node).get("phase") == "optimizer" else "activations"
 
 
 def bytes_by_kind(graph: fx.Graph) -> dict[str, int]:

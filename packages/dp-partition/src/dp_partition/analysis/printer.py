@@ -10,6 +10,7 @@ from torch import fx
 from dp_partition._shared.page import human_bytes
 from dp_partition.analysis.comms import name_of, num_bytes, tensors_of
 from dp_partition.analysis.formatting import table
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.ops import is_collective, is_op
 from dp_partition.plan.placements import NodeType
 
@@ -26,7 +27,7 @@ def listing(graph: fx.Graph) -> str:
     first, rule, *lines = table(head, rows).splitlines()
     shown, phase = [first, rule], ""
     for node, line in zip(graph.nodes, lines, strict=True):
-        now = "inputs" if node.op == "placeholder" else str(node.meta.get("phase") or phase)
+        now = "inputs" if node.op == "placeholder" else str(meta_of(node).get("phase") or phase)
         if now != phase and node.op != "output":
             shown.append(f"# {now}")
             phase = now
@@ -36,7 +37,7 @@ def listing(graph: fx.Graph) -> str:
 
 def node_type(node: fx.Node) -> str:
     """Return the role of a node in the step, in one word."""
-    kind = node.meta.get("node_type")
+    kind = meta_of(node).get("node_type")
     if is_collective(node):
         return "SEND"
     if name_of(node) is not None and node.op != "placeholder":
@@ -61,7 +62,7 @@ def _one(tensor: torch.Tensor) -> str:
 def call_text(node: fx.Node) -> str:
     """Return the operator of a node and its arguments, or the input that it is, as text."""
     if node.op == "placeholder":
-        entry = node.meta.get("input")
+        entry = meta_of(node).get("input")
         return f"input: {entry.label}" if entry is not None else "input"
     if node.op == "output":
         return f"returns {_argument(node.args[0])}"

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import storage_key
 from dp_partition.analysis.comms import Message, num_bytes, tensors_of
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs, viewed_input
 
 _SAME_WORK = {
@@ -106,7 +107,7 @@ def timeline_of(graph: fx.Graph, messages: tuple[Message, ...], world: int, link
     now = free = 0.0
     phase = "forward"
     for position, node in enumerate(graph.nodes):
-        phase = str(node.meta.get("phase") or phase)
+        phase = str(meta_of(node).get("phase") or phase)
         starts.append(now)
         if is_collective(node):
             message = by_node[node.name]

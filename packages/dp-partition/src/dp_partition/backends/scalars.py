@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.ops import aten, is_op, mutated_inputs
 
 Ref = Callable[[Any, torch.dtype], Any]
@@ -21,9 +22,8 @@ Ref = Callable[[Any, torch.dtype], Any]
 
 def is_number(node: fx.Node) -> bool:
     """Return whether the node's value is a Python number."""
-    entry = node.meta.get("input")
     if node.op == "placeholder":
-        return getattr(entry, "kind", "") == "hyper"
+        return kind_of(node) == "hyper"
     return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
 
 
@@ -103,7 +103,7 @@ def hoist_scalars(graph: fx.Graph) -> None:
     there = {node for node in graph.nodes if _is_counter(node) or (node.op == "placeholder" and is_number(node))}
     first: fx.Node | None = None
     for node in list(graph.nodes):
-        if node.meta.get("phase") != "optimizer" or node.op != "call_function":
+        if meta_of(node).get("phase") != "optimizer" or node.op != "call_function":
             continue
         counts = any(_counts(node, source) for source in node.all_input_nodes)
         if (is_number(node) or counts) and all(source in there for source in node.all_input_nodes):
@@ -116,7 +116,7 @@ def hoist_scalars(graph: fx.Graph) -> None:
 def _is_counter(node: fx.Node) -> bool:
     """Return whether a placeholder is a 0-dim state that the graph only counts up and reads as a number."""
     value: Any = node.meta.get("val")
-    if node.op != "placeholder" or getattr(node.meta.get("input"), "kind", "") != "state" or value.ndim:
+    if kind_of(node) != "state" or value.ndim:
         return False
     return all(user.target is aten._local_scalar_dense.default or _counts(user, node) for user in node.users)
 
@@ -171,7 +171,7 @@ def _replace(graph: fx.Graph, node: fx.Node, single: Any, inplace: bool) -> None
                 kwargs["value"] = args.pop()
             result = graph.call_function(single, tuple(args), kwargs)
             first = lists[0][index]
-            result.meta.update(phase=node.meta.get("phase"), val=first.meta["val"] if inplace else values[index])
+            result.meta.update(phase=meta_of(node).get("phase"), val=first.meta["val"] if inplace else values[index])
             results.append(result)
     for user in list(node.users):
         if user.target is operator.getitem:

@@ -17,6 +17,7 @@ from torch import fx
 
 from dp_partition._torch_compat import storage_key
 from dp_partition.backends.scalars import is_number, numbers_of, takes_tensors, write
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.ops import aten, is_collective, is_op, is_random, is_wait, mutated_inputs, viewed_input
 
 LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
@@ -104,7 +105,9 @@ def is_compiled(node: fx.Node) -> bool:
     if not is_op(node):
         return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
     target: Any = node.target
-    if "phase" not in node.meta:  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
+    if "phase" not in meta_of(
+        node
+    ):  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
         return False
     if is_collective(node) or is_wait(node) or is_random(node) or is_number(node):
         return False

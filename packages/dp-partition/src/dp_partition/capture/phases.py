@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dp_partition._torch_compat import current_trace_nodes
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.updates import shared_updates
 
 
@@ -76,11 +77,11 @@ def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
     backward = frozenset[str]().union(*phases.backward, *phases.grads)
     last = max((position for position, node in enumerate(nodes) if node.name in backward), default=len(nodes))
     for position, node in enumerate(nodes):
-        node.meta["traced_as"] = node.name  # copies of the node keep it
+        meta_of(node)["traced_as"] = node.name  # copies of the node keep it
         if node.name in backward:
-            node.meta["phase"] = "backward"
+            meta_of(node)["phase"] = "backward"
         else:
-            node.meta["phase"] = "optimizer" if position > last else "forward"
+            meta_of(node)["phase"] = "optimizer" if position > last else "forward"
 
 
 _new_library: Any = torch.library.Library  # its methods are not typed

@@ -33,6 +33,7 @@ from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, inst
 from dp_partition.capture.fingerprint import attributes_restored
 from dp_partition.capture.hyperparameters import Hyperparameter, param_groups_unchanged
 from dp_partition.capture.lengths import Sizes, erase_full_slices, use_first_sizes
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
@@ -57,6 +58,7 @@ class Capture:
         modes: Modules that the step leaves in another mode than it found them in, and that mode.
         trained: Parameters whose `requires_grad` it leaves as another, and as which.
         left: Names of parameters whose gradients it leaves for the next call to clear.
+        groups: Number of the optimizer and of the parameter group that update a parameter, by its name.
     """
 
     module: fx.GraphModule
@@ -71,6 +73,7 @@ class Capture:
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     trained: dict[str, bool] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def outputs(self) -> list[Output]:
@@ -206,6 +209,7 @@ def trace_step(
         raise PlanError(problem, "the train step could not be traced") from error
     made = (tracing.inputs, tracing.returned, tracing.mode, tracing.guards(), tracing.symbols)
     capture = Capture(module, *made, tracing.phases.cleared, sizes=tracing.fakes.sizes, modes=tracing.modes)
+    capture.groups = _groups(step_state)
     for name, param in tracing.fakes.params.items():
         if param.requires_grad != step_state.params[name].requires_grad:
             capture.trained[name] = param.requires_grad
@@ -217,7 +221,7 @@ def trace_step(
     tracing.phases.optimizer.append(repeat_updates(module.graph))
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
-    _name_placeholders(module, capture.inputs, _groups(step_state))
+    _name_placeholders(module, capture.inputs)
     _check_numbers(tracing.name, module.graph, frozenset().union(*tracing.phases.optimizer))
     _check_constants(module)
     _check_gradients(module)
@@ -285,7 +289,7 @@ def _check_numbers(name: str, graph: fx.Graph, optimizer: frozenset[str]) -> Non
         if node.target is torch.ops.aten._local_scalar_dense.default
         and not node.users
         and node.name not in optimizer
-        and "input" not in node.args[0].meta  # a hyperparameter that this step does not use
+        and "input" not in meta_of(node.args[0])  # a hyperparameter that this step does not use
     ]
     if problems:
         raise PlanError(problems[:3], "the step keeps values of its own, which a graph would not renew")
@@ -378,15 +382,13 @@ def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:
     }
 
 
-def _name_placeholders(module: fx.GraphModule, inputs: list[Input], groups: dict[str, tuple[int, int]]) -> None:
+def _name_placeholders(module: fx.GraphModule, inputs: list[Input]) -> None:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, entry in zip(placeholders, inputs, strict=True):
         name = "".join(c if c.isalnum() else "_" for c in entry.label)
         node._rename(name)
         node.target = node.name
-        node.meta["input"] = entry
-        if entry.kind == "param" and entry.name in groups:
-            node.meta["group"] = groups[entry.name]
+        meta_of(node)["input"] = entry
 
 
 def _check_gradients(module: fx.GraphModule) -> None:

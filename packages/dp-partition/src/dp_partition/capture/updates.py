@@ -23,7 +23,6 @@ library.define("update_mark(Tensor(a!)[] tensors, str update) -> ()")
 library.impl("update_mark", lambda tensors, update: None, "CompositeExplicitAutograd")
 MARK_UPDATE = torch.ops.dp_partition.update_mark.default
 
-_LOOPS = ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "Rprop")
 _AT_ONCE = ("fused", "foreach", "capturable", "differentiable")
 _number = itertools.count()
 
@@ -34,7 +33,9 @@ def shared_updates(optimizer: Optimizer) -> Callable[..., Any]:
     own = vars(optimizer).get("step")
     untouched = own is None or getattr(own, "__wrapped__", None) is kind.step  # a scheduler counts calls
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if kind not in [getattr(torch.optim, name) for name in _LOOPS] or not untouched or hooks:
+    # Those of torch loop over parameters that offer to update all at once instead.
+    loops = kind.__module__.startswith("torch.optim.") and "foreach" in optimizer.defaults
+    if not loops or not untouched or hooks:
         return step
 
     def stepped(*args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensor, FakeTensorMode, new_fake_mode, pytree
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.passes.decompose import decompose, remove_tags
 from dp_partition.passes.local_shapes import local_inputs, record_local_values
 from dp_partition.passes.normalize import eliminate_dead, erase_profiler, merge_aliases
@@ -75,7 +76,7 @@ def partition_data_parallel(
     mark_data_parallel_shardings(graph, num_params, num_states, strategies, parallel_style)
     for node, strategy in strategies.items():
         single = isinstance(strategy, DataParallelStrategy)
-        node.meta["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
+        meta_of(node)["node_type"] = strategy.node_type if single else NodeType.NON_TENSOR  # type: ignore[union-attr]
     partitioned = partitioner(graph)
     choose: Chooser = {
         DataParallelStyle.REPLICATE: replicate_all,
@@ -178,7 +179,7 @@ def mark_data_parallel_shardings(
     index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1
     for node in train_step_graph.graph.nodes:
         strategies = dp_strategy_map[node].strategies
-        node.meta["sharding"] = strategies[index] if strategies else None
+        meta_of(node)["sharding"] = strategies[index] if strategies else None
 
 
 def _mark_mixed(graph: fx.Graph, num_params: int, num_states: int, strategies: dict[fx.Node, StrategyType]) -> None:
@@ -187,7 +188,7 @@ def _mark_mixed(graph: fx.Graph, num_params: int, num_states: int, strategies: d
     plans = plan_graph(graph, num_params, num_params + num_states, mesh.size(), batch_dim, shard_even(mesh.size()))
     for node, plan in plans.items():
         chosen = strategy_of(node, plan, mesh) if strategies[node].strategies else None
-        node.meta["sharding"] = chosen
+        meta_of(node)["sharding"] = chosen
 
 
 def _batch_dim(item: tuple[fx.Node, StrategyType]) -> int | None:
@@ -224,7 +225,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
     Returns:
         The same graph module.
     """
-    marked = {node: node.meta.pop("sharding", None) for node in graph.graph.nodes}
+    marked = {node: meta_of(node).pop("sharding", None) for node in graph.graph.nodes}
     strategies = {node: one for node, one in marked.items() if isinstance(one, PlacementStrategy)}
     specs = [one.output_spec for one in strategies.values()]
     mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)

@@ -18,6 +18,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
+from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, erase_chain, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
@@ -118,13 +119,13 @@ class _Timing:
 
     def start_of_backward(self, bucket: _Bucket) -> int:
         """Return the start of backward, for a bucket that backward needs: earlier it would occupy memory."""
-        if self.nodes[bucket.needed].meta.get("phase") != "backward":
+        if meta_of(self.nodes[bucket.needed]).get("phase") != "backward":
             return 0
-        return next(i for i, node in enumerate(self.nodes) if node.meta.get("phase") == "backward")
+        return next(i for i, node in enumerate(self.nodes) if meta_of(node).get("phase") == "backward")
 
     def segment(self, move: Move) -> str:
         """The part of the step that needs the result."""
-        return str(self.nodes[self.first_use(move)].meta.get("phase"))
+        return str(meta_of(self.nodes[self.first_use(move)]).get("phase"))
 
 
 def _group(moves: list[Move], timing: _Timing, limit: int, order: Callable[[Move], int]) -> list[_Bucket]:
@@ -186,7 +187,7 @@ def _emit(
                 break
     assert results is not None
     for move, before, after in zip(bucket.moves, old, results, strict=True):
-        after.meta.update({k: v for k, v in before.meta.items() if k in ("moves", "node_type", "phase")})
+        copy_notes(before, after, "node_type", "phase")
         before.replace_all_uses_with(after)
         gone |= erase_chain(graph, before, move.start)
 

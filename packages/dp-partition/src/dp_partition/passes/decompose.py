@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx import GraphModule
 
 from dp_partition._torch_compat import FakeTensorMode, decomposition_of, make_fx
+from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, base_name, is_op, is_random, is_tensor
 from dp_partition.passes.normalize import eliminate_dead
@@ -27,7 +28,7 @@ def remove_tags(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is TAG_GRAD:
             source = node.args[0]
-            source.meta["gradient"] = node.args[1] if len(node.args) > 1 else ""
+            meta_of(source)["gradient"] = node.args[1] if len(node.args) > 1 else ""
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
@@ -84,7 +85,7 @@ def _splice(module: GraphModule, node: fx.Node, recipe: Callable[..., Any], mode
                 if inner.op == "get_attr":
                     _carry_constant(module, part, inner)
                 copies[inner] = module.graph.node_copy(inner, lambda n: copies[n])
-                copies[inner].meta.update({k: v for k, v in node.meta.items() if k in ("phase",)})
+                copy_notes(node, copies[inner], "phase")
                 if inner.op == "call_function" and is_op(inner):
                     new.append(copies[inner])
     return new
@@ -98,8 +99,7 @@ def _carry_constant(module: GraphModule, part: GraphModule, inner: fx.Node) -> N
 
 def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
     if isinstance(result, fx.Node):
-        if "gradient" in node.meta:
-            result.meta["gradient"] = node.meta["gradient"]
+        copy_notes(node, result, "gradient")
         node.replace_all_uses_with(result)
     else:
         for user in list(node.users):
@@ -109,8 +109,7 @@ def _replace(graph: fx.Graph, node: fx.Node, result: Any) -> None:
             if one is None:
                 user.replace_all_uses_with(None)  # type: ignore[arg-type]
             else:
-                if "gradient" in user.meta:
-                    one.meta["gradient"] = user.meta["gradient"]
+                copy_notes(user, one, "gradient")
                 user.replace_all_uses_with(one)
             graph.erase_node(user)
     graph.erase_node(node)

@@ -17,10 +17,10 @@ from torch.fx import GraphModule
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
+from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, base_of, is_random, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
-from dp_partition.passes.reshard_after_forward import MARK
 from dp_partition.passes.zero import OWN_ROWS, SHARE_ROWS
 from dp_partition.plan.placements import NodeType, RankLocal, local_shape
 from dp_partition.sharding.propagate import NodePlan, gradient_name, is_gradient
@@ -38,10 +38,6 @@ SHAPE_ARGUMENTS: dict[Any, int] = {
 ROW_ARGUMENTS: dict[Any, int] = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
 
 LOWERED = (OWN_ROWS, SHARE_ROWS)
-
-READS = (
-    "reads_gradients"  # on the first node that reads a gradient: rows of its place among the leaves, name, placement
-)
 
 
 @dataclass(frozen=True)
@@ -121,7 +117,7 @@ class Inserter:
                 place = pytree.tree_leaves((node.args, node.kwargs)).index(source)
                 rows.append((place, self.unread.pop(source), placement))
         if rows:
-            node.meta[READS] = rows
+            meta_of(node)["reads"] = rows
 
     def lower_rows(self, node: fx.Node) -> None:
         """ZeRO's markers: the rank's rows as a view of the parameter, and all rows copied back into it."""
@@ -140,7 +136,8 @@ class Inserter:
             full = self.mover.all_gather(rows, 0, shape)
             copy = self.mover.call(aten.copy_.default, param, full)
         self.describe(rows, full, param, node)
-        copy.meta.update(node_type=node.meta.get("node_type"), phase="optimizer")
+        copy_notes(node, copy, "node_type")
+        meta_of(copy)["phase"] = "optimizer"
         self.moves.append(Move(rows, full, Shard(0), Replicate(), shape, NodeType.PARAM, copy, param.meta["val"]))
         self.module.graph.erase_node(node)
 
@@ -161,16 +158,16 @@ class Inserter:
         with self.module.graph.inserting_before(shared):
             mine = node if self.rank == 0 else self.mover.call(aten.zeros_like.default, node)
             shared.update_arg(1, self.mover.all_reduce(mine, Partial("sum")))
-        shared.meta["agrees"] = True
-        shared.meta.update({key: node.meta[key] for key in ("node_type", "phase", "val") if key in node.meta})
+        meta_of(shared)["agrees"] = True
+        copy_notes(node, shared, "node_type", "phase", "val")
 
     def version(self, source: fx.Node, wanted: Placement, before: fx.Node) -> fx.Node:
         """The node that holds ``source`` where it is wanted, moved there if need be."""
         if not self.versions[source]:
             self.versions[source] = {self.native[source]: self.take_again(source, before)}
         known = self.versions[source]
-        phase = before.meta.get("phase")
-        again = MARK in source.meta and wanted == Replicate() and phase == "backward"
+        phase = meta_of(before).get("phase")
+        again = "gather_again" in meta_of(source) and wanted == Replicate() and phase == "backward"
         if wanted in known and not (again and self.gathered.get(source) == "forward"):
             return known[wanted]
         if again:
@@ -186,19 +183,18 @@ class Inserter:
             start = known[origin]
             result = self.mover.move(start, origin, wanted, shape)
         self.describe(start, result, source, before)
-        kind, like = source.meta.get("node_type"), source.meta["val"]
+        kind, like = meta_of(source).get("node_type"), source.meta["val"]
         self.moves.append(Move(start, result, origin, wanted, shape, kind, before, like))
         known[wanted] = result
         self.gathered[source] = str(phase)
         return result
 
     def describe(self, start: fx.Node, result: fx.Node, source: fx.Node, before: fx.Node) -> None:
-        """Let inserted nodes carry the type, phase and origin of what they move."""
+        """Let inserted nodes carry the type of what they move, and the phase that needs it."""
         node = result
-        while node is not start and "moves" not in node.meta:
-            node.meta["moves"] = source.name
-            node.meta["node_type"] = source.meta.get("node_type")
-            node.meta["phase"] = before.meta.get("phase")
+        while node is not start:
+            copy_notes(source, node, "node_type")
+            copy_notes(before, node, "phase")
             node = node.all_input_nodes[0]
 
     def keep_written(self, node: fx.Node, source: fx.Node, placement: Placement) -> None:
@@ -230,7 +226,8 @@ class Inserter:
             part = self.mover.cut(full, placement.dim, tuple(source.meta["val"].shape))
             copy = self.mover.call(aten.copy_.default, home, part)
         for one in (part, copy):
-            one.meta.update(node_type=source.meta.get("node_type"), phase=node.meta.get("phase"), moves=source.name)
+            copy_notes(source, one, "node_type")
+            copy_notes(node, one, "phase")
         return {placement: home, Replicate(): full}
 
     def lost(self, node: fx.Node, source: fx.Node) -> PlanError:
@@ -251,7 +248,7 @@ class Inserter:
             fresh = self.version(taken.base, taken.placement, before)
         with self.module.graph.inserting_before(before):
             again = self.module.graph.node_copy(view, lambda n: fresh if n is taken.start else n)
-        again.meta["phase"] = before.meta.get("phase")
+        copy_notes(before, again, "phase")
         return again
 
     def fit_shape(self, node: fx.Node, placement: Placement) -> None:
@@ -275,7 +272,7 @@ def _best_origin(known: dict[Placement, fx.Node], wanted: Placement) -> Placemen
 
 def single_gradients(graph: fx.Graph) -> dict[fx.Node, str]:
     """Gradients by node, of parameters that have one in the step: several are summed before they are complete."""
-    means = {node: str(node.meta["mean_gradient"]) for node in graph.nodes if "mean_gradient" in node.meta}
+    means = {node: str(meta_of(node)["mean_gradient"]) for node in graph.nodes if "mean_gradient" in meta_of(node)}
     found = means or {node: gradient_name(node) for node in graph.nodes if is_gradient(node)}
     counts = Counter(found.values())
     return {node: name for node, name in found.items() if name and counts[name] == 1}
@@ -286,6 +283,6 @@ def erase_tags(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is TAG_GRAD or node.target is OWN_ROWS:
             if node.target is TAG_GRAD and len(node.args) > 1:
-                node.all_input_nodes[0].meta.setdefault("gradient", node.args[1])
+                meta_of(node.all_input_nodes[0]).setdefault("gradient", node.args[1])
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
 from dp_partition.ops import aten, base_of, substitution
@@ -51,7 +52,7 @@ def repeat_for_microbatches(capture: Capture, count: int, dim: int) -> None:
         with graph.inserting_before(rest[0]):
             mean = _mean(graph, [copy[node] for copy in copies])
         if node.target is TAG_GRAD:
-            mean.meta["mean_gradient"] = gradient_name(node)
+            meta_of(mean)["mean_gradient"] = gradient_name(node)
         for user in [user for user in node.users if user in rest]:
             user.replace_input_with(node, mean)
 
@@ -101,7 +102,7 @@ def _slice_batch(
     slices: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         value: Any = node.meta.get("val")
-        if node.op != "placeholder" or node.meta["input"].kind != "arg" or value is None or value.ndim <= dim:
+        if kind_of(node) != "arg" or value is None or value.ndim <= dim:
             continue
         size = value.shape[dim]
         with graph.inserting_before(before):
@@ -109,7 +110,7 @@ def _slice_batch(
                 graph.call_function(aten.slice.Tensor, (node, dim, i * size, (i + 1) * size)) for i in range(count)
             ]
         for part in slices[node]:
-            part.meta.update(val=value, phase="forward")
+            meta_of(part).update({"val": value, "phase": "forward"})
         node.meta["val"] = value.repeat_interleave(count, dim)
     return slices
 

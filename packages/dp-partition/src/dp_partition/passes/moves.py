@@ -16,6 +16,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dp_partition._torch_compat import collectives
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.ops import aten
 from dp_partition.plan.placements import NodeType, chunk_bounds
 
@@ -103,7 +104,7 @@ class Mover:
     def issue(self, target: Any, *args: Any, ranks: int | None = None) -> fx.Node:
         """A new collective, which remembers among how many ranks it is."""
         node = self.call(target, *args)
-        node.meta["ranks"] = ranks or self.world
+        meta_of(node)["ranks"] = ranks or self.world
         return node
 
     def over_replicas(self, node: fx.Node, kind: Partial) -> fx.Node:

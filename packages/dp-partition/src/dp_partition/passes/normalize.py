@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import fx
 
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.fakes import Input
 from dp_partition.capture.hyperparameters import FUSED_ARGUMENTS, Hyperparameter
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.tracer import Capture
 from dp_partition.ops import arguments, aten, has_effect, is_op, is_tensor, mutated_inputs, place_of, set_argument
 
@@ -28,7 +28,7 @@ def normalize(capture: Capture) -> None:
     """Bring a captured graph into canonical form, in place."""
     graph = capture.module.graph
     connect_hyperparameters(graph)
-    connect_fused_hyperparameters(graph)
+    connect_fused_hyperparameters(graph, capture.groups)
     erase_profiler(graph)
     merge_aliases(graph)
     name_views(graph)
@@ -38,18 +38,16 @@ def normalize(capture: Capture) -> None:
 def connect_hyperparameters(graph: fx.Graph) -> None:
     """Read a hyperparameter from its placeholder, which holds a Python float at run time."""
     for node in list(graph.nodes):
-        source = node.args[0] if node.args else None
-        if node.target is aten._local_scalar_dense.default and isinstance(source, fx.Node):
-            entry = source.meta.get("input")
-            if isinstance(entry, Input) and entry.kind == "hyper":
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+        if node.target is aten._local_scalar_dense.default and kind_of(node.args[0]) == "hyper":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
-def connect_fused_hyperparameters(graph: fx.Graph) -> None:
+def connect_fused_hyperparameters(graph: fx.Graph, groups: dict[str, tuple[int, int]]) -> None:
     """Fused optimizer kernels take plain floats: replace the traced values by the live inputs."""
-    hyperparameters = {entry.hyper: node for node, entry in _placeholders(graph) if entry.hyper is not None}
-    owner = {node: node.meta["group"] for node in graph.nodes if "group" in node.meta}
+    placeholders = [(node, meta_of(node)["input"]) for node in graph.nodes if "input" in meta_of(node)]
+    hyperparameters = {entry.hyper: node for node, entry in placeholders if entry.hyper is not None}
+    owner = {node: groups.get(entry.name) for node, entry in placeholders if entry.kind == "param"}
     for node in graph.nodes:
         if not is_op(node) or not node.target._schema.name.startswith("aten::_fused_"):
             continue
@@ -64,10 +62,6 @@ def connect_fused_hyperparameters(graph: fx.Graph) -> None:
                 source = hyperparameters.get(Hyperparameter(*group, *key))
                 if source is not None:
                     set_argument(node, argument.name, source)
-
-
-def _placeholders(graph: fx.Graph) -> list[tuple[fx.Node, Input]]:
-    return [(node, node.meta["input"]) for node in graph.nodes if node.op == "placeholder" and "input" in node.meta]
 
 
 def name_views(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.ops import (
     arguments,
     aten,
@@ -32,7 +33,7 @@ ALIGNMENT = 64
 
 def mark_packing(node: fx.Node, sizes: list[int], like: torch.Tensor) -> None:
     """Say of a node that it packs flat gradients of these sizes for a reduction in place."""
-    node.meta["packs"] = sizes, like
+    meta_of(node)["packs"] = sizes, like
 
 
 def compute_grads_in_buckets(graph: fx.Graph, in_place: bool) -> None:
@@ -44,14 +45,14 @@ def compute_grads_in_buckets(graph: fx.Graph, in_place: bool) -> None:
             once lets the products write into the bucket by itself. Where something else looks at a gradient it must
             not see them at once: that gradient would lie in memory that is reduced.
     """
-    for packing in [node for node in graph.nodes if "packs" in node.meta]:
-        sizes, like = packing.meta.pop("packs")
+    for packing in [node for node in graph.nodes if "packs" in meta_of(node)]:
+        sizes, like = meta_of(packing).pop("packs")
         rows = list(packing.args[0])
         sources = [_only_source(row) for row in rows]
         if not in_place:
             if None not in sources:
                 for node in (packing, *rows):
-                    node.meta.setdefault("phase", "backward")
+                    meta_of(node).setdefault("phase", "backward")
             continue
         if len(rows) == 1:
             if sources[0] is not None and _is_contiguous(_gradient(rows[0])):
@@ -112,21 +113,21 @@ def _write_into(graph: fx.Graph, packing: fx.Node, sizes: list[int], products: d
     with graph.inserting_before(packing):
         if rest:
             _call(graph, aten._foreach_copy_.default, [slots[i] for i in rest], [rows[i] for i in rest])
-    bucket.meta["carries"] = [name for row in rows for name in [_gradient(row).meta.get("gradient")] if name]
+    meta_of(bucket)["carries"] = [name for row in rows for name in [meta_of(_gradient(row)).get("gradient")] if name]
     packing.replace_all_uses_with(bucket)
     graph.erase_node(packing)
     for index, product in products.items():
-        name = _gradient(rows[index]).meta.get("gradient")
+        name = meta_of(_gradient(rows[index])).get("gradient")
         erase_chain(graph, rows[index], product)
         product.target = aten.mm.out
         product.kwargs = {"out": slots[index]}
         if name:
-            product.meta["gradient"] = name
+            meta_of(product)["gradient"] = name
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     node = graph.call_function(target, args)
-    node.meta["node_type"] = NodeType.GRAD
+    meta_of(node)["node_type"] = NodeType.GRAD
     return node
 
 
@@ -141,8 +142,8 @@ def remove_redundant_views(graph: fx.Graph, traced: set[fx.Node]) -> None:
     for node in list(graph.nodes):
         equal = _equal_before(node, traced)
         if equal is not None:
-            if "gradient" in node.meta:
-                equal.meta.setdefault("gradient", node.meta["gradient"])
+            if "gradient" not in meta_of(equal):
+                copy_notes(node, equal, "gradient")
             node.replace_all_uses_with(equal, lambda user: user.op != "output")
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function" and base_of(node) is not None and not mutated_inputs(node):
@@ -184,8 +185,8 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
                 copied = graph.call_function(
                     aten.clone.default, (members[index],), {"memory_format": torch.contiguous_format}
                 )
-            copied.meta.update({k: v for k, v in members[index].meta.items() if k in ("node_type", "phase")})
-            copied.meta["phase"] = node.meta.get("phase")
+            copy_notes(members[index], copied, "node_type")
+            copy_notes(node, copied, "phase")
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
                 written.append((members[index], copied))
             members[index] = copied
@@ -193,7 +194,7 @@ def _use_copies(graph: fx.Graph, node: fx.Node, indices: list[int]) -> None:
     with graph.inserting_after(node):
         for original, copied in reversed(written):
             back = graph.call_function(aten.copy_.default, (original, copied))
-            back.meta["phase"] = node.meta.get("phase")
+            copy_notes(node, back, "phase")
 
 
 METHODS: dict[Any, str] = {

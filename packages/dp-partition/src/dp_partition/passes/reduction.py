@@ -15,6 +15,7 @@ from torch import fx
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import FakeTensorMode, collectives, make_fx
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.ops import aten, is_op, is_wait
 from dp_partition.passes.moves import Mover
 
@@ -162,7 +163,7 @@ def _by_hook(mover: Mover, flat: FlatBuffer, hook: CommHook) -> StagedEmission:
             copies[node] = mover.graph.node_copy(node, lambda n: copies[n])
             copies[node].meta = {}
             if mover.replica_group and mover.replica_group in node.args:
-                copies[node].meta["ranks"] = mover.replicas
+                meta_of(copies[node])["ranks"] = mover.replicas
     if not sent:
         yield
     assert result is not None

@@ -15,11 +15,11 @@ from torch import fx
 from torch.distributed.tensor import Placement, Shard
 
 from dp_partition._torch_compat import known_size
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.ops import aten, mutated_inputs, root_of, substitution, viewed_input
 from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import gradient_name, is_gradient
 
-MARK = "gather_again"
 WORTH = 0.02  # "auto" gathers twice only what lowers the peak by more than this part of it
 _CASTS = (aten._to_copy.default,)
 
@@ -84,18 +84,16 @@ def reshard_after_forward(
         return 0
     nodes = list(graph.nodes)
     place = {node: position for position, node in enumerate(nodes)}
-    sharded = [
-        n for n in nodes if n.op == "placeholder" and n.meta["input"].kind == "param" and isinstance(homes[n], Shard)
-    ]
+    sharded = [n for n in nodes if kind_of(n) == "param" and isinstance(homes[n], Shard)]
     idle = [one for node in sharded if (one := _idle(node, place)) is not None]
     chosen = idle
     if isinstance(mode, frozenset):
-        chosen = [one for one in idle if one.param.meta["input"].name in mode]
+        chosen = [one for one in idle if meta_of(one.param)["input"].name in mode]
     if mode == "auto" and idle:
-        live = _live_bytes(nodes, place, idle, {n.meta["input"].name for n in sharded}, world, local=local)
+        live = _live_bytes(nodes, place, idle, {meta_of(n)["input"].name for n in sharded}, world, local=local)
         chosen = _lower_the_peak(live, _units(idle, nodes, comm))
     for one in chosen:
-        one.param.meta[MARK] = True
+        meta_of(one.param)["gather_again"] = True
         _views_for_backward(graph, one)
     return len(chosen)
 
@@ -106,14 +104,14 @@ def _idle(node: fx.Node, place: dict[fx.Node, int]) -> Idle | None:
     queue = [node]
     while queue:
         for user in queue.pop().users:
-            if _follows(user) and user.meta.get("phase") == "forward" and user not in derived:
+            if _follows(user) and meta_of(user).get("phase") == "forward" and user not in derived:
                 derived.append(user)
                 queue.append(user)
     users = [user for one in (node, *derived) for user in one.users if user not in derived]
-    if any(set(mutated_inputs(user)) & {node, *derived} for user in users if user.meta.get("phase") != "optimizer"):
+    if any(set(mutated_inputs(user)) & {node, *derived} for user in users if meta_of(user).get("phase") != "optimizer"):
         return None  # gathered or cast again, it would not have what was written
-    forward = [place[user] for user in users if user.meta.get("phase") == "forward"]
-    backward = [place[user] for user in users if user.meta.get("phase") == "backward"]
+    forward = [place[user] for user in users if meta_of(user).get("phase") == "forward"]
+    backward = [place[user] for user in users if meta_of(user).get("phase") == "backward"]
     if not forward or not backward or max(forward) >= min(backward):
         return None
     size = sum(_bytes(one) for one in (node, *derived) if one is node or one.target in _CASTS)
@@ -139,7 +137,7 @@ def _units(idle: list[Idle], nodes: list[fx.Node], comm: CommConfig) -> list[Uni
             groups[-1].append(one)
         else:
             groups.append([one])
-    backward = next(position for position, node in enumerate(nodes) if node.meta.get("phase") == "backward")
+    backward = next(position for position, node in enumerate(nodes) if meta_of(node).get("phase") == "backward")
     ahead = comm.prefetch if comm.bucket_bytes > 0 else 0
     issued = [groups[k - ahead][0].end if k >= ahead else backward for k in range(len(groups))]
     return [Unit(tuple(group), end) for group, end in zip(groups, issued, strict=True)]
@@ -193,24 +191,24 @@ def _live_bytes(
         change[end + 1] -= _bytes(root) // parts
     for one in idle:
         users = [place[user] for source in (one.param, *one.derived) for user in source.users]
-        needed = [position for position in users if nodes[position].meta.get("phase") != "optimizer"]
+        needed = [position for position in users if meta_of(nodes[position]).get("phase") != "optimizer"]
         change[min(needed)] += one.num_bytes
         change[max(needed) + 1] -= one.num_bytes
     live, now = [], 0
     for node, delta in zip(nodes, change, strict=False):
         now += delta
-        live.append(now if node.meta.get("phase") != "optimizer" else 0)
+        live.append(now if meta_of(node).get("phase") != "optimizer" else 0)
     return live
 
 
 def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
     """Copies of forward's views and casts for the users in backward."""
-    late = {n for n in one.derived if any(user.meta.get("phase") == "backward" for user in n.users)}
+    late = {n for n in one.derived if any(meta_of(user).get("phase") == "backward" for user in n.users)}
     needed = set(late)
     for node in reversed(one.derived):
         if node in needed:
             needed.update(source for source in node.all_input_nodes if source in one.derived)
-    users = {user for node in late for user in node.users if user.meta.get("phase") == "backward"}
+    users = {user for node in late for user in node.users if meta_of(user).get("phase") == "backward"}
     if not users:
         return
     copies: dict[fx.Node, fx.Node] = {}
@@ -218,7 +216,7 @@ def _views_for_backward(graph: fx.Graph, one: Idle) -> None:
         for node in one.derived:
             if node in needed:
                 copies[node] = graph.node_copy(node, substitution(copies))
-                copies[node].meta["phase"] = "backward"
+                meta_of(copies[node])["phase"] = "backward"
     for node in late:
         for user in [u for u in node.users if u in users]:
             user.replace_input_with(node, copies[node])

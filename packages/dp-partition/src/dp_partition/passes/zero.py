@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import library
 from dp_partition.ops import base_of, substitution
 from dp_partition.sharding.propagate import is_gradient
@@ -36,8 +37,7 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
     late = dict.fromkeys(node for node in nodes[last + 1 :] if node.op != "output")
     output = nodes[-1]
     for node in nodes:
-        entry = node.meta.get("input")
-        if node.op != "placeholder" or getattr(entry, "kind", "") != "param" or entry.name not in names:
+        if kind_of(node) != "param" or meta_of(node)["input"].name not in names:
             continue
         early = [node, *_early_views(node, late)]
         users = {user for alias in early for user in alias.users if user in late}
@@ -45,17 +45,17 @@ def update_own_rows(graph: fx.Graph, names: Collection[str]) -> None:
             continue
         with graph.inserting_before(next(user for user in late if user in users)):
             rows = graph.call_function(OWN_ROWS, (node,))
-            rows.meta.update(val=node.meta["val"], phase="optimizer")
+            meta_of(rows).update({"val": node.meta["val"], "phase": "optimizer"})
             again = {node: rows}
             for view in early[1:]:  # of the rows, as the update leaves them
                 again[view] = graph.node_copy(view, substitution(again))
-                again[view].meta["phase"] = "optimizer"
+                meta_of(again[view])["phase"] = "optimizer"
         for alias in early:
             for user in [user for user in alias.users if user in users]:
                 user.replace_input_with(alias, again[alias])
         with graph.inserting_before(output):
             share = graph.call_function(SHARE_ROWS, (node, rows))
-        share.meta.update(val=None, phase="optimizer")
+        meta_of(share).update({"val": None, "phase": "optimizer"})
 
 
 def _early_views(node: fx.Node, late: Collection[fx.Node]) -> list[fx.Node]:

@@ -15,12 +15,11 @@ from dp_partition._torch_compat import failed_node, is_gloo, pytree
 from dp_partition.backends.gloo import reduce_scatter_as_all_to_all
 from dp_partition.backends.inductor import Lowered
 from dp_partition.capture.fakes import Input
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import shard_group
-from dp_partition.passes.insert_collectives import READS
 from dp_partition.passes.local_shapes import record_local_values
 from dp_partition.passes.peephole import use_bindings
-from dp_partition.passes.reshard_after_forward import MARK
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Program:
         noted: dict[str, fx.Node] = {}
         for node in list(graph.nodes):
             leaves = pytree.tree_leaves((node.args, node.kwargs))
-            for place, name, _ in node.meta.get(READS, ()):
+            for place, name, _ in meta_of(node).get("reads", ()):
                 with graph.inserting_before(node):  # clipping writes them in place
                     noted[name] = graph.call_function(torch.ops.aten.clone.default, (leaves[place],))
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
@@ -98,7 +97,7 @@ class Program:
 
     def gradient_placements(self) -> dict[str, Placement]:
         """Placement of each gradient that `run_noting_gradients` may return."""
-        rows = [row for node in self.module.graph.nodes for row in node.meta.get(READS, ())]
+        rows = [row for node in self.module.graph.nodes for row in meta_of(node).get("reads", ())]
         return {name: placement for _, name, placement in rows}
 
     def for_backend(self) -> fx.Graph:
@@ -128,7 +127,7 @@ class Program:
 
     def reshard_names(self) -> frozenset[str]:
         """The parameters that are let go of after forward and gathered once more for backward."""
-        return frozenset(n.meta["input"].name for n in self.module.graph.nodes if MARK in n.meta)
+        return frozenset(meta_of(n)["input"].name for n in self.module.graph.nodes if "gather_again" in meta_of(n))
 
     def sizes_of(self, leaves: list[Any]) -> tuple[int, ...]:
         """Return the marked sizes among a call's arguments."""

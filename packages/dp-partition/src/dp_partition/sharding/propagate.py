@@ -23,6 +23,7 @@ from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_op, is_random, mutated_inputs, root_of, viewed_input
 from dp_partition.plan.placements import NodeType, RankLocal, describe
@@ -217,12 +218,10 @@ class _Walk:
         root = root_of(target)
         if is_own_rows(root):  # a view of the parameter: memory that outlives the step
             root = root.all_input_nodes[0]
-        kind = self.homes.types.get(root)
-        entry = root.meta.get("input")
-        if root.op == "placeholder" and getattr(entry, "kind", "") == "buffer":
+        if kind_of(root) == "buffer":
             self.states[target] = inputs[target] = RankLocal()
             self.states[root] = RankLocal()
-        elif root.op == "placeholder" and kind in (NodeType.PARAM, NodeType.STATE):
+        elif root.op == "placeholder" and self.homes.types.get(root) in (NodeType.PARAM, NodeType.STATE):
             hint = "update parameters and optimizer state from gradients only"
             self.complain(
                 "ranks-diverge", node, f"writes a rank's own value into {root.name}, which all ranks share", hint
@@ -237,7 +236,7 @@ class _Walk:
     def visit_call(self, position: int, node: fx.Node) -> None:
         sources = self.tensor_inputs(node)
         self.forget_param_shards(node, sources)
-        phase = node.meta.get("phase")
+        phase = meta_of(node).get("phase")
         early = position <= self.last_tag if phase is None else phase != "optimizer"
         call = Call(node, self.states, self.world, self.desired, early)
         rule = find_rule(node)
@@ -324,14 +323,14 @@ def is_own_rows(node: fx.Node) -> bool:
 
 def is_gradient(node: fx.Node) -> bool:
     """Return whether the node is a parameter's gradient: a tag, or the node that a tag was removed from."""
-    return node.target is TAG_GRAD or "gradient" in node.meta
+    return node.target is TAG_GRAD or "gradient" in meta_of(node)
 
 
 def gradient_name(node: fx.Node) -> str:
     """Name of the parameter whose gradient the node is."""
     if node.target is TAG_GRAD:
         return str(node.args[1]) if len(node.args) > 1 else ""
-    return str(node.meta["gradient"])
+    return str(meta_of(node)["gradient"])
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -342,6 +341,6 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 def mark_types(plans: dict[fx.Node, NodePlan]) -> None:
     """Write the type of every planned node, and whether it runs on gathered inputs, to its meta."""
     for node, plan in plans.items():
-        node.meta["node_type"] = plan.node_type
+        meta_of(node)["node_type"] = plan.node_type
         if plan.fallback:
-            node.meta["fallback"] = True
+            meta_of(node)["fallback"] = True

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.fakes import Input
+from dp_partition.capture.node_meta import kind_of, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.capture.tracer import Capture
 from dp_partition.check.verdict import first_difference
@@ -84,9 +84,8 @@ class NodeComparison:
             return [{n: self.own(v) for n, v in zip(placeholders, one, strict=True)} for one in values]
         env = {}
         for index, node in enumerate(placeholders):
-            entry: Input = node.meta["input"]
             parts = [self.own(one[index]) for one in values]
-            cut = entry.kind == "arg" and isinstance(self.homes.placements[node], Shard)
+            cut = kind_of(node) == "arg" and isinstance(self.homes.placements[node], Shard)
             env[node] = torch.cat(parts, self.step.settings.batch_dim) if cut else parts[0]
         return [env]
 
@@ -94,11 +93,10 @@ class NodeComparison:
         """A rank's inputs: parameters and state as they are placed, its own rows."""
         found = []
         for index, node in enumerate(placeholders):
-            entry: Input = node.meta["input"]
             placement = self.homes.placements[node]
-            has_rows = entry.kind == "arg" and isinstance(placement, Shard | RankLocal)
+            has_rows = kind_of(node) == "arg" and isinstance(placement, Shard | RankLocal)
             value = self.own(values[rank if has_rows else 0][index])
-            if isinstance(placement, Shard) and entry.kind != "arg":
+            if isinstance(placement, Shard) and kind_of(node) != "arg":
                 value = self.part(value, placement.dim, rank).clone()
             found.append(value)
         return found
@@ -292,8 +290,7 @@ class NodeComparison:
     ) -> None:
         """Compare what the step leaves behind and what it returns."""
         for index, node in enumerate(placeholders):
-            entry: Input = node.meta["input"]
-            if entry.kind in ("param", "state", "buffer"):
+            if kind_of(node) in ("param", "state", "buffer"):
                 home = self.homes.placements[node]
                 found = [one[index] for one in inputs]
                 self.compare(node, home, [env[node] for env in envs], found, "after the step", False)
@@ -318,7 +315,7 @@ def _reported(originals: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
     """After which node of a rank's graph each node of the single-device graph is done."""
     found = {}
     for node, original in originals.items():
-        shared = next((user for user in node.users if "agrees" in user.meta), node)
+        shared = next((user for user in node.users if "agrees" in meta_of(user)), node)
         found[shared] = original
     return found
 
