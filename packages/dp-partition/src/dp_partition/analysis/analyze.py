@@ -9,7 +9,7 @@ from torch import fx
 from dp_partition.analysis.comms import Message, messages_of
 from dp_partition.analysis.memory import Memory, bytes_by_kind, live_memory
 from dp_partition.analysis.timeline import Link, Machine, Timeline, timeline_of
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.node_meta import phases_of
 from dp_partition.plan.plan import PartitionPlan
 
 
@@ -59,8 +59,4 @@ def analyze(graph: fx.Graph, plan: PartitionPlan, rank: int, link: Link, machine
     grads = sum(p.local_numel(p.grad, plan.world, rank) * p.info.dtype.itemsize for p in trained)
     held = StaticMemory(sizes["parameters"], grads, sizes["optimizer"], sizes["buffers"], sizes["batch"])
     timeline = timeline_of(graph, messages, plan.world, link, machine)
-    phase, phases = "forward", []
-    for node in graph.nodes:
-        phase = str(meta_of(node).get("phase") or phase)
-        phases.append(phase)
-    return StepAnalysis(held, messages, live_memory(graph), timeline, tuple(phases))
+    return StepAnalysis(held, messages, live_memory(graph), timeline, tuple(phases_of(graph)))

@@ -12,7 +12,7 @@ from torch import fx
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import pytree
 from dp_partition.analysis.formatting import shortened
-from dp_partition.capture.node_meta import kind_of, meta_of
+from dp_partition.capture.node_meta import kind_of, meta_of, phases_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_collective, is_op, is_wait, value_of
 
@@ -52,10 +52,11 @@ class Message:
 def messages_of(graph: fx.Graph, world: int) -> tuple[Message, ...]:
     """Every collective of a rank's graph with local values in ``meta["val"]``, in the order of issue."""
     positions = {node: index for index, node in enumerate(graph.nodes)}
-    return tuple(_message(node, world, positions) for node in graph.nodes if is_collective(node))
+    phases = zip(graph.nodes, phases_of(graph), strict=True)
+    return tuple(_message(node, world, positions, phase) for node, phase in phases if is_collective(node))
 
 
-def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Message:
+def _message(node: fx.Node, world: int, positions: dict[fx.Node, int], phase: str) -> Message:
     target: Any = node.target
     name = target._schema.name.split("::")[-1]
     kind = next((known for known in _KINDS if name.startswith(known)), name)
@@ -67,10 +68,6 @@ def _message(node: fx.Node, world: int, positions: dict[fx.Node, int]) -> Messag
     waits = wait_positions(node, positions)
     carried = tuple(dict.fromkeys(name for source in node.all_input_nodes for name in carried_names(source)))
     dtype = str(payload[0].dtype).removeprefix("torch.") if payload else "-"
-    place = node
-    while not meta_of(place).get("phase") and place.op not in ("placeholder", "root"):  # buckets have none
-        place = place.prev
-    phase = str(meta_of(place).get("phase") or "forward")
     return Message(kind, dtype, full, sent, carried, phase, positions[node], max(waits), node.name, world)
 
 

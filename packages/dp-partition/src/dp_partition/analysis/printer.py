@@ -10,7 +10,7 @@ from torch import fx
 from dp_partition._shared.page import human_bytes
 from dp_partition.analysis.comms import name_of, num_bytes, tensors_of
 from dp_partition.analysis.formatting import table
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.node_meta import meta_of, phases_of
 from dp_partition.ops import is_collective, is_op
 from dp_partition.plan.placements import NodeType
 
@@ -26,8 +26,8 @@ def listing(graph: fx.Graph) -> str:
     rows = [(node.name, node_type(node), shape_text(node), call_text(node)) for node in graph.nodes]
     first, rule, *lines = table(head, rows).splitlines()
     shown, phase = [first, rule], ""
-    for node, line in zip(graph.nodes, lines, strict=True):
-        now = "inputs" if node.op == "placeholder" else str(meta_of(node).get("phase") or phase)
+    for node, line, part in zip(graph.nodes, lines, phases_of(graph), strict=True):
+        now = "inputs" if node.op == "placeholder" else part
         if now != phase and node.op != "output":
             shown.append(f"# {now}")
             phase = now

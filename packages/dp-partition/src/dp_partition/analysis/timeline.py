@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import storage_key
 from dp_partition.analysis.comms import Message, num_bytes, tensors_of
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.node_meta import phases_of
 from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs, viewed_input
 
 _SAME_WORK = {
@@ -105,9 +105,7 @@ def timeline_of(graph: fx.Graph, messages: tuple[Message, ...], world: int, link
     travel: list[Span] = []
     starts: list[float] = []
     now = free = 0.0
-    phase = "forward"
-    for position, node in enumerate(graph.nodes):
-        phase = str(meta_of(node).get("phase") or phase)
+    for position, (node, phase) in enumerate(zip(graph.nodes, phases_of(graph), strict=True)):
         starts.append(now)
         if is_collective(node):
             message = by_node[node.name]

@@ -65,6 +65,16 @@ def meta_of(node: fx.Node) -> NodeMeta:
     return cast("NodeMeta", node.meta)
 
 
+def phases_of(graph: fx.Graph) -> list[Phase]:
+    """The part of the step in which each node runs: that of the node before it, for one that belongs to none."""
+    phases: list[Phase] = []
+    phase: Phase = "forward"
+    for node in graph.nodes:
+        phase = meta_of(node).get("phase", phase)
+        phases.append(phase)
+    return phases
+
+
 def kind_of(node: fx.Node) -> str:
     """Kind of the input that a placeholder is, as `Input.kind`; empty for every other node."""
     return node.meta["input"].kind if "input" in node.meta else ""
