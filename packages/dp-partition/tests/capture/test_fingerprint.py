@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dp_models as models
 import dp_partition as dp
+import numpy as np
 import pytest
 import torch
 from dp_partition.capture.fingerprint import FunctionReads, leaf_key
@@ -91,6 +95,39 @@ def test_arguments_without_attributes_count_by_identity() -> None:
     assert leaf_key(one) == leaf_key(one) != leaf_key(other)
     assert leaf_key([1, 2.0]) == leaf_key([1, 2.0]) != leaf_key([1, 2])
     assert leaf_key(True) != leaf_key(1) != leaf_key(1.0)
+
+
+class Slotted:
+    """Settings without a dict."""
+
+    __slots__ = ("inner", "weight")
+
+
+@pytest.mark.parametrize("kind", ["slots", "eight levels", "array", "fraction", "slots in a list"])
+def test_settings_of_every_kind_count(kind: str) -> None:
+    settings: Any = Slotted()
+    settings.weight = np.ones(3) if kind == "array" else Fraction(1, 3) if kind == "fraction" else 1.0
+    held: Any = settings
+    for _ in range(6 if kind == "eight levels" else 0):
+        held = SimpleNamespace(inner=held)
+    held = [settings] if kind == "slots in a list" else held
+    reads = FunctionReads(lambda: (held, held.inner.weight))
+    first = leaf_key(held), reads.read()
+    assert (leaf_key(held), reads.read()) == first and hash(first)
+    if kind == "array":
+        settings.weight[1] = 2.0
+    else:
+        settings.weight += 1
+    assert leaf_key(held) != first[0] and reads.read() != first[1]
+
+
+def test_what_is_hashed_by_value_counts_by_value() -> None:
+    path = Path("some") / "place"
+    first = leaf_key([path, Fraction(1, 2)])
+    assert str(path) and hash(path)  # both are kept in slots
+    assert leaf_key([Path("some/place"), Fraction(2, 4)]) == first != leaf_key([path, Fraction(1, 3)])
+    large = np.zeros(1 << 20)
+    assert leaf_key([large]) == leaf_key([large + 1]) != leaf_key([large[1:]]), "too large to read at every call"
 
 
 class Scaler:

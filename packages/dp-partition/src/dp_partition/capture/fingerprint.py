@@ -40,7 +40,8 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial)
 _BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
-_DEPTH = 4
+_DEPTH = 8
+_MOST_BYTES = 1 << 20  # of an array that every call reads
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -99,9 +100,12 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
         elif isinstance(value, set | frozenset):
             tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
         elif _is_settings(value):
-            counted = [key for key in vars(value) if names is None or key in names]
+            attributes = _attributes(value)
+            counted = [key for key in attributes if names is None or key in names]
             tokens += counted
-            members = [vars(value)[key] for key in counted]
+            members = [attributes[key] for key in counted]
+        else:
+            tokens.append(_by_value(value))
         tokens.append(len(members))
         stack += [(one, depth - 1) for one in reversed(members)]
     return tuple(tokens)
@@ -114,14 +118,45 @@ def _key_token(key: Any) -> Any:
 
 def _is_settings(value: Any) -> bool:
     """Return whether the value is like a dataclass, a namespace, a model's config or a loss."""
-    if isinstance(value, _NO_SETTINGS) or not hasattr(value, "__dict__"):
+    if isinstance(value, nn.Module):
+        return True
+    if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
         return False
-    return isinstance(value, nn.Module) or not type(value).__module__.startswith(("torch", "dp_partition."))
+    # Slots of what is hashed by value hold caches as well: it counts as a whole.
+    return hasattr(value, "__dict__") or (hasattr(type(value), "__slots__") and not _hashes_by_value(value))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    slots = [key for kind in type(value).__mro__ for key in _names(vars(kind).get("__slots__", ()))]
+    return getattr(value, "__dict__", {}) | {key: getattr(value, key) for key in slots if hasattr(value, key)}
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _hashes_by_value(value: Any) -> bool:
+    return getattr(type(value), "__hash__", None) not in (None, object.__hash__)
+
+
+def _by_value(value: Any) -> Any:
+    """A fraction or a date itself, and the bytes of an array; None for other objects."""
+    if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
+        return None
+    if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
+        geometry = str(getattr(value, "dtype", "")), getattr(value, "shape", ())
+        return *geometry, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES else None
+    try:
+        return (hash(value), value)[1] if _hashes_by_value(value) else None
+    except TypeError:  # a tuple in it holds a list, say
+        return None
 
 
 def _counts(value: Any) -> bool:
     """Return whether a fingerprint holds more of the value than its type."""
-    return isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or _is_settings(value)
+    known = isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or _is_settings(value)
+    return known or _by_value(value) is not None
 
 
 class FunctionReads:
