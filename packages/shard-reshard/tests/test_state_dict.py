@@ -172,6 +172,16 @@ def test_problems_of_all_tensors_and_ranks_come_in_one_error(ranks: Ranks) -> No
     reshard_state_dict({"a": torch.arange(4.0)}, out=out, strict=False)
     assert torch.equal(out["a"], torch.arange(4.0))
     assert torch.equal(out["b"], torch.ones(3))
+    misspelled = {"layer.weight": "2: R", "layer.wieght": "2: S(0)", "left out": "2: R"}
+    for strict, known in ((True, "did you mean 'layer.weight'"), (False, "")):
+        given = {"layer.weight": torch.arange(4.0), "left out": torch.zeros(2)}
+        arguments: Any = {"key_map": {"left out": None}, "strict": strict}
+        if known:
+            with pytest.raises(PlanError, match=known) as caught:
+                reshard_state_dict(given, misspelled, **arguments)
+            assert [problem.code for problem in caught.value.problems] == ["unknown-name"]
+        else:
+            assert list(reshard_state_dict(given, misspelled, **arguments)) == ["layer.weight"]
 
 
 @pytest.mark.ranks(2)

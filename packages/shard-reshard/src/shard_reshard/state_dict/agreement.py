@@ -112,7 +112,11 @@ _FAILED, _REPEATED = 2, 4  # beside 1: a version is given
 
 
 def version_row(version: int | None, flag: int = 0) -> bytes:
-    return struct.pack("<Bq", (version is not None) | flag, version or 0)
+    try:
+        return struct.pack("<Bq", (version is not None) | flag, 0 if version is None else version)
+    except struct.error:
+        hint = "a whole number of at most 63 bits"
+        raise PlanError(Problem("invalid-argument", "version", found=repr(version), hint=hint)) from None
 
 
 def agreed_version(rows: list[bytes]) -> int | None:
