@@ -323,6 +323,8 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
         ("did you mean 'w'", lambda: load_safetensors([folder / "good"], {"w": "2: R", "ww": "2: R"})),
         ("invalid-argument", lambda: load_safetensors([folder / "good"], "2: R", version="x")),  # type: ignore[arg-type]
         ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: R", version=3 + ranks.rank)),
+        # A module's get memory; a mapping stayed as it was, and was said to be of the new version.
+        ("no-data", lambda: load_safetensors([folder / "good"], out={"w": torch.zeros(3, 4, device="meta")})),
     ]
     for code, call in calls:
         with pytest.raises(PlanError, match=code) as caught:

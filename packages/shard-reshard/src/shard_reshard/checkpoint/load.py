@@ -117,9 +117,11 @@ def load_safetensors(
     with torch.no_grad():
         here = LocalTargets(plan.moves, members.rank)
         try:
-            made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
+            into_module = isinstance(out, torch.nn.Module)
+            made = Materialized(targets if into_module else {}, plan.moves.targets, device)
             targets = made.targets or targets
-            outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
+            # What stays on meta in a module has no values in the files; a mapping's tensors get no memory.
+            outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
             problems = here.out_problems(outs, {}, atomic, strict)
             # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
             # what files hold twice and the module once.

@@ -9,7 +9,7 @@ import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, waited_for
-from shard_reshard.consensus import GroupInfo, data_device
+from shard_reshard.consensus import GroupInfo, data_device, problems_of
 from shard_reshard.execution.checks import address
 from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.boxes import BoxShardMap
@@ -64,8 +64,9 @@ def collect_metadata(
             try:
                 known = tensor_metadata(name, value, *given_layout, members)
                 found[name] = known._replace(layout=alike.setdefault(known.layout, known.layout))
-            except PlanError as error:
-                problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+            except Exception as error:
+                listed = problems_of(error)
+                problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in listed]
     return RankMeta(_with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems))
 
 
@@ -73,9 +74,16 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
     if not isinstance(value, torch.Tensor):
         found = f"a {type(value).__qualname__}"
         raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
+    if value.is_nested or value.layout is not torch.strided:
+        found = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+        raise PlanError(Problem("unsupported-tensor", name, found=found, hint="only dense tensors can be moved"))
     if layout is None:
         own = own_layout(name, value, members.to_group)
-        return TensorMeta(tuple(value.shape) if own is None else own.shape, dtype_name(value.dtype), own, name)
+        full = tuple(value.shape) if own is None else own.shape
+        if shape is not None and tuple(shape) != full:
+            found, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
+            raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
+        return TensorMeta(full, dtype_name(value.dtype), own, name)
     bound = resolve_layout(layout, shape, members.to_group)
     differs = layout_mismatches(name, value, bound, members)
     if differs:
