@@ -181,7 +181,14 @@ def _agreed_load(
     for at, (path, _, readers) in enumerate(listed):
         if readers == (members.rank,) or (not readers and at % members.size == members.rank):
             try:
-                tables.append(_as_indexed(file_table(path), indexed))
+                table = file_table(path)
+                missing = [name for name in indexed.get(path, ()) if name not in table.entries]
+                found, hint = (
+                    f"not in {path}, which the index names for it",
+                    "get the files again: the index is of others",
+                )
+                problems += [Problem("missing-tensor", name, found=found, hint=hint) for name in missing]
+                tables.append(table)
             except PlanError as error:
                 problems += error.problems
     assert_consistent(members, f"a load of {asked}", [*problems, *facts.problems], "always")
@@ -190,9 +197,9 @@ def _agreed_load(
     plan, version, problems = None, None, differing_buffers([found for _, _, found, _ in everyone])
     try:
         version = agreed_version([found for *_, found in everyone])
-        found = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
+        by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
         readable = [
-            ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
+            ReadableFile(by_reader[path, readers[0] if readers else at % members.size], number, readers)
             for at, (path, number, readers) in enumerate(listed)
         ]
         plan = plan_load(
@@ -235,16 +242,6 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
         hint = "give a folder with .safetensors files"
         raise PlanError(Problem("invalid-file", str(files), found="a folder without any", hint=hint))
     return [(path, number, ()) for number, path in enumerate(indexed)], indexed
-
-
-def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileTable:
-    """The table of a file, which holds every tensor that the index says."""
-    hint = "get the files again: the index is of others"
-    missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
-    if missing:
-        found = f"not in {table.path}, which the index names for it"
-        raise PlanError([Problem("missing-tensor", name, found=found, hint=hint) for name in missing])
-    return table
 
 
 # ---- reading and moving ---------------------------------------------------------------------------------------

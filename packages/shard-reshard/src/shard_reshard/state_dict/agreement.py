@@ -47,7 +47,12 @@ class Question(NamedTuple):
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
         asked = (self.bucket_bytes, self.strict, self.versions, self.check, self.changed_only)
-        return repr(sorted((self.key_map or {}).items())) + repr(asked) + _layouts_text(self.dst_layouts)
+        layouts = self.dst_layouts
+        if isinstance(layouts, Mapping):
+            text = repr(sorted((name, _layout_text(layout)) for name, layout in layouts.items()))
+        else:  # a function that changes its mind has to be another object
+            text = f"function {id(layouts)}" if callable(layouts) else _layout_text(layouts)
+        return repr(sorted((self.key_map or {}).items())) + repr(asked) + text
 
 
 def metadata_digest(facts: RankMeta, question: Question) -> bytes:
@@ -186,13 +191,6 @@ def checksum(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
 
 
-def _layouts_text(dst_layouts: DstLayouts) -> str:
-    if isinstance(dst_layouts, Mapping):
-        return repr(sorted((name, _layout_text(layout)) for name, layout in dst_layouts.items()))
-    # A function is asked again when it is another object; one that changes its mind has to be another object.
-    return f"function {id(dst_layouts)}" if callable(dst_layouts) else _layout_text(dst_layouts)
-
-
 def _layout_text(layout: Any) -> str:
     """The text of a layout; that of a DeviceMesh does not name its ranks."""
     if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
@@ -234,16 +232,15 @@ class CallFacts(NamedTuple):
             row = version_row(None, _FAILED) + bytes(8)
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
-    def agree(self, members: GroupInfo) -> int | None:
-        """Compare the facts of all ranks and return the version; all ranks raise before anything moves."""
-        return self.agree_on(members, all_gather_header(members, Topic.VERSION, self.row)())
-
-    def agree_on(self, members: GroupInfo, rows: list[bytes] | None) -> int | None:
-        """Compare the rows of all ranks and return the version."""
-        if rows is None or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
+    def agree(self, members: GroupInfo, token: bytes = b"") -> tuple[int | None, list[bytes]]:
+        """Return the version, and the tokens and facts of all ranks; they all raise before anything moves."""
+        topic, start = Topic.CHANGES if token else Topic.VERSION, len(token)
+        found = all_gather_header(members, topic, token + self.row)() or []
+        rows = [row[start:] for row in found]
+        if not rows or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
             raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
         agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
-        return agreed_version(rows)
+        return agreed_version(rows), found
 
 
 _TOKEN_BYTES = 16
@@ -262,11 +259,9 @@ class VersionChain:
 
     def agree(self, members: GroupInfo, call: CallFacts) -> tuple[bool, int | None]:
         """Return True where everything has to be sent, and the version; errors as in `CallFacts.agree`."""
-        rows = all_gather_header(members, Topic.CHANGES, self._token + call.row)()
         # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
-        self._token = os.urandom(_TOKEN_BYTES)
-        version = call.agree_on(members, rows and [row[_TOKEN_BYTES:] for row in rows])
-        assert rows is not None
+        token, self._token = self._token, os.urandom(_TOKEN_BYTES)
+        version, rows = call.agree(members, token)
         full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
         self._calls = 1 if full else self._calls + 1
         self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]

@@ -174,8 +174,12 @@ class LayoutChecker:
         problems += self.untied(sources)
         for is_target, given in ((False, tensors), (True, targets)):
             for name, value in given.items():
-                wanted = self._wanted(is_target, name) if _declares_layout(value) else None
-                if wanted is not None:
+                declares = hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
+                if declares and is_target and name in self._plan.targets:
+                    problems += layout_mismatches(name, value, self._plan.targets[name][0], self._members)
+                elif declares and not is_target and name in self._known:
+                    known = self._known[name]
+                    wanted = known.layout or BoxShardMap.whole(known.shape, self._members.rank)
                     problems += layout_mismatches(name, value, wanted, self._members)
         return problems
 
@@ -185,23 +189,10 @@ class LayoutChecker:
         return [
             Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)
             for name, first in self._tied
-            if name in sources and first in sources and not _one_memory(sources[name], sources[first])
+            if name in sources and first in sources and sources[name].numel()
+            if _place(sources[name]) != _place(sources[first])
         ]
 
-    def _wanted(self, is_target: bool, name: str) -> ShardMap | None:
-        if is_target:
-            return self._plan.targets[name][0] if name in self._plan.targets else None
-        known = self._known.get(name)
-        if known is None:
-            return None
-        return known.layout or BoxShardMap.whole(known.shape, self._members.rank)
 
-
-def _declares_layout(value: Any) -> bool:
-    return hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
-
-
-def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.numel():
-        return True
-    return (address(one), one.shape, one.stride()) == (address(other), other.shape, other.stride())
+def _place(tensor: torch.Tensor) -> object:
+    return address(tensor), tensor.shape, tensor.stride()

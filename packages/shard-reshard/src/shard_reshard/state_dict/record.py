@@ -127,7 +127,8 @@ def record_layouts(
         metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in pairs}
         if model is not None:
             recorder = _Recorder(model, metas)
-            recorder.run(load or _own_loader(model))
+            own = getattr(model, "load_weights", None) or (lambda pairs: model.load_state_dict(dict(pairs)))
+            recorder.run(load or own)
     except Exception as error:
         problems = problems_of(error)
         if recorder is not None and recorder.problems:
@@ -162,11 +163,6 @@ def record_layouts(
             layouts, key_map, recorder.unfilled(), model, views, recorder.constant_views(), recorder.places()
         )
     return RecordedLayouts(layouts, key_map, (), None, views)
-
-
-def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
-    own = getattr(model, "load_weights", None)
-    return own if own is not None else lambda pairs: model.load_state_dict(dict(pairs))
 
 
 def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
