@@ -104,6 +104,10 @@ def test_state_dicts_that_cannot_be_filled(ranks: Ranks) -> None:
         # On rank 0 the tensor stayed as it was and was said to be of the new version.
         _attempt(ranks, "missing-source", {"a": full}, {"a": "rank 1"}, {"a": zeros(2, 3), **version}, atomic=atomic)
         _attempt(ranks, "invalid-out", {"a": full}, {"a": "2: R"}, {"a": zeros(1, 1).expand(2, 3)}, atomic=atomic)
+        # It stayed as it was.
+        _attempt(ranks, "wrong-type", {"a": full}, {"a": "2: R"}, {"a": [zeros(2, 3)]}, atomic=atomic)
+        # Ranks raised an IndexError each.
+        _attempt(ranks, "rank-outside-mesh", {"a": full}, {"a": "3: S(0)"}, {}, atomic=atomic)
         # With atomic=True what was copied there at the end was lost.
         _attempt(ranks, "no-data", {"a": full}, {"a": "2: R"}, {"a": zeros(2, 3).to("meta")}, atomic=atomic)
         frame = zeros(2, 4)

@@ -122,7 +122,7 @@ def load_safetensors(
             targets = made.targets or targets
             # What stays on meta in a module has no values in the files; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
-            problems = here.out_problems(outs, {}, atomic, strict)
+            problems = here.out_problems(targets, outs, {}, atomic, strict)
             # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
             # what files hold twice and the module once.
             atomic = atomic and len(made.names) < len(targets)

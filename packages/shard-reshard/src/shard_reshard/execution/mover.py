@@ -228,10 +228,8 @@ class Mover:
 
     def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
         """Return where this rank's tensors lie; for a rank without any, where the group's lie."""
-        for found in tensors:
-            for tensor in found:
-                return tensor.device
-        return data_device(self.members.group)
+        first = next((tensor for found in tensors for tensor in found), None)
+        return data_device(self.members.group) if first is None else first.device
 
     def _collective(
         self,

@@ -107,6 +107,10 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
+    highest = max((move.plan.world_size for move in plan.moves), default=0) if plan is not None else 0
+    if highest > members.size:
+        found = f"a layout names rank {highest - 1}, the group has {members.size} ranks"
+        problems += (Problem("rank-outside-mesh", "group", found=found, hint="pass a larger group="),)
     options = f" versions={question.versions} check={question.check} changed_only={question.changed_only}"
     assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
     assert plan is not None

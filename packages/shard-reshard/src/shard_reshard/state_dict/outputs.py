@@ -68,11 +68,20 @@ class LocalTargets:
         self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
 
     def out_problems(
-        self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
+        self,
+        given: Mapping[str, Any],
+        outs: Mapping[str, torch.Tensor],
+        sources: Mapping[str, torch.Tensor],
+        atomic: bool,
+        strict: bool,
     ) -> list[Problem]:
-        """Why the tensors of ``out`` on this rank cannot take what the plan brings."""
+        """Why what is ``given`` as ``out`` on this rank (locally ``outs``) cannot take what the plan brings."""
         planned = {name: out for name, out in outs.items() if name in self.plan.targets}
         problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
+        for name, value in given.items():
+            if name in self.plan.targets and not isinstance(value, torch.Tensor):
+                found, hint = f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out="
+                problems.append(Problem("wrong-type", f"{name}: rank {self.rank}, out", found=found, hint=hint))
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
         for name, out in outs.items() if strict else ():
             # One that is tied to a tensor that is filled is filled with it.

@@ -302,7 +302,7 @@ class StateDictResharder(NotPicklable):
                         found += source_problems(here, sources, arriving)
                     else:
                         found += self._layout_checks.untied(sources)
-                    found += here.out_problems(outs, sources, atomic, self._question.strict)
+                    found += here.out_problems(targets, outs, sources, atomic, self._question.strict)
                     self._again = None
             except Exception as error:
                 found += problems_of(error)
