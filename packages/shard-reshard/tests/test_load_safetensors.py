@@ -320,12 +320,19 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
         ("unknown-name", lambda: load_safetensors([folder / "good"], "2: R", stored_as={"x": "2: R"})),
         ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: S(0)" if ranks.rank else "2: S(1)")),
         ("missing-source", lambda: load_safetensors([folder / "good"], out=out)),
+        ("did you mean 'w'", lambda: load_safetensors([folder / "good"], {"w": "2: R", "ww": "2: R"})),
+        ("invalid-argument", lambda: load_safetensors([folder / "good"], "2: R", version="x")),  # type: ignore[arg-type]
+        ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: R", version=3 + ranks.rank)),
+        # A module's get memory; a mapping stayed as it was, and was said to be of the new version.
+        ("no-data", lambda: load_safetensors([folder / "good"], out={"w": torch.zeros(3, 4, device="meta")})),
     ]
     for code, call in calls:
         with pytest.raises(PlanError, match=code) as caught:
             call()
         assert len(set(ranks.gather(str(caught.value)))) == 1
     assert torch.equal(out["w"], torch.zeros(3, 4))
+    load_safetensors([folder / "good"], "2: R", out=out, strict=False, version=None if ranks.rank else 3)
+    assert torch.equal(out["w"], tensors["w"]) and state_version(out) == 3  # on the rank that gave none too
 
 
 @pytest.mark.ranks(2)

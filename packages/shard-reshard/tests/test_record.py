@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -312,6 +314,30 @@ def _read_back(model: Any, w: Weights) -> None:
         model.weight[2:].copy_(w["b"][2:])
 
 
+def _caught(call: Callable[[Any, Weights], object]) -> Callable[[Any, Weights], object]:
+    """A loader that goes on after an error."""
+
+    def load(model: Any, weights: Weights) -> None:
+        model.weight.copy_(weights["a"])
+        with suppress(Exception):
+            call(model, weights)
+
+    return load
+
+
+def _by_address(model: Any, w: Weights) -> None:
+    seen: set[int] = set()  # of tied weights, each is loaded once
+    for value in (w["a"], w["b"]):
+        if value.data_ptr() not in seen:
+            seen.add(value.data_ptr())
+            model.weight.copy_(value)
+
+
+def _in_a_thread(model: Any, w: Weights) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model.weight.data.copy_, w["a"].t().contiguous()).result()
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "arithmetic": (lambda m, w: m.weight.copy_(w["a"] + 1), "aten.add"),
     "scaled": (lambda m, w: m.weight.copy_(w["a"] * w["b"]), "aten.mul"),
@@ -332,6 +358,11 @@ REFUSED: dict[str, tuple[Callable[[Any, Weights], object], str]] = {
     "rounded integers": (lambda m, w: m.weight.copy_(w["c"].bfloat16()), "bfloat16"),
     "rounded small floats": (lambda m, w: m.weight.copy_(w["a"].to(torch.float8_e5m2)), "float8_e5m2"),
     "replaced": (_replace, "replaces"),
+    "by address": (_by_address, "data_ptr"),
+    "by the storage's address": (lambda m, w: m.weight.fill_(w["a"].untyped_storage().data_ptr()), "data pointer"),
+    "by address, caught": (_caught(lambda m, w: w["b"][1:].clone().data_ptr()), "data_ptr"),
+    "in a thread": (_in_a_thread, "copy_ in another thread"),
+    "in a thread, caught": (_caught(_in_a_thread), "copy_ in another thread"),
     "into the checkpoint": (lambda m, w: w["b"].copy_(w["a"]), "aten.copy_"),
 }
 
@@ -346,6 +377,9 @@ def test_what_is_no_copy_is_refused_by_name(name: str) -> None:
         record_layouts(model, weights, load=lambda pairs: call(model, dict(pairs)))
     assert found in str(caught.value), caught.value
     assert name == "replaced" or torch.equal(model.weight, before)
+    meta = nn.Linear(4, 4, bias=False, device="meta").requires_grad_(False)  # there nothing fails by itself
+    with pytest.raises(PlanError, match="not-recordable"):
+        record_layouts(meta, weights, load=lambda pairs: call(meta, dict(pairs)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.float64, torch.complex128])

@@ -17,6 +17,7 @@ from shard_reshard import Part, PlanError, Progress, StateDictResharder, reshard
 from shard_reshard._torch_compat import register_group
 from shard_spec import InterleavedShard, Layout, MeshSpec
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 
@@ -172,6 +173,27 @@ def test_problems_of_all_tensors_and_ranks_come_in_one_error(ranks: Ranks) -> No
     reshard_state_dict({"a": torch.arange(4.0)}, out=out, strict=False)
     assert torch.equal(out["a"], torch.arange(4.0))
     assert torch.equal(out["b"], torch.ones(3))
+    odd: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+        # Equal values of all ranks were taken as the full tensor.
+        "shape-mismatch": (torch.zeros(2, 3), {}),
+        "unsupported-tensor": (torch.zeros(4, 3).to_sparse(), {}),
+        "no-data": (FakeTensorMode().from_tensor(torch.zeros(2, 3)), {"src_layouts": {"odd": "2: S(0)"}}),
+    }
+    for code, (tensor, more) in odd.items():
+        given = {"odd": tensor if ranks.rank or not more else torch.zeros(2, 3)}
+        with pytest.raises(PlanError, match=rf"{code}\] .*odd") as caught:
+            reshard_state_dict(given, "2: R", shapes={"odd": (4, 3)}, **more)
+        assert len({*ranks.gather(str(caught.value))}) == 1
+    misspelled = {"layer.weight": "2: R", "layer.wieght": "2: S(0)", "left out": "2: R"}
+    for strict, known in ((True, "did you mean 'layer.weight'"), (False, "")):
+        given = {"layer.weight": torch.arange(4.0), "left out": torch.zeros(2)}
+        arguments: Any = {"key_map": {"left out": None}, "strict": strict}
+        if known:
+            with pytest.raises(PlanError, match=known) as caught:
+                reshard_state_dict(given, misspelled, **arguments)
+            assert [problem.code for problem in caught.value.problems] == ["unknown-name"]
+        else:
+            assert list(reshard_state_dict(given, misspelled, **arguments)) == ["layer.weight"]
 
 
 @pytest.mark.ranks(2)

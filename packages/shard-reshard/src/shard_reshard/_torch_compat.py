@@ -31,6 +31,11 @@ is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 # A block in which tensors are real, whatever mode is on: for tables that a DeviceMesh keeps on the CPU.
 real_tensors: Callable[[], AbstractContextManager[Any]] = unset_fake_temporarily
 
+# A block in which classes of tensors do not see functions of torch.
+as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+# Has the addresses of a tensor's storage raise.
+refuse_addresses: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -7,10 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from shard_reshard.planning.analyze import ReshardPlan
 
 _EPILOG = """layouts:
   "8: S(0)"                      8 ranks, each a piece of dim 0
@@ -43,7 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             out_dtype=arguments.out_dtype,
             max_workspace_bytes=arguments.max_workspace_bytes,
         )
-        text = _as_json(plan) if arguments.json else plan.explain(arguments.name)
+        text = plan.explain(arguments.name)
+        if arguments.json:
+            data = {
+                "plan": json.loads(plan.to_json()),
+                "digest": plan.digest,
+                "wire_bytes": plan.wire_bytes,
+                "lower_bound": plan.lower_bound,
+                "bytes_matrix": plan.bytes_matrix,
+                "peak_bytes": [plan.peak_bytes(rank) for rank in range(plan.world_size)],
+            }
+            text = json.dumps(data, sort_keys=True)
     except PlanError as error:
         print(error, file=sys.stderr)
         return 1
@@ -54,18 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(arguments.html).write_text(picture(plan, arguments.name), encoding="utf-8")
         print(f"wrote {arguments.html}", file=sys.stderr)
     return 0
-
-
-def _as_json(plan: ReshardPlan) -> str:
-    data = {
-        "plan": json.loads(plan.to_json()),
-        "digest": plan.digest,
-        "wire_bytes": plan.wire_bytes,
-        "lower_bound": plan.lower_bound,
-        "bytes_matrix": plan.bytes_matrix,
-        "peak_bytes": [plan.peak_bytes(rank) for rank in range(plan.world_size)],
-    }
-    return json.dumps(data, sort_keys=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -62,11 +62,6 @@ def data_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def message_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device of small messages: the CPU if the group has a CPU backend."""
-    return torch.device("cpu") if "cpu" in _backends(group) else data_device(group)
-
-
 _device_types: WeakKeyDictionary[dist.ProcessGroup, frozenset[str]] = WeakKeyDictionary()
 
 
@@ -101,7 +96,8 @@ def all_gather_header(members: GroupInfo, topic: Topic, payload: bytes) -> Calla
     """
     assert len(payload) < ROW_BYTES
     row = [int(topic), *payload.ljust(ROW_BYTES - 1, b"\0")]
-    mine = torch.tensor(row, dtype=torch.uint8, device=message_device(members.group))
+    device = torch.device("cpu") if "cpu" in _backends(members.group) else data_device(members.group)
+    mine = torch.tensor(row, dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in range(members.size)]
     try:
         work = dist.all_gather(everyone, mine, group=members.group, async_op=True)

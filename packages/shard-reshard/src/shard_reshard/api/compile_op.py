@@ -34,9 +34,8 @@ def operator_of(mover: Mover) -> Operator:
     """The operator of ``mover``."""
     (plan,) = mover.plans
     key = f"{plan.digest[:16]}@{mover.members.group.group_name}@{mover.check}"
-    if (
-        key not in _movers or _movers[key].members.group is not mover.members.group
-    ):  # without a kept workspace: compiled calls may overlap eager ones of the same Resharder
+    if key not in _movers or _movers[key].members.group is not mover.members.group:
+        # Without a kept workspace: compiled calls may overlap eager ones of the same Resharder.
         _movers[key] = Mover(mover.plans, mover.members, False, mover.check)
     shapes = plan.dst.local_shapes(mover.members.rank)
     return Operator(key, shapes, torch_dtype(plan.out_dtype), str(data_device(mover.members.group)))

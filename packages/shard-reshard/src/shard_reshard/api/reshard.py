@@ -23,7 +23,7 @@ from shard_reshard.consensus import (
     raise_on_all_ranks,
 )
 from shard_reshard.execution.checks import Shards, as_list, as_result
-from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork
+from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, shared_mover
 from shard_reshard.layout.declared import layout_mismatches
 from shard_reshard.layout.dtypes import ITEMSIZES, dtype_name
 from shard_reshard.layout.parse import LayoutLike, layout_value, resolve_layout
@@ -87,7 +87,10 @@ def reshard(
         except Exception as error:
             raise_on_all_ranks(members, error)
         if key is not None and alone:  # else ranks exchange dtypes in every call, and no rank may leave that out
-            _remember(members.group, key, mover)
+            movers = _movers.setdefault(members.group, {})
+            movers[key] = mover
+            while len(movers) > 8192:
+                movers.pop(next(iter(movers)))
     return move(mover, tensor, out, async_op)
 
 
@@ -246,16 +249,11 @@ def _unwrapped(
     """
     if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
         size = tuple(tensor.shape) if shape is None else shape
-        differs = (
-            []
-            if src is None
-            else layout_mismatches("src", tensor, resolve_layout(src, size, members.to_group), members)
-        )
-        if differs:
+        if src is None:
+            src = (tensor.device_mesh, tuple(tensor.placements))
+        elif differs := layout_mismatches("src", tensor, resolve_layout(src, size, members.to_group), members):
             raise PlanError(differs)
-        src = (tensor.device_mesh, tuple(tensor.placements)) if src is None else src
-        shape = tuple(tensor.shape) if shape is None else shape
-        tensor = tensor.to_local()
+        return tensor.to_local(), src, size
     return tensor, src, shape
 
 
@@ -282,11 +280,7 @@ def find_mover(
         what = f"a tensor {'of unknown' if size is None else f'of {size} from'} {src}"
         names = _dtypes_of_all(_gather_dtypes(members, given, out, what))
     plan = cached_plan(*resolve_layouts(size, src, dst, members.to_group), *names, max_workspace_bytes)
-    mover = _movers.get(members.group, {}).get((plan, check))
-    if mover is None:
-        mover = Mover((plan,), members, False, check)
-        _remember(members.group, (plan, check), mover)
-    return mover, everyone
+    return shared_mover(members, (plan,), check), everyone
 
 
 def _own_dtypes(
@@ -332,15 +326,8 @@ def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] 
     return len(ranks) == members.size
 
 
-# By group: call -> mover, so that a repeated call is found without resolving its layouts, and (plan, check) -> mover.
+# By group: call -> mover, so that a repeated call is found without resolving its layouts.
 _movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
-
-
-def _remember(group: dist.ProcessGroup, key: Any, mover: Mover) -> None:
-    movers = _movers.setdefault(group, {})
-    movers[key] = mover
-    while len(movers) > 8192:
-        movers.pop(next(iter(movers)))
 
 
 def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: Any) -> tuple[Any, ...] | None:

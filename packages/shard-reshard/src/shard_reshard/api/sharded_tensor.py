@@ -116,7 +116,7 @@ def build_reshard_metadata(st_size: Sequence[int], sharding_spec: Any, world_siz
         found = f"{len(set(ranks))} ranks, world_size={world_size}"
         raise PlanError(Problem("rank-outside-mesh", "sharding_spec", found=found, hint="name fewer ranks"))
     ordered = sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank)
-    return [_as_given(sharding_spec, shard) for shard in ordered], ranks
+    return [to_torch(shard) if _is_torch(sharding_spec) else shard for shard in ordered], ranks
 
 
 def reshuffle_local_shard(
@@ -182,8 +182,3 @@ def _spec(given: Any, name: str) -> ShardingSpec:
 
 def _is_torch(spec: Any) -> bool:
     return not isinstance(spec, ShardingSpec)
-
-
-def _as_given(spec: Any, shard: ShardMetadata) -> Any:
-    """Metadata of the family that the spec is of."""
-    return to_torch(shard) if _is_torch(spec) else shard

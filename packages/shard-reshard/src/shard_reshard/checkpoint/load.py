@@ -15,6 +15,7 @@ from shard_reshard.checkpoint.safetensors import FileTable, file_table, indexed_
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
 from shard_reshard.consensus import GroupInfo, assert_consistent, group_info, problems_of, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.state_dict.agreement import agreed_version, version_row
 from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
 from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, stamp_version, tensors_of
 from shard_reshard.state_dict.outputs import (
@@ -88,7 +89,7 @@ def load_safetensors(
         key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
         bucket_bytes: About how many bytes a rank reads and exchanges at a time.
         group: The ranks that load; None is the default group.
-        version: A number to stamp ``out`` with, see `state_version`.
+        version: A number to stamp ``out`` with, see `state_version`; ranks that give one give the same.
         progress: Called on each rank after each tensor.
         atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`.
         strict: A tensor of ``out`` that no file fills is a problem, and so is a buffer that is in no file and that
@@ -105,21 +106,23 @@ def load_safetensors(
     """
     members = group_info(group)
     try:
-        targets = tensors_of(out)
+        targets, stamp = tensors_of(out), version_row(version)
         facts = collect_metadata({}, targets, {}, {}, members)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    plan = _agreed_load(
-        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out
+    plan, version = _agreed_load(
+        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out, stamp
     )
     device = device_of({}, targets, members)
     with torch.no_grad():
         here = LocalTargets(plan.moves, members.rank)
         try:
-            made = Materialized(targets if isinstance(out, torch.nn.Module) else {}, plan.moves.targets, device)
+            into_module = isinstance(out, torch.nn.Module)
+            made = Materialized(targets if into_module else {}, plan.moves.targets, device)
             targets = made.targets or targets
-            outs = {name: tensor for name, tensor in local_tensors(targets).items() if not tensor.is_meta}
-            problems = here.out_problems(outs, {}, atomic, strict)
+            # What stays on meta in a module has no values in the files; a mapping's tensors get no memory.
+            outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
+            problems = here.out_problems(targets, outs, {}, atomic, strict)
             # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
             # what files hold twice and the module once.
             atomic = atomic and len(made.names) < len(targets)
@@ -157,8 +160,9 @@ def _agreed_load(
     bucket_bytes: int,
     strict: bool,
     out: torch.nn.Module | Mapping[str, Any] | None,
-) -> LoadPlan:
-    """The plan, made on every rank from the tables that each read of some files, and compared."""
+    stamp: bytes,
+) -> tuple[LoadPlan, int | None]:
+    """The plan, made on every rank from the tables that each read of some files, and compared; and the version."""
     problems, sums = uninitialized_buffers(out) if strict else ([], {})
     listed: list[tuple[str, int, tuple[int, ...]]] = []
     indexed: dict[str, list[str]] = {}
@@ -177,24 +181,32 @@ def _agreed_load(
     for at, (path, _, readers) in enumerate(listed):
         if readers == (members.rank,) or (not readers and at % members.size == members.rank):
             try:
-                tables.append(_as_indexed(file_table(path), indexed))
+                table = file_table(path)
+                missing = [name for name in indexed.get(path, ()) if name not in table.entries]
+                found, hint = (
+                    f"not in {path}, which the index names for it",
+                    "get the files again: the index is of others",
+                )
+                problems += [Problem("missing-tensor", name, found=found, hint=hint) for name in missing]
+                tables.append(table)
             except PlanError as error:
                 problems += error.problems
     assert_consistent(members, f"a load of {asked}", [*problems, *facts.problems], "always")
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (tables, facts.outs, sums), group=members.group)
-    plan, problems = None, differing_buffers([found for _, _, found in everyone])
+    dist.all_gather_object(everyone, (tables, facts.outs, sums, stamp), group=members.group)
+    plan, version, problems = None, None, differing_buffers([found for _, _, found, _ in everyone])
     try:
-        found = {(table.path, rank): table for rank, (tables, _, _) in enumerate(everyone) for table in tables}
+        version = agreed_version([found for *_, found in everyone])
+        by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
         readable = [
-            ReadableFile(found[path, readers[0] if readers else at % members.size], number, readers)
+            ReadableFile(by_reader[path, readers[0] if readers else at % members.size], number, readers)
             for at, (path, number, readers) in enumerate(listed)
         ]
         plan = plan_load(
             stored_tensors(readable, stored_as, shapes, None),
             dst_layouts,
             members.size,
-            outs=[outs for _, outs, _ in everyone],
+            outs=[outs for _, outs, *_ in everyone],
             key_map=key_map,
             bucket_bytes=bucket_bytes,
             to_group=members.to_group,
@@ -204,7 +216,7 @@ def _agreed_load(
         problems += problems_of(error)
     assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
     assert plan is not None
-    return plan
+    return plan, version
 
 
 def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
@@ -230,16 +242,6 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
         hint = "give a folder with .safetensors files"
         raise PlanError(Problem("invalid-file", str(files), found="a folder without any", hint=hint))
     return [(path, number, ()) for number, path in enumerate(indexed)], indexed
-
-
-def _as_indexed(table: FileTable, indexed: Mapping[str, Sequence[str]]) -> FileTable:
-    """The table of a file, which holds every tensor that the index says."""
-    hint = "get the files again: the index is of others"
-    missing = [name for name in indexed.get(table.path, ()) if name not in table.entries]
-    if missing:
-        found = f"not in {table.path}, which the index names for it"
-        raise PlanError([Problem("missing-tensor", name, found=found, hint=hint) for name in missing])
-    return table
 
 
 # ---- reading and moving ---------------------------------------------------------------------------------------

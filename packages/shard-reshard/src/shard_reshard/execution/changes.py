@@ -109,7 +109,7 @@ def encode(new: torch.Tensor, old: torch.Tensor, itemsize: int) -> tuple[Message
         lengths = first.diff(append=first.new_full((1,), count))
         runs = torch.stack([gaps[first], lengths - 1], 1).view(-1)
         choices = [
-            (_packed_bytes(numbers, width), code + 4 * width, numbers, width)
+            (width * (numbers.numel() + int((numbers // (256**width - 1)).sum())), code + 4 * width, numbers, width)
             for code, numbers in ((_GAPS, gaps), (_RUNS, runs))
             for width in (1, 2)
         ]
@@ -138,10 +138,6 @@ def decode(message: Message, part: torch.Tensor, target: torch.Tensor, itemsize:
         shifts = gaps.cumsum(0)  # a run begins after all gaps, and all runs, before it
         positions = torch.arange(message.num_values, device=part.device) + shifts.repeat_interleave(lengths)
     target.view(INTEGERS[itemsize])[positions] = values
-
-
-def _packed_bytes(numbers: torch.Tensor, width: int) -> int:
-    return width * (numbers.numel() + int((numbers // (256**width - 1)).sum()))
 
 
 def _pack(numbers: torch.Tensor, width: int) -> torch.Tensor:

@@ -67,9 +67,11 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
             found = f"a {type(tensor).__qualname__}, which wraps other tensors"
             hint = "pass the tensors that it wraps, each by a plan of its own"
             problems.append(Problem("unsupported-tensor", which, found=found, hint=hint))
-        if tensor.is_meta:
-            hint = "give it memory with values first: to_empty() and loading, or materialising it"
-            problems.append(Problem("no-data", which, found="a tensor on the meta device", hint=hint))
+        if type(tensor) not in PLAIN_TYPES and is_fake((tensor,)) and not is_fake(()):
+            hint = "run the call under the FakeTensorMode too, on all ranks; or pass real tensors"
+            problems.append(Problem("no-data", which, found="a fake tensor where no fake mode is on", hint=hint))
+        elif tensor.is_meta:
+            problems.append(Problem("no-data", which, found=_META, hint=_META_HINT))
         elif not _has_memory(tensor):
             problems.append(Problem("no-data", which, found=_FREED, hint=_FREED_HINT))
         if tensor.layout != torch.strided:
@@ -78,6 +80,8 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
     return problems
 
 
+_META = "a tensor on the meta device"
+_META_HINT = "give it memory first: to_empty(), or the values of a checkpoint"
 _FREED = "a tensor whose storage was freed or shrunk"
 _FREED_HINT = "call it while the memory is there: inside of what gathers or loads the parameter"
 
@@ -100,7 +104,9 @@ def destination_problems(
     """
     problems = []
     for tensor, name in zip(outs, names, strict=True):
-        if not _has_memory(tensor):
+        if tensor.is_meta:  # what is written there is lost, without an error
+            problems.append(Problem("no-data", name, found=_META, hint=_META_HINT))
+        elif not _has_memory(tensor):
             problems.append(Problem("no-data", name, found=_FREED, hint=_FREED_HINT))
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"

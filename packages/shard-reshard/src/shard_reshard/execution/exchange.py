@@ -125,10 +125,7 @@ class Exchange:
 
     def allocate(self, device: torch.device) -> list[torch.Tensor]:
         """Return fresh destination tensors."""
-        found = []
-        for shape, dtype in self._fresh:
-            found.append(torch.empty(shape, dtype=dtype, device=device))
-        return found
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._fresh]
 
     def prepare(
         self,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,19 @@ class NotPicklable:
         """
         kind = type(self).__name__
         raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, Mover]] = WeakKeyDictionary()
+
+
+def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mover:
+    """Return the mover of one-shot calls: without a workspace, since what one caller's tensors need meets another's."""
+    movers = _shared.setdefault(members.group, {})
+    if (plans, check) not in movers:
+        movers[plans, check] = Mover(plans, members, False, check)
+        while len(movers) > 1024:
+            movers.pop(next(iter(movers)))
+    return movers[plans, check]
 
 
 class Mover:
@@ -74,7 +88,7 @@ class Mover:
         if self._transposed is None:
             turned = [plan.transpose() for plan in self.plans]
             self.pair(Mover(turned, self.members, self.keep_workspace, self.check))
-            assert self._transposed is not None
+        assert self._transposed is not None
         return self._transposed
 
     def pair(self, backward: Mover) -> None:
@@ -214,10 +228,8 @@ class Mover:
 
     def device(self, *tensors: Sequence[torch.Tensor]) -> torch.device:
         """Return where this rank's tensors lie; for a rank without any, where the group's lie."""
-        for found in tensors:
-            for tensor in found:
-                return tensor.device
-        return data_device(self.members.group)
+        first = next((tensor for found in tensors for tensor in found), None)
+        return data_device(self.members.group) if first is None else first.device
 
     def _collective(
         self,

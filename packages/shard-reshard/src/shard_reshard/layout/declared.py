@@ -65,16 +65,11 @@ def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInf
         own = own_layout(name, value, members.to_group)
     except PlanError as error:
         return [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
-    if own is None or same_here(own, wanted, members.rank):
+    if own is None or own == wanted:
         return []
+    alike = own.shape == wanted.shape and sorted(own.reduce_ops) == sorted(wanted.reduce_ops)
+    if alike and sorted(own.local_pieces(members.rank)) == sorted(wanted.local_pieces(members.rank)):
+        return []  # the same on this rank
     found = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
     hint = "leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()"
     return [Problem("layout-mismatch", name, found=found, hint=hint)]
-
-
-def same_here(one: ShardMap, other: ShardMap, rank: int) -> bool:
-    """Return True where two layouts put the same on ``rank``."""
-    if one == other:
-        return True
-    alike = one.shape == other.shape and sorted(one.reduce_ops) == sorted(other.reduce_ops)
-    return alike and sorted(one.local_pieces(rank)) == sorted(other.local_pieces(rank))

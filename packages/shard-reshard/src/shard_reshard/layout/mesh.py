@@ -188,15 +188,13 @@ class _Holders(dict[int, tuple[tuple[int, ...], ...]]):
         found: tuple[tuple[int, ...], ...]
         if self.alone:
             found = ((self.ranks[flat],),)
+        elif self.step:
+            length, step = self.step * len(self.replicas), self.step
+            found = tuple([self.ranks[flat + at : flat + at + length : step] for at in self.addends])
         else:
-            found = tuple([self._replicas_of(flat + partial_index) for partial_index in self.addends])
+            found = tuple([tuple([self.ranks[flat + at + other] for other in self.replicas]) for at in self.addends])
         self[flat] = found
         return found
-
-    def _replicas_of(self, flat: int) -> tuple[int, ...]:
-        if self.step:
-            return self.ranks[flat : flat + self.step * len(self.replicas) : self.step]
-        return tuple([self.ranks[flat + at] for at in self.replicas])
 
 
 class _DimTable:

@@ -73,10 +73,12 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if isinstance(layout, Mapping):
         boxes = {rank: (found,) if isinstance(found, Box) else tuple(found) for rank, found in layout.items()}
         return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
-    if _is_mesh_pair(layout):
-        mesh, placements = layout
-        return MeshShardMap(_from_mesh(mesh, placements, turn), _needed(shape, "a mesh with placements"))
-    if _is_dtensor(layout):
+    meshes = sys.modules.get("torch.distributed.device_mesh")
+    pair = isinstance(layout, tuple) and len(layout) == 2
+    if pair and meshes is not None and isinstance(layout[0], meshes.DeviceMesh):
+        return MeshShardMap(_from_mesh(layout[0], layout[1], turn), _needed(shape, "a mesh with placements"))
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(layout, tensors.DTensor):
         same = _from_mesh(layout.device_mesh, layout.placements, turn)
         return _same_shape(MeshShardMap(same, layout.shape), shape)
     return _from_spec(layout, shape, turn)
@@ -136,21 +138,6 @@ def _listed(text: str, whole: str) -> list[int]:
         first = int(match[1])
         ranks.extend(range(first, int(match[2] or first) + 1))
     return ranks
-
-
-def _is_mesh_pair(layout: object) -> bool:
-    device_mesh = sys.modules.get("torch.distributed.device_mesh")
-    return (
-        isinstance(layout, tuple)
-        and len(layout) == 2
-        and device_mesh is not None
-        and isinstance(layout[0], device_mesh.DeviceMesh)
-    )
-
-
-def _is_dtensor(layout: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(layout, module.DTensor)
 
 
 def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:

@@ -89,23 +89,13 @@ def _join_row(row: list[Copy], dim: int) -> Iterator[Copy]:
     head = row[0]
     for copy in row[1:]:
         size = head.sizes[dim]
-        if all(
-            _shifted(ahead, behind, dim, size)
-            for ahead, behind in (
-                (copy.start, head.start),
-                (copy.src_start, head.src_start),
-                (copy.dst_start, head.dst_start),
-            )
-        ):
+        places = (copy.start, head.start), (copy.src_start, head.src_start), (copy.dst_start, head.dst_start)
+        if all(at == (*before[:dim], before[dim] + size, *before[dim + 1 :]) for at, before in places):
             head = head._replace(sizes=(*head.sizes[:dim], size + copy.sizes[dim], *head.sizes[dim + 1 :]))
         else:
             yield head
             head = copy
     yield head
-
-
-def _shifted(ahead: Index, behind: Index, dim: int, size: int) -> bool:
-    return ahead[dim] == behind[dim] + size and ahead[:dim] == behind[:dim] and ahead[dim + 1 :] == behind[dim + 1 :]
 
 
 def split_box(sizes: Index, count: int) -> list[tuple[Index, Index]]:

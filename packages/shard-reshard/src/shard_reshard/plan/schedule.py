@@ -56,15 +56,13 @@ def _lacks(plan: Plan, rank: int) -> bool:
     for piece in plan.dst.pieces(rank):
         cell = next(plan.dst.cross(piece.start, piece.stop))
         if rank in receivers_of(plan, cell):
-            common = sum(_common(piece.start, piece.stop, other.start, other.stop) for other in held)
+            common = 0  # elements that are there already
+            for other in held:
+                low, high = map(max, piece.start, other.start), map(min, piece.stop, other.stop)
+                common += prod(max(0, b - a) for a, b in zip(low, high, strict=True))
             if common < prod(sizes_of(piece.start, piece.stop)):
                 return True
     return False
-
-
-def _common(start: Index, stop: Index, other_start: Index, other_stop: Index) -> int:
-    """Number of elements that two boxes share."""
-    return prod(max(0, min(b, d) - max(a, c)) for a, b, c, d in zip(start, stop, other_start, other_stop, strict=True))
 
 
 def _make_schedule(plan: Plan, rank: int) -> tuple[RankSchedule, ...]:

@@ -88,8 +88,8 @@ class ReshardPlan(Plan):
                 elements += size * len(receivers.difference(src.owners[0]))
             else:
                 # A reduction over k addends and a broadcast to n ranks are a tree over all of them.
-                fewest = _fewest_sends(src.owners, receivers)
-                elements += size * fewest
+                meets = any(receivers.intersection(ranks) for ranks in src.owners)
+                elements += size * (len(src.owners) + len(receivers) - (2 if meets else 1))
         return elements * self.itemsize
 
     def workspace_bytes(self, rank: int) -> int:
@@ -106,19 +106,17 @@ class ReshardPlan(Plan):
         return explain(self, name)
 
 
-def _fewest_sends(owners: tuple[tuple[int, ...], ...], receivers: set[int]) -> int:
-    """Messages that reduce the addends and bring the result to all receivers, for one element."""
-    meets = any(receivers.intersection(ranks) for ranks in owners)
-    return len(owners) + len(receivers) - (2 if meets else 1)
-
-
 _MATRIX_RANKS = 16  # larger worlds print their busiest ranks instead of all pairs
 _BUSIEST = 8
 
 
 def explain(plan: ReshardPlan, name: str | None = None) -> str:
     """Return sends, bytes against the bound, and memory as text."""
-    lines = [_headline(plan, name), f"  from  {plan.src.describe()}", f"  to    {plan.dst.describe()}"]
+    shape = " x ".join(map(str, plan.shape)) or "scalar"
+    dtype = plan.dtype if plan.dtype == plan.out_dtype else f"{plan.dtype} -> {plan.out_dtype}"
+    what = f"{name + ': ' if name else ''}{'gradient of a reshard' if plan.adjoint else 'reshard'}"
+    lines = [f"{what} of {shape} {dtype}, plan {plan.digest[:12]}"]
+    lines += [f"  from  {plan.src.describe()}", f"  to    {plan.dst.describe()}"]
     if plan.is_local:
         lines.append("  nothing is sent: every rank has what it needs")
         return "\n".join(lines)
@@ -149,13 +147,6 @@ def how(plan: ReshardPlan) -> str:
 def num_steps(plan: ReshardPlan) -> int:
     """Number of collectives."""
     return sum(step.exchanges for step in build_program((plan,), 0, plan.world_size).steps)
-
-
-def _headline(plan: ReshardPlan, name: str | None) -> str:
-    shape = " x ".join(map(str, plan.shape)) or "scalar"
-    dtype = plan.dtype if plan.dtype == plan.out_dtype else f"{plan.dtype} -> {plan.out_dtype}"
-    what = "gradient of a reshard" if plan.adjoint else "reshard"
-    return f"{name + ': ' if name else ''}{what} of {shape} {dtype}, plan {plan.digest[:12]}"
 
 
 def _matrix(plan: ReshardPlan) -> list[str]:

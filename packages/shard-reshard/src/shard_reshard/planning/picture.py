@@ -101,11 +101,6 @@ def _ranks(cell: Cell) -> list[int]:
     return sorted({rank for held in cell.owners for rank in held})
 
 
-def _paint(ranks: list[int]) -> str:
-    """The fill of a box: the colour of its rank, or slanted stripes of all its ranks."""
-    return colour(ranks[0]) if len(ranks) == 1 else f"url(#{_stripes_id(ranks)})"
-
-
 def _stripes_id(ranks: list[int]) -> str:
     return "ranks-" + "-".join(map(str, ranks[:_MOST_STRIPES]))
 
@@ -131,8 +126,9 @@ def _rectangle(cell: Cell, rows: int, columns: int, height: int) -> str:
     ranks = _ranks(cell)
     label = ",".join(map(str, ranks[:6])) + (",…" if len(ranks) > 6 else "")
     size = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
+    fill = colour(ranks[0]) if len(ranks) == 1 else f"url(#{_stripes_id(ranks)})"
     rectangle = (
-        f'<rect {size} fill="{_paint(ranks)}" stroke="#fff">'
+        f'<rect {size} fill="{fill}" stroke="#fff">'
         f"<title>{escape(str(cell.start))} to {escape(str(cell.stop))} on ranks {label}</title></rect>"
     )
     if w > 8 * len(label) and h > 14:

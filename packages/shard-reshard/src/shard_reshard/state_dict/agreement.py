@@ -47,7 +47,12 @@ class Question(NamedTuple):
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
         asked = (self.bucket_bytes, self.strict, self.versions, self.check, self.changed_only)
-        return repr(sorted((self.key_map or {}).items())) + repr(asked) + _layouts_text(self.dst_layouts)
+        layouts = self.dst_layouts
+        if isinstance(layouts, Mapping):
+            text = repr(sorted((name, _layout_text(layout)) for name, layout in layouts.items()))
+        else:  # a function that changes its mind has to be another object
+            text = f"function {id(layouts)}" if callable(layouts) else _layout_text(layouts)
+        return repr(sorted((self.key_map or {}).items())) + repr(asked) + text
 
 
 def metadata_digest(facts: RankMeta, question: Question) -> bytes:
@@ -102,6 +107,10 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
+    highest = max((move.plan.world_size for move in plan.moves), default=0) if plan is not None else 0
+    if highest > members.size:
+        found = f"a layout names rank {highest - 1}, the group has {members.size} ranks"
+        problems += (Problem("rank-outside-mesh", "group", found=found, hint="pass a larger group="),)
     options = f" versions={question.versions} check={question.check} changed_only={question.changed_only}"
     assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
     assert plan is not None
@@ -112,7 +121,11 @@ _FAILED, _REPEATED = 2, 4  # beside 1: a version is given
 
 
 def version_row(version: int | None, flag: int = 0) -> bytes:
-    return struct.pack("<Bq", (version is not None) | flag, version or 0)
+    try:
+        return struct.pack("<Bq", (version is not None) | flag, 0 if version is None else version)
+    except struct.error:
+        hint = "a whole number of at most 63 bits"
+        raise PlanError(Problem("invalid-argument", "version", found=repr(version), hint=hint)) from None
 
 
 def agreed_version(rows: list[bytes]) -> int | None:
@@ -182,13 +195,6 @@ def checksum(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).digest()[:16]
 
 
-def _layouts_text(dst_layouts: DstLayouts) -> str:
-    if isinstance(dst_layouts, Mapping):
-        return repr(sorted((name, _layout_text(layout)) for name, layout in dst_layouts.items()))
-    # A function is asked again when it is another object; one that changes its mind has to be another object.
-    return f"function {id(dst_layouts)}" if callable(dst_layouts) else _layout_text(dst_layouts)
-
-
 def _layout_text(layout: Any) -> str:
     """The text of a layout; that of a DeviceMesh does not name its ranks."""
     if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
@@ -230,16 +236,15 @@ class CallFacts(NamedTuple):
             row = version_row(None, _FAILED) + bytes(8)
         return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
 
-    def agree(self, members: GroupInfo) -> int | None:
-        """Compare the facts of all ranks and return the version; all ranks raise before anything moves."""
-        return self.agree_on(members, all_gather_header(members, Topic.VERSION, self.row)())
-
-    def agree_on(self, members: GroupInfo, rows: list[bytes] | None) -> int | None:
-        """Compare the rows of all ranks and return the version."""
-        if rows is None or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
+    def agree(self, members: GroupInfo, token: bytes = b"") -> tuple[int | None, list[bytes]]:
+        """Return the version, and the tokens and facts of all ranks; they all raise before anything moves."""
+        topic, start = Topic.CHANGES if token else Topic.VERSION, len(token)
+        found = all_gather_header(members, topic, token + self.row)() or []
+        rows = [row[start:] for row in found]
+        if not rows or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
             raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
         agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
-        return agreed_version(rows)
+        return agreed_version(rows), found
 
 
 _TOKEN_BYTES = 16
@@ -258,11 +263,9 @@ class VersionChain:
 
     def agree(self, members: GroupInfo, call: CallFacts) -> tuple[bool, int | None]:
         """Return True where everything has to be sent, and the version; errors as in `CallFacts.agree`."""
-        rows = all_gather_header(members, Topic.CHANGES, self._token + call.row)()
         # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
-        self._token = os.urandom(_TOKEN_BYTES)
-        version = call.agree_on(members, rows and [row[_TOKEN_BYTES:] for row in rows])
-        assert rows is not None
+        token, self._token = self._token, os.urandom(_TOKEN_BYTES)
+        version, rows = call.agree(members, token)
         full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
         self._calls = 1 if full else self._calls + 1
         self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]

@@ -9,7 +9,7 @@ import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, waited_for
-from shard_reshard.consensus import GroupInfo, data_device
+from shard_reshard.consensus import GroupInfo, data_device, problems_of
 from shard_reshard.execution.checks import address
 from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.boxes import BoxShardMap
@@ -64,8 +64,9 @@ def collect_metadata(
             try:
                 known = tensor_metadata(name, value, *given_layout, members)
                 found[name] = known._replace(layout=alike.setdefault(known.layout, known.layout))
-            except PlanError as error:
-                problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+            except Exception as error:
+                listed = problems_of(error)
+                problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in listed]
     return RankMeta(_with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems))
 
 
@@ -73,9 +74,16 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
     if not isinstance(value, torch.Tensor):
         found = f"a {type(value).__qualname__}"
         raise PlanError(Problem("wrong-type", name, found=found, hint="leave it out of the state dict"))
+    if value.is_nested or value.layout is not torch.strided:
+        found = "a nested tensor" if value.is_nested else f"a {value.layout} tensor"
+        raise PlanError(Problem("unsupported-tensor", name, found=found, hint="only dense tensors can be moved"))
     if layout is None:
         own = own_layout(name, value, members.to_group)
-        return TensorMeta(tuple(value.shape) if own is None else own.shape, dtype_name(value.dtype), own, name)
+        full = tuple(value.shape) if own is None else own.shape
+        if shape is not None and tuple(shape) != full:
+            found, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
+            raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
+        return TensorMeta(full, dtype_name(value.dtype), own, name)
     bound = resolve_layout(layout, shape, members.to_group)
     differs = layout_mismatches(name, value, bound, members)
     if differs:
@@ -166,8 +174,12 @@ class LayoutChecker:
         problems += self.untied(sources)
         for is_target, given in ((False, tensors), (True, targets)):
             for name, value in given.items():
-                wanted = self._wanted(is_target, name) if _declares_layout(value) else None
-                if wanted is not None:
+                declares = hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
+                if declares and is_target and name in self._plan.targets:
+                    problems += layout_mismatches(name, value, self._plan.targets[name][0], self._members)
+                elif declares and not is_target and name in self._known:
+                    known = self._known[name]
+                    wanted = known.layout or BoxShardMap.whole(known.shape, self._members.rank)
                     problems += layout_mismatches(name, value, wanted, self._members)
         return problems
 
@@ -177,23 +189,10 @@ class LayoutChecker:
         return [
             Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)
             for name, first in self._tied
-            if name in sources and first in sources and not _one_memory(sources[name], sources[first])
+            if name in sources and first in sources and sources[name].numel()
+            if _place(sources[name]) != _place(sources[first])
         ]
 
-    def _wanted(self, is_target: bool, name: str) -> ShardMap | None:
-        if is_target:
-            return self._plan.targets[name][0] if name in self._plan.targets else None
-        known = self._known.get(name)
-        if known is None:
-            return None
-        return known.layout or BoxShardMap.whole(known.shape, self._members.rank)
 
-
-def _declares_layout(value: Any) -> bool:
-    return hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
-
-
-def _one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if not one.numel():
-        return True
-    return (address(one), one.shape, one.stride()) == (address(other), other.shape, other.stride())
+def _place(tensor: torch.Tensor) -> object:
+    return address(tensor), tensor.shape, tensor.stride()

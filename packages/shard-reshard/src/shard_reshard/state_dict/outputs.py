@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
 from shard_reshard.consensus import GroupInfo
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import address, destination_problems, local_problems
-from shard_reshard.execution.mover import Mover
+from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.layout.dtypes import torch_dtype
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan
 from shard_reshard.state_dict.planner import given_layout
@@ -70,11 +68,20 @@ class LocalTargets:
         self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
 
     def out_problems(
-        self, outs: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], atomic: bool, strict: bool
+        self,
+        given: Mapping[str, Any],
+        outs: Mapping[str, torch.Tensor],
+        sources: Mapping[str, torch.Tensor],
+        atomic: bool,
+        strict: bool,
     ) -> list[Problem]:
-        """Why the tensors of ``out`` on this rank cannot take what the plan brings."""
+        """Why what is ``given`` as ``out`` on this rank (locally ``outs``) cannot take what the plan brings."""
         planned = {name: out for name, out in outs.items() if name in self.plan.targets}
         problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
+        for name, value in given.items():
+            if name in self.plan.targets and not isinstance(value, torch.Tensor):
+                found, hint = f"a {type(value).__qualname__}", "pass a tensor, or leave it out of out="
+                problems.append(Problem("wrong-type", f"{name}: rank {self.rank}, out", found=found, hint=hint))
         memories = {address(out) for out in planned.values()} if len(planned) < len(outs) else set()
         for name, out in outs.items() if strict else ():
             # One that is tied to a tensor that is filled is filled with it.
@@ -191,9 +198,6 @@ def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arr
     return problems
 
 
-_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
-
-
 def mover_for_bucket(
     members: GroupInfo, plan: StateDictPlan, bucket: tuple[int, ...], check: str, keep: bool, changed_only: bool = False
 ) -> Mover:
@@ -202,13 +206,7 @@ def mover_for_bucket(
         mover = Mover(plans, members, keep, check)
         mover.changes = ChangeExchange(min(plan.itemsize for plan in plans)) if changed_only else None
         return mover
-    key = plans, check
-    movers = _movers.setdefault(members.group, {})
-    if key not in movers:
-        movers[key] = Mover(plans, members, False, check)
-        while len(movers) > 1024:
-            movers.pop(next(iter(movers)))
-    return movers[key]
+    return shared_mover(members, plans, check)
 
 
 class OutputKinds:
@@ -221,18 +219,15 @@ class OutputKinds:
     def result(self, name: str, tensors: list[torch.Tensor]) -> Any:
         """Return the tensors of a destination as its caller gets them."""
         if name not in self.wraps:
-            self.wraps[name] = self._wrapper(name, tensors[0])
+            shape = self._plan.targets[name][0].shape
+            layout = given_layout(name, shape, self._dst_layouts)
+            self.wraps[name] = None
+            if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names"):
+                self.wraps[name] = dtensor_maker(as_dtensor(tensors[0], layout[0], tuple(layout[1]), shape))
         wrap = self.wraps[name]
         if wrap is not None:
             return wrap(tensors[0])
         return tensors[0] if len(tensors) == 1 else tensors
-
-    def _wrapper(self, name: str, local: torch.Tensor) -> Callable[[torch.Tensor], Any] | None:
-        shape = self._plan.targets[name][0].shape
-        layout = given_layout(name, shape, self._dst_layouts)
-        if not (isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh_dim_names")):
-            return None
-        return dtensor_maker(as_dtensor(local, layout[0], tuple(layout[1]), shape))
 
 
 def write_outputs(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from difflib import get_close_matches
 
 from shard_spec import Layout, MeshSpec
 
@@ -53,6 +54,7 @@ def plan_state_dict(
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     if strict:
         problems += _unfilled(outs, targets)
+        problems += _unknown_layouts(dst_layouts, shapes, key_map or {})
     if problems:
         raise PlanError(dict.fromkeys(problems))
     aliases = _aliases(sources, outs, parts, targets)
@@ -140,8 +142,7 @@ def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Pr
     parts: list[tuple[str, Part]] = []
     for name in key_map:
         if name not in sources:
-            hint = "key_map names tensors of the source state dict"
-            problems.append(Problem("unknown-name", "key_map", found=repr(name), hint=hint))
+            problems.append(_unknown("key_map", name, sources, "key_map names tensors of the source state dict"))
     for name, known in sources.items():
         given = key_map.get(name, name)
         listed = [] if given is None else [given] if isinstance(given, str | Part) else list(given)
@@ -234,6 +235,20 @@ def _unfilled(outs: Mapping[str, TensorMeta], targets: Mapping[str, object]) -> 
         for name, known in outs.items()
         if name not in targets and known.tied_to not in filled
     ]
+
+
+def _unknown_layouts(dst_layouts: DstLayouts, shapes: Collection[str], key_map: KeyMap) -> list[Problem]:
+    """Names of ``dst_layouts`` that no tensor arrives under; those of tensors that ``key_map`` leaves out are none."""
+    hint = "dst_layouts names destination tensors; leave it out, or pass strict=False"
+    names = [name for name in dst_layouts if name not in shapes] if isinstance(dst_layouts, Mapping) else []
+    return [_unknown("dst_layouts", name, shapes, hint) for name in names if key_map.get(name, name) is not None]
+
+
+def _unknown(argument: str, name: object, names: Collection[str], hint: str) -> Problem:
+    near = get_close_matches(str(name), names, n=1)
+    return Problem(
+        "unknown-name", argument, found=repr(name), hint=f"did you mean {near[0]!r}? {hint}" if near else hint
+    )
 
 
 def _aliases(

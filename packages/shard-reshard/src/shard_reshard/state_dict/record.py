@@ -6,17 +6,26 @@ loader copies into the model's memory, and writes nothing there. Whatever is nei
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import DispatchMode, is_wrapper, storage_key, tensor_leaves, written_tensors
+from shard_reshard._torch_compat import (
+    DispatchMode,
+    as_plain_tensors,
+    is_wrapper,
+    refuse_addresses,
+    storage_key,
+    tensor_leaves,
+    written_tensors,
+)
 from shard_reshard.consensus import group_info, problems_of
 from shard_reshard.execution.exchange import INTEGERS
 from shard_reshard.layout.base import Index
@@ -118,7 +127,8 @@ def record_layouts(
         metas = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in pairs}
         if model is not None:
             recorder = _Recorder(model, metas)
-            recorder.run(load or _own_loader(model))
+            own = getattr(model, "load_weights", None) or (lambda pairs: model.load_state_dict(dict(pairs)))
+            recorder.run(load or own)
     except Exception as error:
         problems = problems_of(error)
         if recorder is not None and recorder.problems:
@@ -153,11 +163,6 @@ def record_layouts(
             layouts, key_map, recorder.unfilled(), model, views, recorder.constant_views(), recorder.places()
         )
     return RecordedLayouts(layouts, key_map, (), None, views)
-
-
-def _own_loader(model: torch.nn.Module) -> Callable[[Any], object]:
-    own = getattr(model, "load_weights", None)
-    return own if own is not None else lambda pairs: model.load_state_dict(dict(pairs))
 
 
 def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
@@ -199,10 +204,33 @@ class _View(NamedTuple):
         return own.as_strided(self.sizes, self.strides, own.storage_offset() + self.offset)
 
 
+class _WithoutValues(torch.Tensor):
+    """A checkpoint tensor on meta, and what a loader makes of it: neither an address nor another thread's work.
+
+    A dispatch mode sees neither: on meta every address is 0, and other threads have modes of their own.
+    """
+
+    recorder: ClassVar[_Recorder]  # each recorder has a class of its own
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.current_thread() is not cls.recorder.thread:
+            cls.recorder.stop_at(f"{func.__name__} in another thread", "load in the thread that records")
+        if func is torch.Tensor.data_ptr:
+            cls.recorder.stop_at("data_ptr() of a weight", "compare names, or tensors by `is`")
+        with as_plain_tensors():
+            found = func(*args, **(kwargs or {}))
+        if isinstance(found, list | tuple) and not isinstance(found, torch.Size):
+            return type(found)(map(cls.recorder.without_values, found))
+        return cls.recorder.without_values(found)
+
+
 class _Recorder(DispatchMode):
     def __init__(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.weights, self.model, self.problems, self.current = weights, model, list[Problem](), "load"
+        self.model, self.problems, self.current = model, list[Problem](), "load"
+        self.thread = threading.current_thread()
+        self.kind: Any = type("WithoutValues", (_WithoutValues,), {"recorder": self})
         self.held = {name: value for name, value in _tensors(model).items() if not is_wrapper(value)}
         self.owners: dict[int, str] = {}
         for name, value in self.held.items():
@@ -210,7 +238,9 @@ class _Recorder(DispatchMode):
         self.memories: dict[int, _Memory] = {}
         self.alive: list[torch.Tensor] = []  # a storage that is freed could give its identity to another
         for name, value in weights.items():
+            refuse_addresses(value)  # of its storage too
             self._track(value, name)
+        self.weights = {name: self.without_values(value) for name, value in weights.items()}
         self.writes: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # into the model
         self.constants: list[tuple[str, torch.Tensor, Any]] = []
         self.read: set[int] = set()
@@ -254,6 +284,16 @@ class _Recorder(DispatchMode):
             shape = (full,)
         self.memories[storage_key(value)] = _Memory(name, shape, value.dtype, [])
         self.alive.append(value)
+
+    def without_values(self, value: Any) -> Any:
+        """Return a tensor in a checkpoint tensor's memory, or in a copy's, as one of ours; anything else as it is."""
+        ours = type(value) is torch.Tensor and storage_key(value) in self.memories
+        return value.as_subclass(self.kind) if ours else value
+
+    def stop_at(self, found: str, hint: str) -> None:
+        """Refuse what has no meaning without values, also where the loader catches the error."""
+        self._refuse(self.current, found, hint)
+        raise PlanError(self.problems)
 
     def _refuse(self, name: str, found: str, hint: str) -> None:
         self.problems.append(Problem("not-recordable", name, found=found, hint=hint))

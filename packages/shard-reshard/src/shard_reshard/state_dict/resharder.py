@@ -249,7 +249,7 @@ class StateDictResharder(NotPicklable):
             return self._move(call, out, progress, version)
         facts = CallFacts.of(self.plan, self._facts, tensors, version, call.problems)
         if self._chain is None:
-            return self._move(call, out, progress, facts.agree(self._members))
+            return self._move(call, out, progress, facts.agree(self._members)[0])
         full, version = self._chain.agree(self._members, facts)
         for mover in self._movers:
             assert mover.changes is not None
@@ -302,7 +302,7 @@ class StateDictResharder(NotPicklable):
                         found += source_problems(here, sources, arriving)
                     else:
                         found += self._layout_checks.untied(sources)
-                    found += here.out_problems(outs, sources, atomic, self._question.strict)
+                    found += here.out_problems(targets, outs, sources, atomic, self._question.strict)
                     self._again = None
             except Exception as error:
                 found += problems_of(error)
@@ -329,7 +329,7 @@ class StateDictResharder(NotPicklable):
         assert arriving is not None
         with torch.no_grad():
             if call.match is not Match.MEMORY:
-                self._guards = record_state_guards(call)
+                self._guards = StateGuards.of(call)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
             if out is not None and not call.atomic:
@@ -364,6 +364,12 @@ class PreparedState(NamedTuple):
 class StateGuards:
     """Guards on the tensors of both sides of a state dict: names, declared layouts, metadata of local tensors."""
 
+    @classmethod
+    def of(cls, call: PreparedState) -> StateGuards | None:
+        """Return guards on the tensors of a call; None where some cannot be compared."""
+        guards = record_guards([*call.sources.values(), *call.outs.values()])
+        return None if guards is None or len(call.outs) != len(call.targets) else cls(call, guards)
+
     def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
         self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
         self._names = list(call.tensors), list(call.targets)
@@ -382,12 +388,6 @@ class StateGuards:
         if declared_layouts([*tensors.values(), *targets.values()]) != self._layouts:
             return Match.NONE
         return self._guards.match([*sources.values(), *outs.values()])
-
-
-def record_state_guards(call: PreparedState) -> StateGuards | None:
-    """Return guards on the tensors of a call; None where some cannot be compared."""
-    guards = record_guards([*call.sources.values(), *call.outs.values()])
-    return None if guards is None or len(call.outs) != len(call.targets) else StateGuards(call, guards)
 
 
 def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor]) -> list[int]:
