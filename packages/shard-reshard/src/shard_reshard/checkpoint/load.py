@@ -183,10 +183,8 @@ def _agreed_load(
             try:
                 table = file_table(path)
                 missing = [name for name in indexed.get(path, ()) if name not in table.entries]
-                found, hint = (
-                    f"not in {path}, which the index names for it",
-                    "get the files again: the index is of others",
-                )
+                found = f"not in {path}, which the index names for it"
+                hint = "get the files again: the index is of others"
                 problems += [Problem("missing-tensor", name, found=found, hint=hint) for name in missing]
                 tables.append(table)
             except PlanError as error:
