@@ -29,6 +29,7 @@ def test_compile(ranks: Ranks) -> None:
     a_fused_weight_that_is_declared_a_plain_one(ranks)
     draws_as_in_eager_training(ranks)
     a_mistake_in_a_later_mode(ranks)
+    a_layer_that_comes_after_a_graph_break(ranks)
 
 
 class Compiled(nn.Module):
@@ -139,6 +140,41 @@ def a_mistake_in_a_later_mode(ranks: Ranks) -> None:
                     else:
                         compiled(torch.ones(3, 8))
             torch.compiler.reset()
+
+
+class WithAdapter(nn.Module):
+    """A pair with a graph break, after which a layer may come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(8, 16), nn.Identity(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        torch._dynamo.graph_break()
+        out: torch.Tensor = self.down(self.middle(hidden))
+        return out
+
+
+def a_layer_that_comes_after_a_graph_break(ranks: Ranks) -> None:
+    """The graph with the check holds nothing of the layer; other models and layers without parameters change none."""
+    model: Any = models.seeded(WithAdapter)
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    model = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for training in (True, False):
+        model.train(training)
+        compiled(torch.ones(3, 8))
+    nn.Sequential(WithAdapter())
+    model.late = nn.Sequential(nn.Identity())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.ones(3, 8))
+    model.middle = models.seeded(lambda: nn.Linear(8, 8))  # as long as a shard
+    for training in (True, False, True):
+        model.train(training)
+        with pytest.raises(tp.PlanError, match="model-changed"):
+            compiled(torch.ones(3, 8))
+    torch.compiler.reset()
 
 
 def draws_as_in_eager_training(ranks: Ranks) -> None:
