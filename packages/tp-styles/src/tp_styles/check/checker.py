@@ -94,6 +94,7 @@ class Scope:
         unstyled: FQNs of parameters that no style speaks of.
         verified: Modes in which the sharded module was found equal to the original, from full inputs to full outputs.
         done: Modes in which it was checked, or could not be.
+        not_in_float64: Modes that cannot be compared within a run in float64: they wait for one in their own type.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Scope:
     unstyled: frozenset[str] = frozenset()
     verified: set[Mode] = field(default_factory=set)
     done: set[Mode] = field(default_factory=set)
+    not_in_float64: set[Mode] = field(default_factory=set)
 
     def __str__(self) -> str:
         return self.name or type(self.module).__name__
@@ -163,8 +165,8 @@ class Checker:
         if any(module._parameters for module in new):
             self.structure = f"{int(self.structure.split()[0]) + 1} changes"
             for scope in self.scopes:
-                scope.done.clear()
-                scope.verified.clear()
+                for modes in (scope.done, scope.verified, scope.not_in_float64):
+                    modes.clear()
 
     def report(self) -> list[str]:
         """Lines on what was found equal, and on what was not compared."""
@@ -188,6 +190,8 @@ class Checker:
         if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in hook.scope.module.parameters()):
             return
         scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
+        if IN_FLOAT64.get() and mode in scope.not_in_float64:
+            return
         try:
             inputs = Inputs(args, kwargs, self.axis, scope.declared, scope.names, scope.input_dims)
         except NotReady as error:  # the next call may have an empty cache
@@ -205,8 +209,8 @@ class Checker:
             is_final = True
         else:
             is_final = self._check(hook, inputs, hypotheses, mode) or not IN_FLOAT64.get()
-        if is_final:  # what raised is checked again by the next call
-            scope.done.add(mode)
+        # What raised is checked again by the next call.
+        (scope.done if is_final else scope.not_in_float64).add(mode)
 
     def _compare_replicas(self, scope: Scope) -> None:
         """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
@@ -284,7 +288,9 @@ class Checker:
         """Compare both runs in the first way in which they can be made; the same verdict on every rank."""
         small = sum(full_numel(p) for p in hook.scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
-        for dtype in (torch.float64, None) if small else (None,):  # code may take one type only
+        # Code may take one type only. Within a run in float64 that is left to the run around it in its own type.
+        inside = IN_FLOAT64.get()
+        for dtype in (torch.float64,) if inside else (torch.float64, None) if small else (None,):
             verdict = self._compared(hook, inputs, layouts, mode, dtype, everywhere=False)
             if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
                 # A re-entrant checkpoint refuses to be asked for the gradients of chosen leaves.
