@@ -180,25 +180,38 @@ def a_layer_that_comes_after_a_graph_break(ranks: Ranks) -> None:
 def draws_as_in_eager_training(ranks: Ranks) -> None:
     """Outputs and gradients are bit-equal, ranks differ inside; what needs one graph gets an error."""
     mesh = ranks.mesh((2,), ("tp",))
-    model = models.seeded(lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8))).double()
-    handle = tp.apply_plan(model, mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
-    x = torch.randn(4, 8, dtype=torch.float64)
-    found = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
-        torch.manual_seed(1)
-        model.zero_grad()
-        out = run(x)
-        out.sum().backward()
-        found.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
-    assert models.assert_close(found[1], found[0], atol=0) > 500
-    one, other = ranks.gather([value.tolist() for value in found[1].values()])
-    assert one == other
-    zeros = ranks.gather((model.get_parameter("2.weight").grad.to_local() == 0).any(0).tolist())  # type: ignore[union-attr]
-    assert zeros[0] != zeros[1]  # channels dropped in all rows
-    torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    handle.undo()
+    pair = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+    several = {
+        "gate_proj": tp.ColwiseParallel(),
+        "up_proj": tp.ColwiseParallel(),
+        "act": tp.NoParallel(sum_gradient=True),
+        "down_proj": tp.RowwiseParallel(),
+    }
+    for make, plan in (
+        (lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8)), pair),
+        (lambda: models.GatedMLP(8, 32, 0.5), several),
+    ):
+        model = models.seeded(make).double()
+        handle = tp.apply_plan(model, mesh, plan)
+        x = torch.randn(4, 8, dtype=torch.float64)
+        found = []
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            torch.manual_seed(1)
+            model.zero_grad()
+            out = run(x)
+            out.sum().backward()
+            found.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
+        assert models.assert_close(found[1], found[0], atol=0) > 500
+        one, other = ranks.gather([value.tolist() for value in found[1].values()])
+        assert one == other
+        row: Any = model.get_parameter(f"{list(plan)[-1]}.weight")
+        zeros = ranks.gather((row.grad.to_local() == 0).any(0).tolist())
+        assert zeros[0] != zeros[1]  # channels dropped in all rows
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        torch.compiler.reset()
+        handle.undo()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
