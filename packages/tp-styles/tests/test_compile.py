@@ -411,6 +411,17 @@ def what_cannot_be_compared(ranks: Ranks) -> None:
     def refuses(graph: Any, inputs: Any) -> Any:
         raise NotImplementedError("this backend")
 
+    def draws(graph: Any, inputs: Any) -> Any:
+        return lambda *values: (torch.rand(1), graph(*values))[1]
+
+    compiled = torch.compile(model, backend=draws)
+    with pytest.raises(
+        tp.PlanError, match=r"^\[check-mismatch\] random numbers: the compiled call draws others.*in eval\(\)$"
+    ):
+        handle.check_compiled(compiled, *batch())
+    handle.check_compiled(torch.compile(model.eval(), backend=draws), *batch())  # drawn for nothing
+    model.train()
+
     compiled = torch.compile(model, backend=refuses)
     with pytest.raises(tp.PlanError, match=r"check-raises.*the compiled call.*this backend"):
         handle.check_compiled(compiled, *batch())
