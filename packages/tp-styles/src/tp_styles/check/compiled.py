@@ -61,7 +61,8 @@ def compare_compiled(
     roots = [root for root in (model, compiled) if isinstance(root, nn.Module)]
     below = list(dict.fromkeys(child for root in roots for child in root.modules()))
     modules = [module for module in below if not hasattr(module, WRAPPED)]  # a wrapper holds the compiler's own things
-    if isinstance(compiled, nn.Module) and not any(_is_compiled(module) for module in below):
+    is_compiled = any(hasattr(module, WRAPPED) or module._compiled_call_impl is not None for module in below)
+    if isinstance(compiled, nn.Module) and not is_compiled:
         hint = "pass what torch.compile returned, or the model after model.compile()"
         raise PlanError(Problem("invalid-argument", "compiled", found="no module in it is compiled", hint=hint))
     precision = Precision()
@@ -147,7 +148,3 @@ def _problem(one: Difference) -> Problem:
         return Problem("check-mismatch", one.name, found=found, hint=hint)
     off = one.detail or f"off by {one.error:.2g} of the call without the compiler"
     return Problem("check-mismatch", one.name, found=f"in the compiled call: {one.kind} {off}", hint=HINT)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, WRAPPED) or module._compiled_call_impl is not None
