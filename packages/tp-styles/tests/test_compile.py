@@ -29,6 +29,7 @@ def test_compile(ranks: Ranks) -> None:
     a_fused_weight_that_is_declared_a_plain_one(ranks)
     draws_as_in_eager_training(ranks)
     a_mistake_in_a_later_mode(ranks)
+    a_layer_that_comes_after_a_graph_break(ranks)
 
 
 class Compiled(nn.Module):
@@ -141,28 +142,76 @@ def a_mistake_in_a_later_mode(ranks: Ranks) -> None:
             torch.compiler.reset()
 
 
+class WithAdapter(nn.Module):
+    """A pair with a graph break, after which a layer may come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.middle, self.down = nn.Linear(8, 16), nn.Identity(), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        torch._dynamo.graph_break()
+        out: torch.Tensor = self.down(self.middle(hidden))
+        return out
+
+
+def a_layer_that_comes_after_a_graph_break(ranks: Ranks) -> None:
+    """The graph with the check holds nothing of the layer; other models and layers without parameters change none."""
+    model: Any = models.seeded(WithAdapter)
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
+    model = copy.deepcopy(model)
+    compiled: Any = torch.compile(model, backend="eager")
+    for training in (True, False):
+        model.train(training)
+        compiled(torch.ones(3, 8))
+    nn.Sequential(WithAdapter())
+    model.late = nn.Sequential(nn.Identity())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.ones(3, 8))
+    model.middle = models.seeded(lambda: nn.Linear(8, 8))  # as long as a shard
+    for training in (True, False, True):
+        model.train(training)
+        with pytest.raises(tp.PlanError, match="model-changed"):
+            compiled(torch.ones(3, 8))
+    torch.compiler.reset()
+
+
 def draws_as_in_eager_training(ranks: Ranks) -> None:
     """Outputs and gradients are bit-equal, ranks differ inside; what needs one graph gets an error."""
     mesh = ranks.mesh((2,), ("tp",))
-    model = models.seeded(lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8))).double()
-    handle = tp.apply_plan(model, mesh, {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()})
-    x = torch.randn(4, 8, dtype=torch.float64)
-    found = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
-        torch.manual_seed(1)
-        model.zero_grad()
-        out = run(x)
-        out.sum().backward()
-        found.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
-    assert models.assert_close(found[1], found[0], atol=0) > 500
-    one, other = ranks.gather([value.tolist() for value in found[1].values()])
-    assert one == other
-    zeros = ranks.gather((model.get_parameter("2.weight").grad.to_local() == 0).any(0).tolist())  # type: ignore[union-attr]
-    assert zeros[0] != zeros[1]  # channels dropped in all rows
-    torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    handle.undo()
+    pair = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+    several = {
+        "gate_proj": tp.ColwiseParallel(),
+        "up_proj": tp.ColwiseParallel(),
+        "act": tp.NoParallel(sum_gradient=True),
+        "down_proj": tp.RowwiseParallel(),
+    }
+    for make, plan in (
+        (lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8)), pair),
+        (lambda: models.GatedMLP(8, 32, 0.5), several),
+    ):
+        model = models.seeded(make).double()
+        handle = tp.apply_plan(model, mesh, plan)
+        x = torch.randn(4, 8, dtype=torch.float64)
+        found = []
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            torch.manual_seed(1)
+            model.zero_grad()
+            out = run(x)
+            out.sum().backward()
+            found.append({"out": out.detach(), "next": torch.rand(1), **models.full_gradients(model, mesh)})
+        assert models.assert_close(found[1], found[0], atol=0) > 500
+        one, other = ranks.gather([value.tolist() for value in found[1].values()])
+        assert one == other
+        row: Any = model.get_parameter(f"{list(plan)[-1]}.weight")
+        zeros = ranks.gather((row.grad.to_local() == 0).any(0).tolist())
+        assert zeros[0] != zeros[1]  # channels dropped in all rows
+        torch.compiler.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        torch.compiler.reset()
+        handle.undo()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch's own tracer
@@ -361,6 +410,17 @@ def what_cannot_be_compared(ranks: Ranks) -> None:
 
     def refuses(graph: Any, inputs: Any) -> Any:
         raise NotImplementedError("this backend")
+
+    def draws(graph: Any, inputs: Any) -> Any:
+        return lambda *values: (torch.rand(1), graph(*values))[1]
+
+    compiled = torch.compile(model, backend=draws)
+    with pytest.raises(
+        tp.PlanError, match=r"^\[check-mismatch\] random numbers: the compiled call draws others.*in eval\(\)$"
+    ):
+        handle.check_compiled(compiled, *batch())
+    handle.check_compiled(torch.compile(model.eval(), backend=draws), *batch())  # drawn for nothing
+    model.train()
 
     compiled = torch.compile(model, backend=refuses)
     with pytest.raises(tp.PlanError, match=r"check-raises.*the compiled call.*this backend"):

@@ -17,7 +17,7 @@ from tp_styles.apply_steps import apply_steps, parameters_of
 from tp_styles.check.checker import Check
 from tp_styles.handle import TPHandle
 from tp_styles.plan.explain import comparable_lines
-from tp_styles.plan.planned import Plan, PlannedModule, TPPlan, plan_module
+from tp_styles.plan.planned import Plan, TPPlan, plan_module
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import Mode, is_shard
@@ -102,13 +102,12 @@ def apply_staged(
 
 def _declares_shards(plan: TPPlan) -> bool:
     """True if the plan says that shards leave the model as plain tensors."""
-    return any(getattr(found.style, "declares_output", True) for found in plan.modules if _gives_shards(found))
-
-
-def _gives_shards(found: PlannedModule) -> bool:
-    kinds = "dtensor", "foreign"  # their own functions say what leaves
-    shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in found.spec.outputs)
-    return shards or found.spec.compute in kinds
+    for found in plan.modules:
+        shards = any(flow is not None and isinstance(flow.dst, Shard) for flow in found.spec.outputs)
+        # The last two have functions of their own that say what leaves.
+        if (shards or found.spec.compute in ("dtensor", "foreign")) and getattr(found.style, "declares_output", True):
+            return True
+    return False
 
 
 def refuse(mesh: DeviceMesh, fault: Exception) -> NoReturn:

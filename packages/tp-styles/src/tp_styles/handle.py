@@ -83,7 +83,11 @@ class TPHandle:
         Raises:
             PlanError: It was undone before, on this rank or on another; or other parameters stand there on another.
         """
-        assert_consistent(self._axis.group, "undo", self._parts(), self._fault(), hint=SAME_SHARDS)
+        fault = None
+        if self.plan.modules and not self._changes:
+            hint = "apply the plan again first"
+            fault = PlanError(Problem("already-applied", found="undo() a second time", hint=hint))
+        assert_consistent(self._axis.group, "undo", self._parts(), fault, hint=SAME_SHARDS)
         whole: dict[int, nn.Parameter] = {}
         restored = [
             (
@@ -105,11 +109,6 @@ class TPHandle:
         take_back(self._changes)
         self._changes = []
         return self.model
-
-    def _fault(self) -> PlanError | None:
-        if self._changes or not self.plan.modules:
-            return None
-        return PlanError(Problem("already-applied", found="undo() a second time", hint="apply the plan again first"))
 
     def _parts(self) -> list[str]:
         """List the shards to gather, one a line."""

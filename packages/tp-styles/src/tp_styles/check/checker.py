@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -92,6 +94,7 @@ class Scope:
         unstyled: FQNs of parameters that no style speaks of.
         verified: Modes in which the sharded module was found equal to the original, from full inputs to full outputs.
         done: Modes in which it was checked, or could not be.
+        not_in_float64: Modes that cannot be compared within a run in float64: they wait for one in their own type.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Scope:
     unstyled: frozenset[str] = frozenset()
     verified: set[Mode] = field(default_factory=set)
     done: set[Mode] = field(default_factory=set)
+    not_in_float64: set[Mode] = field(default_factory=set)
 
     def __str__(self) -> str:
         return self.name or type(self.module).__name__
@@ -143,15 +147,26 @@ class Checker:
         self.failed_by_plan = False
         self.entered: list[nn.Module] = []
         self.has_compared_replicas = False
+        self.scopes: list[Scope] = []
         self.known = set(self.names)
-        self.registered = Registered.watch()
+        # Text: the compiler guards it, and would make a number that changes a symbol.
+        self.structure = "0 changes"
+        _watch(self)
 
-    def has_new_modules(self, root: nn.Module) -> bool:
-        """True if layers have come into the model since the last look: what was checked has changed."""
-        self.registered = Registered.count
-        new = {module for module in root.modules() if module not in self.known}
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy watches its own model."""
+        vars(self).update(state)
+        _watch(self)
+
+    def add(self, submodule: nn.Module) -> None:
+        """A module was put into the model; if it brings parameters, what was checked has changed."""
+        new = {module for module in submodule.modules() if module not in self.known}
         self.known |= new
-        return any(module._parameters for module in new)
+        if any(module._parameters for module in new):
+            self.structure = f"{int(self.structure.split()[0]) + 1} changes"
+            for scope in self.scopes:
+                for modes in (scope.done, scope.verified, scope.not_in_float64):
+                    modes.clear()
 
     def report(self) -> list[str]:
         """Lines on what was found equal, and on what was not compared."""
@@ -175,6 +190,8 @@ class Checker:
         if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in hook.scope.module.parameters()):
             return
         scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
+        if IN_FLOAT64.get() and mode in scope.not_in_float64:
+            return
         try:
             inputs = Inputs(args, kwargs, self.axis, scope.declared, scope.names, scope.input_dims)
         except NotReady as error:  # the next call may have an empty cache
@@ -192,8 +209,8 @@ class Checker:
             is_final = True
         else:
             is_final = self._check(hook, inputs, hypotheses, mode) or not IN_FLOAT64.get()
-        if is_final:  # what raised is checked again by the next call
-            scope.done.add(mode)
+        # What raised is checked again by the next call.
+        (scope.done if is_final else scope.not_in_float64).add(mode)
 
     def _compare_replicas(self, scope: Scope) -> None:
         """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
@@ -271,7 +288,9 @@ class Checker:
         """Compare both runs in the first way in which they can be made; the same verdict on every rank."""
         small = sum(full_numel(p) for p in hook.scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
-        for dtype in (torch.float64, None) if small else (None,):  # code may take one type only
+        # Code may take one type only. Within a run in float64 that is left to the run around it in its own type.
+        inside = IN_FLOAT64.get()
+        for dtype in (torch.float64,) if inside else (torch.float64, None) if small else (None,):
             verdict = self._compared(hook, inputs, layouts, mode, dtype, everywhere=False)
             if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
                 # A re-entrant checkpoint refuses to be asked for the gradients of chosen leaves.
@@ -467,29 +486,24 @@ class Checker:
         return list(worst.values())
 
 
-class Registered:
-    """Modules with parameters that were put into other modules, in the whole process, since the first check.
+_CHECKERS: WeakSet[Checker] = WeakSet()
 
-    A layer that comes after a checked call (adapters, mostly) is met by no check; to look for new ones in each call
-    costs more than this number.
-    """
 
-    count = 0
-    is_watched = False
+def _watch(checker: Checker) -> None:
+    """A layer that comes after a checked call (adapters, mostly) is met by no hook; to look in each call costs more."""
+    _watch_registrations()
+    _CHECKERS.add(checker)
 
-    @classmethod
-    def watch(cls) -> int:
-        """Count from now on."""
-        if not cls.is_watched:
-            register_module_module_registration_hook(cls.add)
-            cls.is_watched = True
-        return cls.count
 
-    @classmethod
-    def add(cls, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """Hook of every registration."""
-        if submodule is not None and any(True for _ in submodule.parameters()):
-            cls.count += 1
+@cache
+def _watch_registrations() -> None:
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    for checker in [*_CHECKERS]:
+        if submodule is not None and module in checker.known:
+            checker.add(submodule)
 
 
 class CheckHook:
@@ -511,27 +525,19 @@ class CheckHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call, if its mode is new."""
         if is_compiling():
-            # The training mode is read here, so that the compiler guards it: a hook is a graph of its own where the
-            # compiler begins at the module, and a constant that guards nothing would hold for every mode.
+            # Read here, so that the compiler guards them: a hook is a graph of its own where the compiler begins at
+            # the module, or breaks before a module that changes; what guards nothing would hold for every mode.
+            guarded = module.training, self.checker.structure
             if all(isinstance(value, Traceable) for value in (*args, *kwargs.values())) and (
-                _check_while_tracing(self, module.training, len(args), ",".join(kwargs), *args, *kwargs.values())
+                _check_while_tracing(self, guarded, len(args), ",".join(kwargs), *args, *kwargs.values())
             ):
                 self.outside_of_graphs(args, kwargs)
             return
-        if self.checker.registered != Registered.count:
-            self.check_new_modules()
         self.install_regions()
         if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
             self.checker(self, args, kwargs)
         elif not self.scope.is_root and not IN_ORIGINAL.get():
             self.remove()  # a steady step pays for the root's hook alone, which installs this one for a new mode
-
-    def check_new_modules(self) -> None:
-        """Check every mode once more, if the model has new layers."""
-        if self.scope.is_root and self.checker.has_new_modules(self.scope.module):
-            for hook in (self, *self.regions):
-                hook.scope.done.clear()
-                hook.scope.verified.clear()
 
     def install_regions(self) -> None:
         """Put hooks back on regions that are not yet checked in their mode; the check around this one removes them."""
@@ -577,14 +583,12 @@ Traceable = torch.Tensor | bool | int | float | str | None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
-def _check_while_tracing(hook: CheckHook, training: bool, num_args: int, names: str, *values: Any) -> bool:
+def _check_while_tracing(hook: CheckHook, guarded: tuple[bool, str], num_args: int, names: str, *values: Any) -> bool:
     """Check the traced call with the values that it has; return True if an error waits to be raised.
 
     The compiler runs this while it traces: eagerly, with real tensors, once for each graph.
     """
-    if hook.checker.registered != Registered.count:
-        hook.check_new_modules()
-    if (training, torch.is_grad_enabled()) in hook.scope.done or IN_ORIGINAL.get():
+    if (guarded[0], torch.is_grad_enabled()) in hook.scope.done or IN_ORIGINAL.get():
         return False
     if any(isinstance(value, torch.Tensor) and is_fake(value) for value in values):  # export without a tracer of frames
         return False
@@ -608,6 +612,7 @@ def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], No
     """
     root, *regions = (CheckHook(checker, scope) for scope in scopes)
     root.regions = regions
+    checker.scopes = scopes
     for hook in (root, *regions):
         hook.install()
     return [hook.take_back for hook in (root, *regions)]

@@ -24,10 +24,9 @@ from tp_styles.check.runs import plain_local, rolled_back
 from tp_styles.problems import CheckError, PlanError, Problem
 from tp_styles.runtime.dropout import OBSERVES
 
-HINT = (
-    'the backends "eager" and "aot_eager" show if tracing or code generation is at fault; inductor draws random numbers'
-    " of its own: compare in eval(), or with torch._inductor.config.fallback_random"
-)
+HINT = 'the backends "eager" and "aot_eager" show if tracing or code generation is at fault'
+DRAWS = "draws"
+"""Kind of the one difference that is shown where both calls have drawn other numbers: the others follow from it."""
 
 WRAPPED = "_orig_mod"
 """Attribute of the module that `torch.compile` returns for one."""
@@ -62,16 +61,17 @@ def compare_compiled(
     roots = [root for root in (model, compiled) if isinstance(root, nn.Module)]
     below = list(dict.fromkeys(child for root in roots for child in root.modules()))
     modules = [module for module in below if not hasattr(module, WRAPPED)]  # a wrapper holds the compiler's own things
-    if isinstance(compiled, nn.Module) and not any(_is_compiled(module) for module in below):
+    is_compiled = any(hasattr(module, WRAPPED) or module._compiled_call_impl is not None for module in below)
+    if isinstance(compiled, nn.Module) and not is_compiled:
         hint = "pass what torch.compile returned, or the model after model.compile()"
         raise PlanError(Problem("invalid-argument", "compiled", found="no module in it is compiled", hint=hint))
     precision = Precision()
 
-    def values() -> list[Value]:
-        with rolled_back(modules), generators_restored(checker.axis.mesh.device_type):
-            return _values(model, compiled, args, kwargs)
+    def values() -> tuple[list[Value], list[torch.Tensor]]:
+        with rolled_back(modules), generators_restored(checker.axis.mesh.device_type) as generators:
+            return _values(model, compiled, args, kwargs), [generator.get_state() for generator in generators]
 
-    def eager() -> list[Value]:
+    def eager() -> tuple[list[Value], list[torch.Tensor]]:
         with torch.compiler.set_stance("force_eager"), precision:
             return values()
 
@@ -90,9 +90,12 @@ def compare_compiled(
         OBSERVES.reset(token)
     if found is None:
         raise CheckError(Problem("check-raises", "the compiled call", found=checker.failure, hint=HINT))
-    if differences := checker.union(_differences(found, wanted, checker.tolerance(precision))):
-        raise CheckError(_problem(one) for one in sorted(differences, key=lambda one: -one.error)[:8])
-    counts = [sum(kind in one.kind for one in wanted) for kind in ("output", "gradient", "buffer")]
+    different = _differences(found[0], wanted[0], checker.tolerance(precision))
+    if different and not all(map(torch.equal, found[1], wanted[1])):
+        different.append(Difference(DRAWS, "random numbers", math.inf))
+    if differences := sorted(checker.union(different), key=lambda one: (one.kind != DRAWS, -one.error)):
+        raise CheckError(_problem(one) for one in differences[: 1 if differences[0].kind == DRAWS else 8])
+    counts = [sum(kind in one.kind for one in wanted[0]) for kind in ("output", "gradient", "buffer")]
     mode = "training" if model.training else "evaluation"
     what = "{} outputs, {} gradients, {} buffers".format(*counts)
     return f"check of the compiled call ({mode}, {what}): equal to the one without the compiler"
@@ -139,9 +142,9 @@ def _differences(found: list[Value], wanted: list[Value], tolerance: float) -> l
 
 
 def _problem(one: Difference) -> Problem:
+    if one.kind == DRAWS:
+        found = "the compiled call draws others than the one without the compiler: their values cannot be compared"
+        hint = 'compile with options={"fallback_random": True} for inductor, or compare in eval()'
+        return Problem("check-mismatch", one.name, found=found, hint=hint)
     off = one.detail or f"off by {one.error:.2g} of the call without the compiler"
     return Problem("check-mismatch", one.name, found=f"in the compiled call: {one.kind} {off}", hint=HINT)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, WRAPPED) or module._compiled_call_impl is not None

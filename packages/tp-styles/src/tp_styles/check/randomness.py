@@ -18,17 +18,17 @@ CONSTANTS = {"bernoulli": 1.0, "rand": 0.5, "uniform": 0.5, "normal": 0.0, "rand
 
 
 @contextmanager
-def generators_restored(device_type: str) -> Iterator[None]:
-    """Global generators of torch, Python and NumPy are afterwards as they were before."""
-    devices = [torch.device("cpu"), *([torch.device(device_type)] if device_type != "cpu" else [])]
-    states = [default_generator(device).get_state() for device in devices]
+def generators_restored(device_type: str) -> Iterator[list[torch.Generator]]:
+    """Global generators of torch (those given), Python and NumPy are afterwards as they were before."""
+    generators = [default_generator(torch.device(kind)) for kind in dict.fromkeys(("cpu", device_type))]
+    states = [generator.get_state() for generator in generators]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     drawn = numpy.random.get_state(legacy=False) if numpy is not None else None
     try:
-        yield
+        yield generators
     finally:
-        for device, state in zip(devices, states, strict=True):
-            default_generator(device).set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         random.setstate(python)
         if numpy is not None and drawn is not None:
             numpy.random.set_state(drawn)

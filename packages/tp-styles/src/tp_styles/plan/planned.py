@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -187,7 +187,8 @@ def _expanded(
     spec = style.spec(info, tp_size)
     if not style.takes_functions and (style._prepare_input is not None or style._prepare_output is not None):
         hint = f"the style takes layouts; tp_styles.legacy.{type(style).__name__} takes prepare functions"
-        spec = spec.with_problems(Problem("invalid-argument", info.where(), found=repr(style), hint=hint))
+        problem = Problem("invalid-argument", info.where(), found=repr(style), hint=hint)
+        spec = replace(spec, problems=(*spec.problems, problem))
     yield PlannedModule(info, pattern, style, spec)
     for child, below in spec.children:
         assert isinstance(below, TorchParallelStyle)

@@ -176,7 +176,7 @@ class Region:
     def __init__(self, random: RandomOps, module: nn.Module, columns: list[nn.Module], rows: list[nn.Module]) -> None:
         self.random = random
         self.columns = columns
-        self.missing = set(columns)
+        self.missing = columns  # replaced, never written to: the compiler forgets what a graph does to a set
         hooks: list[tuple[nn.Module, Any]] = [(module, self.close), *((column, self.called) for column in columns)]
         # Tables, keys and hooks. What is installed is read from the tables, which a run of the check puts back.
         self.hooks: list[tuple[Any, int, Any]] = [
@@ -192,7 +192,7 @@ class Region:
         self.random.begin()
         is_installed = self.key in module._forward_hooks
         if self.random.draws is not False:
-            self.missing = set(self.columns)
+            self.missing = self.columns
             if not is_installed:
                 # Hooks that a graph's tracing adds would be a side effect of the graph.
                 torch.compiler.disable(self.install)() if is_compiling() else self.install()
@@ -212,7 +212,7 @@ class Region:
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
         if self.random.draws is not False:
-            self.missing.discard(column)
+            self.missing = [one for one in self.missing if one is not column]
             if not self.missing:
                 self.random.enter()
 

@@ -176,7 +176,8 @@ class _Terms(torch.autograd.Function):
         exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
         highest = _highest(exact, axis, even)
         shifted = exact - highest.unsqueeze(-1)
-        here, local = _local_targets(target, start, logits.shape[-1])
+        here = (target >= start) & (target < start + logits.shape[-1])
+        local = (target - start).masked_fill(~here, 0)
         exponentials = shifted.exp()
         terms = [exponentials.sum(-1)]
         picked = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1) if logits.shape[-1] else terms[0]
@@ -245,8 +246,3 @@ def _highest(logits: torch.Tensor, axis: TPGroup, even: bool) -> torch.Tensor:
             )
         return flat[:-2].view(highest.shape)
     return axis.all_reduce_max_(highest.contiguous())
-
-
-def _local_targets(target: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    here = (target >= start) & (target < start + count)
-    return here, (target - start).masked_fill(~here, 0)

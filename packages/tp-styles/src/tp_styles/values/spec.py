@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -182,7 +182,3 @@ class StyleSpec:
         for index, flow in enumerate(self.outputs):
             if flow is not None:
                 yield ("->" if len(self.outputs) == 1 else f"-> {index}"), flow
-
-    def with_problems(self, *problems: Problem) -> StyleSpec:
-        """The same with more problems."""
-        return replace(self, problems=(*self.problems, *problems))
