@@ -13,7 +13,7 @@ TORCHS = {"val", "tensor_meta", "user_visible_output_idxs"}
 
 
 def test_only_the_typed_list_names_notes() -> None:
-    named = re.compile(r'\.meta(?:\.\w+\(|\[)"(\w+)"|"(\w+)" (?:not )?in \w+\.meta\b')
+    named = re.compile(r'\.meta(?:\.\w+\(|\[)"(\w+)"|"(\w+)" (?:not )?in \w+\.meta\b|\.meta\.update\((\w+)=')
     paths = [path for path in Path(dp_partition.__file__).parent.rglob("*.py") if path.name != "node_meta.py"]
     keys = {key for path in paths for pair in named.findall(path.read_text()) for key in pair if key}
     assert len(paths) > 70 and keys == TORCHS

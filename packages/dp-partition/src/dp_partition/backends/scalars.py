@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_partition.capture.node_meta import kind_of, meta_of
+from dp_partition.capture.node_meta import copy_notes, kind_of, meta_of
 from dp_partition.ops import aten, is_op, mutated_inputs
 
 Ref = Callable[[Any, torch.dtype], Any]
@@ -171,7 +171,8 @@ def _replace(graph: fx.Graph, node: fx.Node, single: Any, inplace: bool) -> None
                 kwargs["value"] = args.pop()
             result = graph.call_function(single, tuple(args), kwargs)
             first = lists[0][index]
-            result.meta.update(phase=meta_of(node).get("phase"), val=first.meta["val"] if inplace else values[index])
+            copy_notes(node, result, "phase")
+            result.meta["val"] = first.meta["val"] if inplace else values[index]
             results.append(result)
     for user in list(node.users):
         if user.target is operator.getitem:

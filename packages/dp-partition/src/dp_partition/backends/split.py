@@ -105,10 +105,8 @@ def is_compiled(node: fx.Node) -> bool:
     if not is_op(node):
         return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
     target: Any = node.target
-    if "phase" not in meta_of(
-        node
-    ):  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
-        return False
+    if "phase" not in meta_of(node):
+        return False  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
     if is_collective(node) or is_wait(node) or is_random(node) or is_number(node):
         return False
     if target.namespace not in ("aten", "prims") or target._schema.name.startswith("aten::_fused_"):

@@ -124,5 +124,5 @@ def _mean(graph: fx.Graph, values: list[fx.Node]) -> fx.Node:
 
 def _call(graph: fx.Graph, target: Any, first: fx.Node, second: Any) -> fx.Node:
     node = graph.call_function(target, (first, second))
-    node.meta.update(val=first.meta["val"], phase="backward")
+    meta_of(node).update({"val": first.meta["val"], "phase": "backward"})
     return node
