@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,6 +28,7 @@ from tp_styles.values.spec import ParameterSpec, StyleSpec
 from tp_styles.values.split import Section, Split
 
 _GRAD: Any = torch.Tensor.grad
+_size_of = lru_cache(maxsize=16)(DeviceMesh.size)  # every read of a gradient asks, and a mesh counts its ranks anew
 
 
 class ShardGradient(torch.Tensor):
@@ -63,7 +65,7 @@ class ShardParameter(nn.Parameter):
     def is_partial(self) -> bool:
         """True if other ranks hold other elements."""
         info = self._sharding_info
-        return info.placements[0].is_shard() and info.mesh.size() > 1
+        return info.placements[0].is_shard() and _size_of(info.mesh) > 1
 
     @property
     def grad(self) -> torch.Tensor | None:
