@@ -13,6 +13,8 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
+from torch.distributed.tensor import Replicate
+from tp_styles.runtime.module_hooks import DisableFastPath
 
 EXACT = 1e-12
 
@@ -98,6 +100,29 @@ def check_transformer(ranks: Ranks, kind: str) -> None:
             torch.testing.assert_close(call(model), call(alone), atol=1e-11, rtol=0)
     handle.undo()
     torch.testing.assert_close(call(model), call(alone), atol=1e-11, rtol=0)
+
+
+@pytest.mark.ranks(2)
+def test_no_fast_path_past_a_style_without_a_region(ranks: Ranks) -> None:
+    """In evaluation the layer would read one rank's rows of the weights itself; layers of a region need no hook."""
+    mesh = ranks.mesh((2,), ("tp",))
+    around = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+    plans: list[tuple[dict[str, tp.ParallelStyle], list[str]]] = [
+        ({"1.self_attn": tp.MultiheadAttentionParallel()}, ["1.self_attn"]),
+        ({"1.self_attn": tp.MultiheadAttentionParallel(), **around}, ["", "1.self_attn"]),
+        ({"1.linear1": tp.ColwiseParallel(output_layouts=Replicate())}, ["1.linear1"]),
+        ({"1": tp.TransformerLayerParallel()}, ["1", "1.self_attn", "1.dropout"]),
+    ]
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    for plan, hooked in plans:
+        layer = models.seeded(lambda: nn.TransformerEncoderLayer(12, 4, 20, batch_first=True)).double().eval()
+        wanted = layer(x)
+        model = nn.Sequential(nn.Linear(12, 12), layer, nn.Linear(12, 12)).double()
+        tp.apply_plan(model, mesh, plan, check="never")
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), wanted, atol=EXACT, rtol=0)
+        found = [n for n, m in model.named_modules() if DisableFastPath in map(type, m._forward_pre_hooks.values())]
+        assert found == hooked
 
 
 class Grouped(nn.Module):

@@ -16,8 +16,8 @@ from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.changes import ModuleChange, restore, settle
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import checked_modules, install_regions
-from tp_styles.runtime.install import install_module
+from tp_styles.runtime.dropout import checked_modules, install_regions, regions_of
+from tp_styles.runtime.install import disable_fast_paths, install_module
 from tp_styles.runtime.optimizer_checks import check_optimizers
 from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
 from tp_styles.runtime.state_hooks import (
@@ -71,12 +71,14 @@ def apply_steps(
                 changes += apply_torch_style(found, modules[found.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(found, modules[found.name], axis, made, check != "never")
-        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis)))
+        regions = regions_of(plan)
+        changes.append(ModuleChange(model, removers=disable_fast_paths(model, plan, regions)))
+        changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, regions)))
         if check != "never" and plan.modules:
             checker = Checker(
                 model, axis, originals(changes), always=check == "always", is_staged=is_staged, may_leave=may_leave
             )
-            scopes = scopes_of(model, plan, checked_modules(plan))
+            scopes = scopes_of(model, plan, checked_modules(plan, regions))
             changes.append(ModuleChange(model, removers=install_check(checker, scopes)))
     except BaseException:
         restore(changes)

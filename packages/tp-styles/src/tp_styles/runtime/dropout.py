@@ -55,7 +55,8 @@ class RandomOps:
         self.axis = axis
         self.modules = list(modules)
         numbers = bool | int | float
-        self.fields = [(m, key) for m in self.modules for key, value in vars(m).items() if isinstance(value, numbers)]
+        found = [(m, key) for m in self.modules for key, value in vars(m).items() if isinstance(value, numbers)]
+        self.owners, self.fields = [module for module, _ in found], [key for _, key in found]
         self.draws: bool | None = False
         self.outside: torch.Tensor | None = None
         self._calls: dict[Any, int] = {}
@@ -118,8 +119,8 @@ class RandomOps:
             self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
 
     def _read_settings(self) -> Any:
-        found = [len(vars(module)) for module in self.modules]
-        settings = tuple(found + [vars(module).get(name) for module, name in self.fields])
+        # No loops of Python: a steady forward asks, too.
+        settings = (*map(len, map(vars, self.modules)), *map(dict.get, map(vars, self.owners), self.fields))
         try:
             hash(settings)
         except TypeError:  # a number has become a list
@@ -227,24 +228,22 @@ class Region:
             self.random.end()
 
 
-def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup) -> list[Callable[[], None]]:
+def install_regions(model: nn.Module, plan: TPPlan, axis: TPGroup, regions: Regions) -> list[Callable[[], None]]:
     """Hooks of all regions of a plan.
 
     Args:
         model: The model, parallel already.
         plan: What was done to it.
         axis: Over which ranks.
+        regions: Those of `regions_of`.
 
     Returns:
         Functions that take them back.
     """
-    rows = [found.name for found in plan.modules if _is_row(found)]
-    homes = _homes(plan, rows)
     styled = {f.name for f in plan.modules if f.spec.shards_randomness or f.spec.compute == "multihead-attention"}
     removers: list[Callable[[], None]] = []
-    for home, inside in homes.items():
-        ends = [row for row in rows if is_below(row, home)]
-        apart = {*inside, *ends, *styled, *(other for other in homes if other != home and is_below(other, home))}
+    for home, (inside, ends) in regions.items():
+        apart = {*inside, *ends, *styled, *(other for other in regions if other != home and is_below(other, home))}
         modules = list(_without(model.get_submodule(home), {model.get_submodule(name) for name in apart}))
         module, below = model.get_submodule(home), [model.get_submodule(name) for name in ends]
         for columns in _groups(model, inside, ends):
@@ -260,30 +259,32 @@ def _without(module: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
             yield from _without(child, apart)
 
 
-def checked_modules(plan: TPPlan) -> list[str]:
-    """FQNs of the innermost modules around column-wise and row-wise layers, and of styled modules with forwards of
-    their own that no such module holds.
-    """
-    homes = list(_homes(plan, [found.name for found in plan.modules if _is_row(found)]))
+def checked_modules(plan: TPPlan, regions: Iterable[str]) -> list[str]:
+    """FQNs of regions, and of styled modules with forwards of their own outside of all regions."""
     alone = [
         found.name
         for found in plan.modules
-        if found.spec.compute in MODULE_FORWARDS and not any(home == "" or is_below(found.name, home) for home in homes)
+        if found.spec.compute in MODULE_FORWARDS and not any(is_below(found.name, region) for region in regions)
     ]
-    return [*homes, *alone]
+    return [*regions, *alone]
 
 
-def _homes(plan: TPPlan, rows: list[str]) -> dict[str, list[str]]:
-    """The innermost module around column-wise and row-wise layers -> the column-wise ones."""
-    homes: dict[str, list[str]] = {}
+Regions = dict[str, tuple[list[str], list[str]]]
+"""FQN of the innermost module around column-wise and row-wise layers -> FQNs of the former, and of the latter."""
+
+
+def regions_of(plan: TPPlan) -> Regions:
+    """The regions of a plan."""
+    rows = [found.name for found in plan.modules if _is_row(found)]
+    regions: Regions = {}
     for found in plan.modules:
         home = found.name if _is_column(found) else ""
         while home:
             home = home.rpartition(".")[0]
-            if any(is_below(row, home) for row in rows):
-                homes.setdefault(home, []).append(found.name)
+            if inside := [row for row in rows if is_below(row, home)]:
+                regions.setdefault(home, ([], inside))[0].append(found.name)
                 break
-    return homes
+    return regions
 
 
 def _is_column(found: PlannedModule) -> bool:

@@ -21,8 +21,7 @@ from tp_styles.runtime.parameters import (
     ShardParameter,
     ShardSizeCheck,
     computing_parameter,
-    local_parameter,
-    local_weight_and_bias,
+    local_parameters,
     refuse_computed,
 )
 from tp_styles.runtime.redistribute import Redistribute, as_dtensor
@@ -123,10 +122,8 @@ class Forward:
         if self.sums:
             weight, bias = self.parameter("weight"), self.parameter("bias")
         else:
-            weight, bias = local_weight_and_bias(self.module)
-            self.parts.check("weight", weight)
-            if bias is not None:
-                self.parts.check("bias", bias)
+            weight, bias = local_parameters(self.module, "weight", "bias")
+            self.parts.check(("weight", "bias"), (weight, bias))
         assert weight is not None
         return weight, bias
 
@@ -134,10 +131,10 @@ class Forward:
         """A parameter of a module below, under its name from here."""
         found = self.sums.get(name)
         if found is None:
-            parameter = local_parameter(owner, attribute)
+            (parameter,) = local_parameters(owner, attribute)
         else:
             parameter = computing_parameter(owner, attribute, self.axis, found)
-        self.parts.check(name, parameter)
+        self.parts.check((name,), (parameter,))
         return parameter
 
 
@@ -153,12 +150,11 @@ class Output:
 
     def __call__(self, produced: torch.Tensor, known: dict[int, int] | None = None) -> torch.Tensor:
         """The output; `known` has global sizes of dims that are shards, where the inputs have told them."""
-        return self.given(self.move(produced), produced.shape, known)
+        moved = self.move(produced)
+        return moved if self.local else self.to_dtensor(moved, produced.shape, known)
 
-    def given(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None = None) -> torch.Tensor:
-        """The moved output in its form; `produced` is the local shape before the move."""
-        if self.local:
-            return moved
+    def to_dtensor(self, moved: torch.Tensor, produced: torch.Size, known: dict[int, int] | None) -> torch.Tensor:
+        """The moved output as a DTensor; `produced` is the local shape before the move."""
         source = normalized(self.flow.src, len(produced))
         whole = list(produced)
         if isinstance(source, Shard):
@@ -232,7 +228,7 @@ class RowLinear(Forward):
             # Under autocast the sum is of the lower type, and so is the output of `nn.Linear`.
             bias = bias if bias.dtype == moved.dtype else bias.to(moved.dtype)
             moved = moved + (bias if self.adds_whole else self._bias_part(bias, moved.dim()))
-        return self.leave.given(moved, produced.shape)
+        return moved if self.leave.local else self.leave.to_dtensor(moved, produced.shape, None)
 
     def _bias_part(self, bias: torch.Tensor, ndim: int) -> torch.Tensor:
         wanted = normalized(self.leave.flow.dst, ndim)
@@ -340,7 +336,7 @@ class ModuleForward(Forward):
                     refuse_computed(owner, attribute)
                     continue
                 local = computing_parameter(owner, attribute, self.axis, self.specs[key])
-                self.parts.check(key, local)
+                self.parts.check((key,), (local,))
                 if isinstance(local, ShardParameter):
                     local = local.view_as(local)  # a plain tensor, whose `size()` is that of the shard
                 if local is not found:

@@ -1,4 +1,4 @@
-"""Puts a decision on a module."""
+"""Puts decisions on modules."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from torch import nn
 
-from tp_styles.plan.planned import PlannedModule
+from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.plan.style import Style
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.collectives import TPGroup
+from tp_styles.runtime.dropout import Regions
 from tp_styles.runtime.forwards import (
     ColumnLinear,
     ColumnLinearKVReplicated,
@@ -66,8 +67,28 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
     vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
-    handle = module.register_forward_pre_hook(DisableFastPath())
-    return [handle.remove, lambda: vars(module).pop("forward", None) and None]
+    return [lambda: vars(module).pop("forward", None) and None]
+
+
+def disable_fast_paths(model: nn.Module, plan: TPPlan, regions: Regions) -> list[Callable[[], None]]:
+    """Keep modules from reading the weights of modules below them past our forwards.
+
+    Who does that, as `nn.TransformerEncoderLayer`, looks first for hooks of any module below it. One hook of a region
+    does for its column-wise and row-wise layers: hooks of their own would cost time in each of their calls.
+
+    Args:
+        model: What the plan was applied to.
+        plan: What was done to it.
+        regions: Those of `regions_of`.
+
+    Returns:
+        Functions that take everything back.
+    """
+    inside = {name for columns, rows in regions.values() for name in (*columns, *rows)}
+    ours = [found.name for found in plan.modules if found.spec.compute in FORWARDS]
+    alone = [name for name in ours if name not in inside]
+    places = [model.get_submodule(name) for name in (*regions, *alone)]
+    return [module.register_forward_pre_hook(DisableFastPath()).remove for module in places]
 
 
 def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
@@ -205,24 +206,25 @@ class ShardSizeCheck:
             if parameter.split.dim is not None
         }
 
-    def check(self, name: str, local: torch.Tensor | None) -> None:
-        """See that a local tensor has the size of this rank's part; one comparison.
+    def check(self, names: Sequence[str], locals: Sequence[torch.Tensor | None]) -> None:
+        """See that each local tensor has the size of this rank's part; one comparison a tensor.
 
         Raises:
-            StyleInputError: It has another.
+            StyleInputError: One has another.
         """
-        known = self.sizes.get(name)
-        if known is None or local is None or local.shape[known[0]] == known[1]:
-            return
-        raise StyleInputError(
-            Problem(
-                "shape-mismatch",
-                f"{self.name}.{name}".lstrip("."),
-                dim=known[0],
-                found=f"{local.shape[known[0]]} on this rank",
-                hint=f"this rank's shard has {known[1]}: load_state_dict() shards full tensors; or pass the shard",
+        for name, local in zip(names, locals, strict=True):
+            known = self.sizes.get(name)
+            if known is None or local is None or local.shape[known[0]] == known[1]:
+                continue
+            raise StyleInputError(
+                Problem(
+                    "shape-mismatch",
+                    f"{self.name}.{name}".lstrip("."),
+                    dim=known[0],
+                    found=f"{local.shape[known[0]]} on this rank",
+                    hint=f"this rank's shard has {known[1]}: load_state_dict() shards full tensors; or pass the shard",
+                )
             )
-        )
 
 
 Mode = Literal["dtensor", "local"]
@@ -291,28 +293,45 @@ def agreed_values(value: torch.Tensor, axis: TPGroup, src_data_rank: int | None)
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def local_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The module's parameter as a local tensor with gradient; None where the module has none of that name.
+def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None]:
+    """The module's parameters as local tensors with gradient; None where the module has none of that name.
 
     A plain tensor that stands in `_parameters` is this rank's part already, whatever a subclass of the module may
-    show to those who read the attribute.
+    show to those who read the attribute. DTensors that learn take one step of autograd together.
     """
-    parameter: torch.Tensor | None = module._parameters.get(name)
-    if parameter is None:
-        refuse_computed(module, name)
-        parameter = getattr(module, name, None)
-        if parameter is None:
-            return None
-    if isinstance(parameter, DTensor):
-        if is_compiling():
-            return parameter.to_local()
-        if not (parameter.requires_grad and torch.is_grad_enabled()):
-            return local_of(parameter)
-        local: torch.Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]  # torch's Function
-        return local
-    if not is_compiling() and ShardParameter.in_step:  # no forward runs in a step: one has raised
+    found: list[torch.Tensor | None] = []
+    any_dtensor = False
+    for name in names:
+        parameter: torch.Tensor | None = module._parameters.get(name)
+        if parameter is None and name not in module._parameters:
+            refuse_computed(module, name)
+            parameter = getattr(module, name, None)
+        any_dtensor = any_dtensor or isinstance(parameter, DTensor)
+        found.append(parameter)
+    if any_dtensor:
+        _unwrap(found)
+    if ShardParameter.in_step and not is_compiling():  # no forward runs in a step: one has raised
         ShardParameter.in_step = False
-    return parameter
+    return found
+
+
+def _unwrap(parameters: list[torch.Tensor | None]) -> None:
+    """Replace DTensors by their local tensors."""
+    in_graph, with_gradients = is_compiling(), torch.is_grad_enabled()
+    learning = {}
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, DTensor):
+            continue
+        if in_graph:
+            parameters[index] = parameter.to_local()
+        elif parameter.requires_grad and with_gradients:
+            learning[index] = parameter
+        else:
+            parameters[index] = local_of(parameter)
+    if learning:
+        locals = _Local.apply(*learning.values())  # type: ignore[no-untyped-call]  # torch's Function
+        for index, local in zip(learning, locals, strict=True):
+            parameters[index] = local
 
 
 def refuse_computed(module: nn.Module, name: str) -> None:
@@ -330,23 +349,6 @@ def refuse_computed(module: nn.Module, name: str) -> None:
         )
 
 
-def local_weight_and_bias(module: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`local_parameter` of both, in one step of autograd where both are DTensors that learn."""
-    weight: torch.Tensor | None = module._parameters.get("weight")
-    bias: torch.Tensor | None = module._parameters.get("bias")
-    if (
-        isinstance(weight, DTensor)
-        and isinstance(bias, DTensor)
-        and weight.requires_grad
-        and bias.requires_grad
-        and torch.is_grad_enabled()
-        and not is_compiling()
-    ):
-        both: tuple[torch.Tensor, torch.Tensor] = _Local.apply(weight, bias)  # type: ignore[no-untyped-call]  # torch's
-        return both
-    return local_parameter(module, "weight"), local_parameter(module, "bias")
-
-
 class _Local(torch.autograd.Function):
     """`DTensor.to_local` for parameters: a gradient has its parameter's layout, which need not be worked out."""
 
@@ -354,8 +356,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, *parameters: DTensor) -> Any:
         ctx.specs = [parameter._spec for parameter in parameters]
         ctx.set_materialize_grads(False)
-        found = tuple([local.view_as(local) for local in map(local_of, parameters)])
-        return found if len(found) > 1 else found[0]
+        return tuple([local.view_as(local) for local in map(local_of, parameters)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -371,8 +372,8 @@ def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
 
 
 def computing_parameter(module: nn.Module, name: str, axis: TPGroup, spec: ParameterSpec) -> torch.Tensor | None:
-    """`local_parameter`, with its gradient summed over the ranks if that is asked for."""
-    parameter = local_parameter(module, name)
+    """The parameter as a local tensor, with its gradient summed over the ranks if that is asked for."""
+    (parameter,) = local_parameters(module, name)
     if parameter is None or not spec.sum_gradient:
         return parameter
     summed = summed_gradient(parameter, axis, spec.split)
