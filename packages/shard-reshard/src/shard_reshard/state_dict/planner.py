@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 from shard_spec import Layout, MeshSpec
@@ -20,6 +22,20 @@ from shard_reshard.planning.planner import make_plan
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
 
 
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    # A plan of a large model is a million objects that all stay: each full collection on the way would visit every
+    # object of the process, for 40 % of the planning time, and free nothing.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_collections_paused()
 def plan_state_dict(
     everyone: Sequence[RankMeta],
     dst_layouts: DstLayouts,
