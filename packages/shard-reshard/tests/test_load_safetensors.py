@@ -318,6 +318,8 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
             lambda: load_safetensors([folder / "good"], "2: R", stored_as={"w": "2: P"}, shapes={"w": (3, 4)}),
         ),
         ("unknown-name", lambda: load_safetensors([folder / "good"], "2: R", stored_as={"x": "2: R"})),
+        ("rank-outside-mesh", lambda: load_safetensors([folder / "good"], "4: S(0)")),
+        ("rank-outside-mesh", lambda: load_safetensors([folder / "good"], {"w": "2: S(1) on ranks 5,7"})),
         ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: S(0)" if ranks.rank else "2: S(1)")),
         ("missing-source", lambda: load_safetensors([folder / "good"], out=out)),
         ("did you mean 'w'", lambda: load_safetensors([folder / "good"], {"w": "2: R", "ww": "2: R"})),

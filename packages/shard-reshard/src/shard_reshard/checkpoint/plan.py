@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 from shard_spec import Box
 
-from shard_reshard._shared.problems import Problem
+from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.layout.base import Piece, ShardMap
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.parse import ToGroup
 from shard_reshard.layout.view import ShardMapView
+from shard_reshard.plan.plan import group_problems
 from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta
 from shard_reshard.state_dict.planner import plan_state_dict
@@ -138,6 +139,8 @@ def plan_load(
 
     # Who wants what does not depend on who reads: a first plan, in which one rank reads everything, tells it.
     wanted = planned({name: BoxShardMap.whole(shape, 0) for name, (shape, _, _) in stored.items()})
+    if outside := group_problems((move.plan for move in wanted.moves), world_size):
+        raise PlanError(outside)
     demand = _demand(wanted)
     load = [0] * world_size
     reads: list[dict[str, tuple[Read, ...]]] = [{} for _ in range(world_size)]

@@ -20,7 +20,7 @@ from shard_reshard.execution.exchange import Exchange
 from shard_reshard.execution.guards import Match, TensorGuards, record_guards
 from shard_reshard.layout.base import Index
 from shard_reshard.lowering.program import build_program
-from shard_reshard.plan.plan import Plan
+from shard_reshard.plan.plan import Plan, group_problems
 
 Finish = Callable[[], None]
 
@@ -129,9 +129,8 @@ class Mover:
         rank: int = self.members.rank
         found: list[Problem] = []
         for number, plan in enumerate(self.plans):
-            if plan.world_size > self.members.size:
-                named = f"the plan names rank {plan.world_size - 1}, the group has {self.members.size} ranks"
-                found.append(Problem("rank-outside-mesh", "group", found=named, hint="pass a larger group="))
+            if outside := group_problems([plan], self.members.size):
+                found += outside
                 continue
             found += local_problems(plan, rank, sources[number])
             if outs is not None:

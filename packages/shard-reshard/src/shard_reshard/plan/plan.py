@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Self
 
+from shard_reshard._shared.problems import Problem
 from shard_reshard.layout.base import Index, ShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.mesh import MeshShardMap
@@ -141,6 +143,15 @@ class Plan:
         )
         turned.__dict__["_transposed"] = self
         return turned
+
+
+def group_problems(plans: Iterable[Plan], size: int) -> list[Problem]:
+    """Return the problem of plans that name ranks which a group of ``size`` ranks does not have."""
+    highest = max((plan.world_size for plan in plans), default=0)
+    if highest <= size:
+        return []
+    found = f"a layout names rank {highest - 1}, the group has {size} ranks"
+    return [Problem("rank-outside-mesh", "group", found=found, hint="pass a larger group=")]
 
 
 def _averaged(layout: ShardMap) -> int:

@@ -23,6 +23,7 @@ from shard_reshard.consensus import (
     raise_joined,
     raise_on_all_ranks,
 )
+from shard_reshard.plan.plan import group_problems
 from shard_reshard.state_dict.meta import local_tensor
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
@@ -107,10 +108,8 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
-    highest = max((move.plan.world_size for move in plan.moves), default=0) if plan is not None else 0
-    if highest > members.size:
-        found = f"a layout names rank {highest - 1}, the group has {members.size} ranks"
-        problems += (Problem("rank-outside-mesh", "group", found=found, hint="pass a larger group="),)
+    if plan is not None:
+        problems += (*group_problems((move.plan for move in plan.moves), members.size),)
     options = f" versions={question.versions} check={question.check} changed_only={question.changed_only}"
     assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
     assert plan is not None
