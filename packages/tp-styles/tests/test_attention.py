@@ -103,19 +103,20 @@ def check_transformer(ranks: Ranks, kind: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_no_fast_path_past_a_style_without_a_region(ranks: Ranks) -> None:
-    """In evaluation the layer would read one rank's rows of the weights itself; layers of a region need no hook."""
+def test_no_fast_path_past_a_style(ranks: Ranks) -> None:
+    """In evaluation the layer would read one rank's rows of the weights itself."""
     mesh = ranks.mesh((2,), ("tp",))
-    around = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
+    ends = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
     plans: list[tuple[dict[str, tp.ParallelStyle], list[str]]] = [
-        ({"1.self_attn": tp.MultiheadAttentionParallel()}, ["1.self_attn"]),
-        ({"1.self_attn": tp.MultiheadAttentionParallel(), **around}, ["", "1.self_attn"]),
-        ({"1.linear1": tp.ColwiseParallel(output_layouts=Replicate())}, ["1.linear1"]),
-        ({"1": tp.TransformerLayerParallel()}, ["1", "1.self_attn", "1.dropout"]),
+        ({"1.self_attn": tp.MultiheadAttentionParallel()}, ["1"]),
+        ({"1.self_attn": tp.MultiheadAttentionParallel(), **ends}, ["", "1"]),
+        ({"1.linear1": tp.ColwiseParallel(output_layouts=Replicate())}, ["1", "1.shared"]),
+        ({"1": tp.TransformerLayerParallel()}, ["1", "1.shared"]),
     ]
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     for plan, hooked in plans:
         layer = models.seeded(lambda: nn.TransformerEncoderLayer(12, 4, 20, batch_first=True)).double().eval()
+        layer.add_module("shared", nn.ModuleList([layer.get_submodule("linear1")]))
         wanted = layer(x)
         model = nn.Sequential(nn.Linear(12, 12), layer, nn.Linear(12, 12)).double()
         tp.apply_plan(model, mesh, plan, check="never")

@@ -71,8 +71,8 @@ def apply_steps(
                 changes += apply_torch_style(found, modules[found.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(found, modules[found.name], axis, made, check != "never")
+        changes.append(ModuleChange(model, removers=disable_fast_paths(model, plan)))
         regions = regions_of(plan)
-        changes.append(ModuleChange(model, removers=disable_fast_paths(model, plan, regions)))
         changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, regions)))
         if check != "never" and plan.modules:
             checker = Checker(

@@ -10,7 +10,6 @@ from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.plan.style import Style
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.dropout import Regions
 from tp_styles.runtime.forwards import (
     ColumnLinear,
     ColumnLinearKVReplicated,
@@ -70,24 +69,23 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
     return [lambda: vars(module).pop("forward", None) and None]
 
 
-def disable_fast_paths(model: nn.Module, plan: TPPlan, regions: Regions) -> list[Callable[[], None]]:
+def disable_fast_paths(model: nn.Module, plan: TPPlan) -> list[Callable[[], None]]:
     """Keep modules from reading the weights of modules below them past our forwards.
 
-    Who does that, as `nn.TransformerEncoderLayer`, looks first for hooks of any module below it. One hook of a region
-    does for its column-wise and row-wise layers: hooks of their own would cost time in each of their calls.
+    A module with such a fast path, as `nn.TransformerEncoderLayer`, looks first for hooks on itself and below. One
+    hook on each module with a styled child is enough; hooks on the children would cost time in each of their calls.
 
     Args:
         model: What the plan was applied to.
         plan: What was done to it.
-        regions: Those of `regions_of`.
 
     Returns:
         Functions that take everything back.
     """
-    inside = {name for columns, rows in regions.values() for name in (*columns, *rows)}
-    ours = [found.name for found in plan.modules if found.spec.compute in FORWARDS]
-    alone = [name for name in ours if name not in inside]
-    places = [model.get_submodule(name) for name in (*regions, *alone)]
+    styled = {model.get_submodule(found.name) for found in plan.modules if found.spec.compute in FORWARDS}
+    # A module may have several parents. The parent of the model itself is not known.
+    places = [module for module in model.modules() if not styled.isdisjoint(module.children())]
+    places += styled.intersection([model])
     return [module.register_forward_pre_hook(DisableFastPath()).remove for module in places]
 
 
