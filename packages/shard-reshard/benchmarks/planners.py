@@ -323,13 +323,9 @@ def main() -> None:
             worse += mine.wire < theirs.wire
             row += f" {_cell(theirs)}"
         lines.append(row)
-    lines += [
-        "",
-        f"Ours is the bound in all {len(times)} and less than a peer's {worse} times; median planning time",
-        "",
-    ]
-    lines[-2] += f" {1e3 * statistics.median(times):.0f} ms."
-    lines.append(large())
+    median = 1e3 * statistics.median(times)
+    total = f"Ours is the bound in all {len(times)} and less than a peer's {worse} times; median planning time"
+    lines += ["", f"{total} {median:.0f} ms.", "", large()]
     text = "\n".join(lines) + "\n"
     print(text)
     if arguments.markdown:

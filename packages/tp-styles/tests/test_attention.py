@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import mha_grid
 import pytest
@@ -14,7 +15,6 @@ import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import Replicate
-from tp_styles.runtime.module_hooks import DisableFastPath
 
 EXACT = 1e-12
 
@@ -102,28 +102,49 @@ def check_transformer(ranks: Ranks, kind: str) -> None:
     torch.testing.assert_close(call(model), call(alone), atol=1e-11, rtol=0)
 
 
+class FastFeedForward(nn.Module):
+    """Reads its layers' weights itself where it finds no hooks on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.up, self.down
+        if self.training or any(layer._forward_hooks or layer._forward_pre_hooks for layer in (up, down)):
+            hidden: torch.Tensor = down(torch.relu(up(x)))
+            return hidden
+        return F.linear(torch.relu(F.linear(x, up.weight, up.bias)), down.weight, down.bias)
+
+
 @pytest.mark.ranks(2)
-def test_no_fast_path_past_a_style(ranks: Ranks) -> None:
-    """In evaluation the layer would read one rank's rows of the weights itself."""
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_no_fast_path_past_a_style(ranks: Ranks, params: Any) -> None:
+    """In evaluation a module would read one rank's rows itself: in later calls too, whether the plan knows it or not."""
     mesh = ranks.mesh((2,), ("tp",))
-    ends = {"0": tp.ColwiseParallel(), "2": tp.RowwiseParallel()}
-    plans: list[tuple[dict[str, tp.ParallelStyle], list[str]]] = [
-        ({"1.self_attn": tp.MultiheadAttentionParallel()}, ["1"]),
-        ({"1.self_attn": tp.MultiheadAttentionParallel(), **ends}, ["", "1"]),
-        ({"1.linear1": tp.ColwiseParallel(output_layouts=Replicate())}, ["1", "1.shared"]),
-        ({"1": tp.TransformerLayerParallel()}, ["1", "1.shared"]),
+
+    def encoder() -> Any:
+        return models.seeded(lambda: nn.TransformerEncoderLayer(12, 4, 20, batch_first=True)).double().eval()
+
+    first, second = encoder(), encoder()
+    second.linear1, second.linear2 = first.linear1, first.linear2
+    pair, third, alone = {"linear1": tp.ColwiseParallel(), "linear2": tp.RowwiseParallel()}, encoder(), encoder()
+    container = nn.ModuleDict({"linear1": third.linear1, "linear2": third.linear2})
+    whole = {"self_attn": tp.MultiheadAttentionParallel(), "linear1": tp.ColwiseParallel(output_layouts=Replicate())}
+    own = models.seeded(FastFeedForward).double().eval()
+    cases: list[tuple[nn.Module, nn.Module, dict[str, tp.ParallelStyle]]] = [
+        (alone, alone, whole),
+        (own, own, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}),
+        (second, first, pair),
+        (third, container, pair),
     ]
     x = torch.randn(2, 5, 12, dtype=torch.float64)
-    for plan, hooked in plans:
-        layer = models.seeded(lambda: nn.TransformerEncoderLayer(12, 4, 20, batch_first=True)).double().eval()
-        layer.add_module("shared", nn.ModuleList([layer.get_submodule("linear1")]))
-        wanted = layer(x)
-        model = nn.Sequential(nn.Linear(12, 12), layer, nn.Linear(12, 12)).double()
-        tp.apply_plan(model, mesh, plan, check="never")
+    for called, root, plan in cases:
         with torch.no_grad():
-            torch.testing.assert_close(layer(x), wanted, atol=EXACT, rtol=0)
-        found = [n for n, m in model.named_modules() if DisableFastPath in map(type, m._forward_pre_hooks.values())]
-        assert found == hooked
+            wanted = called(x)
+            tp.apply_plan(root, mesh, plan, params=params)
+            for _ in range(7):
+                torch.testing.assert_close(called(x), wanted, atol=EXACT, rtol=0)
 
 
 class Grouped(nn.Module):

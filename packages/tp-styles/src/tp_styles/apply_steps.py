@@ -17,7 +17,7 @@ from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.changes import ModuleChange, restore, settle
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.dropout import checked_modules, install_regions, regions_of
-from tp_styles.runtime.install import disable_fast_paths, install_module
+from tp_styles.runtime.install import install_module
 from tp_styles.runtime.optimizer_checks import check_optimizers
 from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
 from tp_styles.runtime.state_hooks import (
@@ -71,7 +71,6 @@ def apply_steps(
                 changes += apply_torch_style(found, modules[found.name], axis.mesh, src_data_rank)
             else:
                 changes += _apply_own(found, modules[found.name], axis, made, check != "never")
-        changes.append(ModuleChange(model, removers=disable_fast_paths(model, plan)))
         regions = regions_of(plan)
         changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, regions)))
         if check != "never" and plan.modules:

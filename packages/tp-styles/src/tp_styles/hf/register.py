@@ -20,7 +20,6 @@ from tp_styles.plan.planned import PlannedModule
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.install import install_module
-from tp_styles.runtime.module_hooks import DisableFastPath
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.experts import LatentKVParallel, ParametersParallel
 from tp_styles.styles.tp_block import ColwiseKVReplicated
@@ -142,7 +141,6 @@ def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Mo
     for name, value in spec.attributes:
         setattr(module, name, value)
     install_module(PlannedModule(info, "", style, spec), module, TPGroup(mesh))
-    module.register_forward_pre_hook(DisableFastPath())  # what stands around it is not known here
     return module
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from tp_styles.plan.planned import PlannedModule, TPPlan
+from tp_styles.plan.planned import PlannedModule
 from tp_styles.plan.style import Style
 from tp_styles.runtime.attention import AttentionForward
 from tp_styles.runtime.collectives import TPGroup
@@ -66,27 +66,9 @@ def install_module(found: PlannedModule, module: nn.Module, axis: TPGroup) -> li
             removers.append(module.register_forward_hook(MoveOutputs(spec, axis, found.name)).remove)
         return removers
     vars(module)["forward"] = FORWARDS[spec.compute](module, spec, axis, found.name)
-    return [lambda: vars(module).pop("forward", None) and None]
-
-
-def disable_fast_paths(model: nn.Module, plan: TPPlan) -> list[Callable[[], None]]:
-    """Keep modules from reading the weights of modules below them past our forwards.
-
-    A module with such a fast path, as `nn.TransformerEncoderLayer`, looks first for hooks on itself and below. One
-    hook on each module with a styled child is enough; hooks on the children would cost time in each of their calls.
-
-    Args:
-        model: What the plan was applied to.
-        plan: What was done to it.
-
-    Returns:
-        Functions that take everything back.
-    """
-    styled = {model.get_submodule(found.name) for found in plan.modules if found.spec.compute in FORWARDS}
-    # A module may have several parents. The parent of the model itself is not known.
-    places = [module for module in model.modules() if not styled.isdisjoint(module.children())]
-    places += styled.intersection([model])
-    return [module.register_forward_pre_hook(DisableFastPath()).remove for module in places]
+    # On the layer itself: who reads its weight past its forward may be no module that the plan knows.
+    handle = module.register_forward_pre_hook(DisableFastPath())
+    return [handle.remove, lambda: vars(module).pop("forward", None) and None]
 
 
 def _prepare_hooks(found: PlannedModule, module: nn.Module, axis: TPGroup) -> list[Callable[[], None]]:
