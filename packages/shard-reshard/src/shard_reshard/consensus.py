@@ -125,6 +125,7 @@ def _failed(members: GroupInfo, topic: Topic) -> RuntimeError:
     )
 
 
+_HAS_PROBLEMS, _COMPARES_ALWAYS = 1, 2  # first byte of a header
 _TOLD = "shard_reshard_all_ranks_raise_it"  # attribute of an error
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
@@ -136,7 +137,18 @@ def check_mode(check: str) -> str:
     return check
 
 
-def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem], check: str = "first") -> None:
+BEFORE_MOVING = "nothing was moved: found before the exchange, the same on every rank"
+BEFORE_WRITING = "out stays as it was: found before it was filled, the same on every rank"
+WHILE_WRITING = "out is filled in part: found between two exchanges, the same on every rank"
+
+
+def assert_consistent(
+    members: GroupInfo,
+    facts: str,
+    problems: Sequence[Problem],
+    check: str = "first",
+    state: str = BEFORE_MOVING,
+) -> bool:
     """Return on all ranks, or raise the same error on all.
 
     Args:
@@ -145,6 +157,10 @@ def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem
         problems: What is wrong on this rank; then no rank goes on.
         check: "first": facts that this group has agreed on before need no communication; problems are then raised
             on this rank only. "always": compare.
+        state: What the error says about the caller's tensors.
+
+    Returns:
+        True where later calls with these facts need no comparison: no rank wants one in every call.
 
     Raises:
         PlanError: The problems of all ranks; ``ranks-disagree`` with what each said where facts differ.
@@ -152,18 +168,22 @@ def assert_consistent(members: GroupInfo, facts: str, problems: Sequence[Problem
     if is_fake(()):  # fake tensors have no other ranks
         if problems:
             raise PlanError(problems)
-        return
+        return check == "first"
     digest = hashlib.sha256(facts.encode())
     agreed = _agreed.setdefault(members.group, set())
     if check == "first" and digest.hexdigest() in agreed:
         if problems:
             raise PlanError(problems)  # the others are past comparing
-        return
-    rows = all_gather_header(members, Topic.CALL, bytes([len(problems) > 0]) + digest.digest())()
-    if rows is not None and len(set(rows)) == 1 and not rows[0][0]:
-        agreed.add(digest.hexdigest())
-        return
-    raise_joined(members, facts, problems)
+        return True
+    flags = (len(problems) > 0) * _HAS_PROBLEMS | (check == "always") * _COMPARES_ALWAYS
+    rows = all_gather_header(members, Topic.CALL, bytes([flags]) + digest.digest())()
+    if rows is not None and len({row[1:] for row in rows}) == 1 and not any(row[0] & _HAS_PROBLEMS for row in rows):
+        # One rank that compares in every call needs all others to.
+        settled = not any(row[0] & _COMPARES_ALWAYS for row in rows)
+        if settled:
+            agreed.add(digest.hexdigest())
+        return settled
+    raise_joined(members, facts, problems, state)
 
 
 def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
@@ -181,7 +201,7 @@ def problems_of(error: Exception) -> tuple[Problem, ...]:
     return (Problem("invalid-argument", found=found, hint="see the error that this one was raised after"),)
 
 
-def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem]) -> NoReturn:
+def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem], state: str = BEFORE_MOVING) -> NoReturn:
     """Raise one error on all ranks, with the problems of each and what each said; every member calls this."""
     said: list[Any] = [None] * members.size
     dist.all_gather_object(said, (facts, tuple(problems)), group=members.group)
@@ -198,6 +218,6 @@ def raise_joined(members: GroupInfo, facts: str, problems: Sequence[Problem]) ->
             who = f"ranks {', '.join(map(str, ranks))} say {text}"
             hint = "call with the same shape, dtype, layouts and options on every rank of the group"
             found.append(Problem("ranks-disagree", found=who, hint=hint))
-    error = PlanError(found, "nothing was moved: found before the exchange, the same on every rank")
+    error = PlanError(found, state)
     setattr(error, _TOLD, True)
     raise error

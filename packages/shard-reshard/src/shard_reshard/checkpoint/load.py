@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,14 +12,31 @@ import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load
-from shard_reshard.checkpoint.safetensors import FileTable, file_table, indexed_files, read_rows
+from shard_reshard.checkpoint.safetensors import FileState, FileTable, file_state, file_table, indexed_files, read_rows
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
-from shard_reshard.consensus import GroupInfo, assert_consistent, group_info, problems_of, raise_on_all_ranks
+from shard_reshard.consensus import (
+    BEFORE_MOVING,
+    BEFORE_WRITING,
+    WHILE_WRITING,
+    GroupInfo,
+    assert_consistent,
+    group_info,
+    problems_of,
+    raise_on_all_ranks,
+)
 from shard_reshard.layout.parse import LayoutLike
 from shard_reshard.state_dict.agreement import agreed_version, version_row
 from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
-from shard_reshard.state_dict.meta import collect_metadata, device_of, local_tensors, stamp_version, tensors_of
+from shard_reshard.state_dict.meta import (
+    collect_metadata,
+    destination_mismatches,
+    device_of,
+    local_tensors,
+    stamp_version,
+    tensors_of,
+)
 from shard_reshard.state_dict.outputs import (
+    DeferredProgress,
     LocalTargets,
     OutputKinds,
     Progress,
@@ -110,7 +128,7 @@ def load_safetensors(
         facts = collect_metadata({}, targets, {}, {}, members)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    plan, version = _agreed_load(
+    plan, version, states = _agreed_load(
         members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out, stamp
     )
     device = device_of({}, targets, members)
@@ -122,7 +140,8 @@ def load_safetensors(
             targets = made.targets or targets
             # What stays on meta in a module has no values in the files; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
-            problems = here.out_problems(targets, outs, {}, atomic, strict)
+            problems = destination_mismatches(plan.moves, targets, members)
+            problems += here.out_problems(targets, outs, {}, atomic, strict)
             # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
             # what files hold twice and the module once.
             atomic = atomic and len(made.names) < len(targets)
@@ -135,14 +154,17 @@ def load_safetensors(
             stamp_version(out, None)
         arriving = ReceiveBuffers(here, in_place, device)
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
-        move_buckets(here, movers, _buckets(plan, members, arriving, device), True, False, progress)
-        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts))
+        deferred = None if progress is None else DeferredProgress(progress)
+        move_buckets(here, movers, _buckets(plan, members, arriving, device, states), True, False, deferred)
+        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts), members)
     if isinstance(out, torch.nn.Module):
         made.register(out)
     result = LoadedStateDict(moved)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
-    if out is not None and version is not None:
+    if out is not None:
         stamp_version(out, version)
+    if deferred is not None:
+        deferred.end()
     return result
 
 
@@ -161,14 +183,23 @@ def _agreed_load(
     strict: bool,
     out: torch.nn.Module | Mapping[str, Any] | None,
     stamp: bytes,
-) -> tuple[LoadPlan, int | None]:
-    """The plan, made on every rank from the tables that each read of some files, and compared; and the version."""
-    problems, sums = uninitialized_buffers(out) if strict else ([], {})
+) -> tuple[LoadPlan, int | None, dict[str, FileState | None]]:
+    """Plan on every rank from the tables that each read of some files, and compare.
+
+    Returns:
+        The plan, the version, and the states of the files as this rank sees them, whoever has read their headers.
+    """
+    problems: list[Problem] = []
+    sums: dict[str, bytes] = {}
     listed: list[tuple[str, int, tuple[int, ...]]] = []
     indexed: dict[str, list[str]] = {}
+    states: dict[str, FileState | None] = {}
     asked = ""
     try:
+        if strict:
+            problems, sums = uninitialized_buffers(out)
         listed, indexed = _listed(files)
+        states = {path: file_state(path) for path, _, readers in listed if not readers or members.rank in readers}
         problems += [
             Problem("invalid-argument", "files", found=f"{path} on rank {rank}", hint=f"the group has {members.size}")
             for path, rank, readers in listed
@@ -187,8 +218,8 @@ def _agreed_load(
                 hint = "get the files again: the index is of others"
                 problems += [Problem("missing-tensor", name, found=found, hint=hint) for name in missing]
                 tables.append(table)
-            except PlanError as error:
-                problems += error.problems
+            except Exception as error:
+                problems += problems_of(error)
     assert_consistent(members, f"a load of {asked}", [*problems, *facts.problems], "always")
     everyone: list[Any] = [None] * members.size
     dist.all_gather_object(everyone, (tables, facts.outs, sums, stamp), group=members.group)
@@ -214,7 +245,7 @@ def _agreed_load(
         problems += problems_of(error)
     assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
     assert plan is not None
-    return plan, version
+    return plan, version, states
 
 
 def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
@@ -246,7 +277,11 @@ def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[
 
 
 def _buckets(
-    plan: LoadPlan, members: GroupInfo, arriving: ReceiveBuffers, device: torch.device
+    plan: LoadPlan,
+    members: GroupInfo,
+    arriving: ReceiveBuffers,
+    device: torch.device,
+    states: Mapping[str, FileState | None],
 ) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Read the sources of one bucket after the other, and compare that all ranks could; sources and destinations."""
     moves = plan.moves.moves
@@ -257,10 +292,11 @@ def _buckets(
         for name in dict.fromkeys(moves[at].source for at in bucket):
             if name not in held:
                 try:
-                    held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device)
+                    held[name] = _read_boxes(plan.reads[members.rank].get(name, ()), device, states)
                 except Exception as error:
                     problems += problems_of(error)
-        assert_consistent(members, f"bucket {number} of load {plan.digest}", problems, "always")
+        state = BEFORE_MOVING if not number else WHILE_WRITING if arriving.in_place else BEFORE_WRITING
+        assert_consistent(members, f"bucket {number} of load {plan.digest}", problems, "always", state)
         yield (
             [tensor for at in bucket for tensor in held[moves[at].source]],
             [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]],
@@ -268,11 +304,14 @@ def _buckets(
         held = {name: tensors for name, tensors in held.items() if last[name] > number}
 
 
-def _read_boxes(reads: Sequence[Read], device: torch.device) -> list[torch.Tensor]:
+def _read_boxes(
+    reads: Sequence[Read], device: torch.device, states: Mapping[str, FileState | None] = MappingProxyType({})
+) -> list[torch.Tensor]:
     """The boxes of a tensor that this rank reads, as views of the rows that it read."""
     boxes = []
     for read in reads:
-        rows = read_rows(read.path, read.file_bytes, read.offset, read.shape, read.dtype).to(device)
+        state = states.get(read.path)
+        rows = read_rows(read.path, read.file_bytes, read.offset, read.shape, read.dtype, state).to(device)
         for start, sizes in read.boxes:
             view = rows
             for dim, (low, size) in enumerate(zip(start, sizes, strict=True)):

@@ -155,7 +155,7 @@ def plan_load(
                 read, held = _read(name, dtype, part, low, high)
                 reads[rank][name] = (*reads[rank].get(name, ()), read)
                 boxes.setdefault(rank, []).extend(held)
-        readers[name] = BoxShardMap(shape, boxes)
+        readers[name] = BoxShardMap(shape, boxes, holes=True)  # rows that nobody wants are read by nobody
     return LoadPlan(planned(readers), tuple(reads))
 
 

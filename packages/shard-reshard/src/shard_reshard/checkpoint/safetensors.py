@@ -200,11 +200,30 @@ def _refuse(path: str, found: str) -> NoReturn:
     raise PlanError(Problem("invalid-file", path, found=found, hint=hint))
 
 
-def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+FileState = tuple[int, int, int]
+"""Size in bytes, inode and time of the last change of a file."""
+
+
+def file_state(path: str) -> FileState | None:
+    """Return what tells a file from another one in its place; None where this rank cannot see it."""
+    try:
+        return _state_of(os.stat(path))
+    except OSError:
+        return None
+
+
+def _state_of(found: os.stat_result) -> FileState:
+    return found.st_size, found.st_ino, found.st_mtime_ns
+
+
+def read_rows(
+    path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dtype: str, state: FileState | None = None
+) -> torch.Tensor:
     """The bytes from ``offset`` on as a tensor of ``shape``, in fresh memory on the CPU.
 
     Raises:
-        PlanError: ``invalid-file``, or ``file-changed`` where it has other than ``num_bytes`` now.
+        PlanError: ``invalid-file``, or ``file-changed`` where it has other than ``num_bytes`` now, or is no longer in
+            the ``state`` in which this rank saw it when headers were read.
     """
     assert sys.byteorder == "little", "safetensors files are little-endian"
     wanted = prod(shape) * ITEMSIZES[dtype]
@@ -213,8 +232,11 @@ def read_rows(path: str, num_bytes: int, offset: int, shape: tuple[int, ...], dt
     data = bytearray(wanted)
     try:
         with open(path, "rb", buffering=0) as file:  # Path.open takes no buffering by position
-            if os.fstat(file.fileno()).st_size != num_bytes:
-                found = f"{os.fstat(file.fileno()).st_size} bytes, {num_bytes} when its header was read"
+            now = _state_of(os.fstat(file.fileno()))
+            if now[0] != num_bytes or (state is not None and now != state):
+                found = f"{now[0]} bytes, {num_bytes} when its header was read"
+                if now[0] == num_bytes:
+                    found = "replaced or written to since its header was read"
                 raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
             file.seek(offset)
             done, place = 0, memoryview(data)

@@ -72,21 +72,27 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
             problems.append(Problem("no-data", which, found="a fake tensor where no fake mode is on", hint=hint))
         elif tensor.is_meta:
             problems.append(Problem("no-data", which, found=_META, hint=_META_HINT))
-        elif not _has_memory(tensor):
-            problems.append(Problem("no-data", which, found=_FREED, hint=_FREED_HINT))
+        else:
+            problems += freed_problems(which, tensor)
         if tensor.layout != torch.strided:
             found = f"a {tensor.layout} tensor"
             problems.append(Problem("unsupported-tensor", which, found=found, hint="only dense tensors can be moved"))
     return problems
 
 
+ONE_MEMORY_HINT = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
 _META = "a tensor on the meta device"
 _META_HINT = "give it memory first: to_empty(), or the values of a checkpoint"
 _FREED = "a tensor whose storage was freed or shrunk"
 _FREED_HINT = "call it while the memory is there: inside of what gathers or loads the parameter"
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def freed_problems(name: str, tensor: torch.Tensor) -> list[Problem]:
+    """Return the problem of a tensor whose memory is gone, in other memory a later one of equal metadata too."""
+    return [] if has_memory(tensor) else [Problem("no-data", name, found=_FREED, hint=_FREED_HINT)]
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
     """Return False where the storage ends before the tensor: sharded data parallelism frees it between uses."""
     if not tensor.numel() or tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES or is_fake((tensor,)):
         return True
@@ -106,8 +112,8 @@ def destination_problems(
     for tensor, name in zip(outs, names, strict=True):
         if tensor.is_meta:  # what is written there is lost, without an error
             problems.append(Problem("no-data", name, found=_META, hint=_META_HINT))
-        elif not _has_memory(tensor):
-            problems.append(Problem("no-data", name, found=_FREED, hint=_FREED_HINT))
+        else:
+            problems += freed_problems(name, tensor)
         if overlaps_itself(tensor):
             hint = "an expanded tensor has one place for several elements; pass a tensor of its own"
             problems.append(Problem("invalid-out", name, found=f"strides {tensor.stride()}", hint=hint))
@@ -128,8 +134,7 @@ def destination_problems(
     for first, second in sharing(outs, sources if in_place else ()):
         if second < len(outs):
             found = f"memory of {names[first]}" if names[first] != names[second] else "memory of another one"
-            hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
-            problems.append(Problem("invalid-out", names[second], found=found, hint=hint))
+            problems.append(Problem("invalid-out", names[second], found=found, hint=ONE_MEMORY_HINT))
         else:
             hint = "the source is still read while out is written; pass other memory"
             problems.append(Problem("invalid-out", names[first], found="memory of a source", hint=hint))

@@ -163,8 +163,8 @@ class Mover:
             if problems:
                 raise PlanError(problems)
             return
-        assert_consistent(self.members, f"{self.facts}\non {device.type}{more}", problems, self.check)
-        if self.check == "first" and not is_fake(()):
+        agreed = assert_consistent(self.members, f"{self.facts}\non {device.type}{more}", problems, self.check)
+        if agreed and not is_fake(()):
             self._agreed.add((device.type, more))
 
     # ---- moving -----------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class ShardMap(ABC):
     shape: Index
     _arguments: tuple[Any, ...]  # of the constructor: they are the identity, and what travels between ranks
 
-    holes = False  # no rank has some elements: a destination may leave them out, a source may not
+    holes = False  # no rank has some elements: a destination may leave them out, a source where no one wants them
 
     def __eq__(self, other: object) -> bool:
         # The class counts: what is joined in one local tensor lies elsewhere than tensors of its own.

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shard_reshard._shared.problems import Problem
-from shard_reshard._torch_compat import as_dtensor
+from shard_reshard._torch_compat import as_dtensor, storage_key
+from shard_reshard.execution.checks import has_memory
 from shard_reshard.state_dict.agreement import checksum
 from shard_reshard.state_dict.meta import local_tensor
 
@@ -26,10 +27,17 @@ class Materialized:
 
     def __init__(self, targets: Mapping[str, Any], filled: Collection[str], device: torch.device) -> None:
         self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old one -> old, new
-        for name, value in targets.items():
-            if name in filled and _is_meta(value) and id(value) not in self._fresh:
-                self._fresh[id(value)] = value, _empty_like(value, device)
-        # By identity: tied names, filled or not, keep one tensor.
+        # By storage: tied names, filled or not, keep one tensor, and views of one memory stay that.
+        on_meta = {name: local_tensor(value) for name, value in targets.items() if _is_meta(value)}
+        storages = {storage_key(local): torch.UntypedStorage() for name, local in on_meta.items() if name in filled}
+        for name, local in on_meta.items():
+            key = storage_key(local)
+            if key in storages and id(targets[name]) not in self._fresh:
+                if not storages[key].nbytes():
+                    storages[key] = torch.UntypedStorage(local.untyped_storage().nbytes(), device=device)
+                fresh = torch.empty(0, dtype=local.dtype, device=device)
+                fresh.set_(storages[key], local.storage_offset(), local.shape, local.stride())
+                self._fresh[id(targets[name])] = targets[name], _like(targets[name], fresh)
         self.names = tuple(name for name, value in targets.items() if id(value) in self._fresh)
         self.targets = {
             name: self._fresh[id(value)][1] if id(value) in self._fresh else value for name, value in targets.items()
@@ -48,9 +56,8 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and local_tensor(value).is_meta
 
 
-def _empty_like(value: Any, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the same kind with memory: DTensor, parameter subclass and attributes stay."""
-    fresh = torch.empty_like(local_tensor(value), device=device)
+def _like(value: Any, fresh: torch.Tensor) -> torch.Tensor:
+    """Return ``fresh`` as a tensor of the same kind: DTensor, parameter subclass and attributes stay."""
     if hasattr(value, "device_mesh"):
         made: torch.Tensor = as_dtensor(fresh, value.device_mesh, value.placements, value.shape)
         return nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
@@ -84,8 +91,11 @@ def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]
         found = ""
         if _is_meta(buffer):
             found = "a buffer on the meta device, which is in no file"
+        elif buffer.layout is not torch.strided:
+            continue  # its constructor has made it; there is no bit pattern to compare
+        elif not has_memory(local := local_tensor(buffer)):
+            found = "a buffer whose storage was freed, which is in no file"
         elif buffer.is_floating_point() and not hasattr(buffer, "device_mesh") and buffer.dtype.itemsize > 1:
-            local = local_tensor(buffer)
             smallest = torch.finfo(local.dtype).smallest_normal
             if bool((local.isnan() | ((local != 0) & (local.abs() < smallest))).any()):
                 found = "a buffer of NaNs or subnormal numbers, which is in no file"

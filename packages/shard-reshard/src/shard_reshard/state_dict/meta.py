@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, waited_for
+from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, storage_key, waited_for
 from shard_reshard.consensus import GroupInfo, data_device, problems_of
 from shard_reshard.execution.checks import address
 from shard_reshard.layout.base import ShardMap
@@ -98,8 +98,8 @@ def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict
     for name in sorted(known):
         local = local_tensor(tensors[name])
         if local.numel() and not is_fake((local,)):
-            # On meta every tensor has address 0, so that one is known only by itself.
-            place = id(tensors[name]) if local.is_meta else local.data_ptr()
+            # On meta every tensor has address 0.
+            place = (storage_key(local), local.storage_offset()) if local.is_meta else local.data_ptr()
             key = (place, local.device, local.stride(), *known[name][:3])
             tied[name] = known[name]._replace(tied_to=first.setdefault(key, name))
         else:
@@ -139,13 +139,24 @@ def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: G
 
 
 def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None) -> None:
-    """Say which version a module or mapping holds; None says that it holds no complete one."""
+    """Say which version a module or mapping holds; None says that it holds none, or no complete one."""
     if isinstance(out, torch.nn.Module):
-        setattr(out, VERSION_KEY, version)
+        if version is not None or hasattr(out, VERSION_KEY):
+            setattr(out, VERSION_KEY, version)
     elif isinstance(out, dict) and version is None:
         out.pop(VERSION_KEY, None)  # no name that ``load_state_dict`` would not know
     elif isinstance(out, dict):
         out[VERSION_KEY] = version
+
+
+def _declares(value: Any) -> bool:
+    return hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
+
+
+def destination_mismatches(plan: StateDictPlan, targets: Mapping[str, Any], members: GroupInfo) -> list[Problem]:
+    """Return the tensors of ``out`` that declare another layout than the plan brings, of equal local shape or not."""
+    found = [(name, value) for name, value in targets.items() if name in plan.targets and _declares(value)]
+    return [p for name, value in found for p in layout_mismatches(name, value, plan.targets[name][0], members)]
 
 
 class LayoutChecker:
@@ -172,16 +183,11 @@ class LayoutChecker:
             hint = "leave them out, or make a resharder for a state dict that has them"
             problems.append(Problem("unknown-name", "state_dict", found=", ".join(map(repr, strange)), hint=hint))
         problems += self.untied(sources)
-        for is_target, given in ((False, tensors), (True, targets)):
-            for name, value in given.items():
-                declares = hasattr(value, "device_mesh") or getattr(value, "_sharding_info", None) is not None
-                if declares and is_target and name in self._plan.targets:
-                    problems += layout_mismatches(name, value, self._plan.targets[name][0], self._members)
-                elif declares and not is_target and name in self._known:
-                    known = self._known[name]
-                    wanted = known.layout or BoxShardMap.whole(known.shape, self._members.rank)
-                    problems += layout_mismatches(name, value, wanted, self._members)
-        return problems
+        for name, known in self._known.items():
+            if name in tensors and _declares(tensors[name]):
+                wanted = known.layout or BoxShardMap.whole(known.shape, self._members.rank)
+                problems += layout_mismatches(name, tensors[name], wanted, self._members)
+        return problems + destination_mismatches(self._plan, targets, self._members)
 
     def untied(self, sources: Mapping[str, torch.Tensor]) -> list[Problem]:
         """Return tensors that are moved as one, and no longer are one."""

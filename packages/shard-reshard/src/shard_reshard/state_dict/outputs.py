@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
-from shard_reshard.consensus import GroupInfo
+from shard_reshard.consensus import BEFORE_WRITING, GroupInfo, assert_consistent
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import address, destination_problems, local_problems
+from shard_reshard.execution.checks import ONE_MEMORY_HINT, address, destination_problems, local_problems
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.layout.dtypes import torch_dtype
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan
@@ -27,6 +27,26 @@ class Progress(NamedTuple):
     total: int
     done_bytes: int
     total_bytes: int
+
+
+class DeferredProgress:
+    """A caller's ``progress``, whose first error waits until all is done: other ranks wait for this one meanwhile."""
+
+    def __init__(self, progress: Callable[[Progress], None]) -> None:
+        self._progress = progress
+        self._error: Exception | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if self._error is None:
+            try:
+                self._progress(progress)
+            except Exception as error:
+                self._error = error
+
+    def end(self) -> None:
+        """Raise the error, if there was one."""
+        if self._error is not None:
+            raise self._error
 
 
 class MovedStateDict(dict[str, Any]):
@@ -121,10 +141,13 @@ class LocalTargets:
         self.one_memory = []
         for name, out in planned.items():
             alias = self.plan.aliases.get(name, name)
-            first = by_memory.setdefault((address(out), out.shape, out.stride(), out.device), name)
-            if first == name or not out.numel() or (not atomic and alias == name):
+            first = by_memory.setdefault((address(out), out.shape, out.stride(), out.dtype, out.device), name)
+            apart = first != name and alias != self.plan.aliases.get(first, first)
+            # Of a tie that the plan does not know, other ranks do not know either: they would not compare values.
+            refused = apart and not {first, name} <= self.plan.tied
+            if first == name or not out.numel() or refused or (not atomic and alias == name):
                 filled[name] = out
-            elif alias != self.plan.aliases.get(first, first):
+            elif apart:
                 self.one_memory.append((first, name))
         return filled
 
@@ -236,14 +259,22 @@ def write_outputs(
     outs: Mapping[str, Any],
     locals_: Mapping[str, torch.Tensor],
     kinds: OutputKinds,
+    members: GroupInfo,
 ) -> MovedStateDict:
-    """Return the results of this rank; fills ``outs`` (locally ``locals_``) where tensors arrived beside them."""
+    """Return the results of this rank; fills ``outs`` (locally ``locals_``) where tensors arrived beside them.
+
+    Raises:
+        PlanError: ``invalid-out``, on all ranks: tensors of ``outs`` are tied, on any rank, and other values arrived.
+    """
     plan, result = here.plan, MovedStateDict()
-    for first, second in here.one_memory:
-        one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))
-        if not torch.equal(one, other):
-            hint = "two values cannot stay in one memory; leave one of them out (key_map={name: None}), or untie them"
-            raise PlanError(Problem("invalid-out", second, found=f"tied to {first}, other values", hint=hint))
+    if plan.tied:
+        problems = []
+        for first, second in here.one_memory:
+            one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))
+            if not torch.equal(one, other):
+                found = f"tied to {first} on rank {here.rank}, other values"
+                problems.append(Problem("invalid-out", second, found=found, hint=ONE_MEMORY_HINT))
+        assert_consistent(members, f"ties {plan.digest}", problems, "always", BEFORE_WRITING)
     for name in plan.targets:  # in the order of their names
         if name in arriving.in_place:
             result[name] = outs[name]

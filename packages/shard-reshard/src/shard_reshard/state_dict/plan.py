@@ -75,6 +75,8 @@ class StateDictPlan:
         buckets: For each collective, the positions of its moves.
         targets: Layout and dtype of every destination tensor.
         aliases: Destination names that are tied to another destination, which is moved for both.
+        tied: Destination names that are one memory with others on some rank, and not at the source: their values are
+            compared between ranks when they have arrived.
         problems: Always empty; a plan with problems is not made.
     """
 
@@ -82,6 +84,7 @@ class StateDictPlan:
     buckets: tuple[tuple[int, ...], ...]
     targets: Mapping[str, tuple[ShardMap, str]]
     aliases: Mapping[str, str]
+    tied: frozenset[str] = frozenset()
     problems: tuple[Problem, ...] = field(default=())
 
     @property
@@ -98,7 +101,9 @@ class StateDictPlan:
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
         moves = [(move.source, move.target, move.plan.digest) for move in self.moves]
-        return hashlib.sha256(json.dumps([moves, self.buckets, dict(self.aliases)]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([moves, self.buckets, dict(self.aliases), sorted(self.tied)]).encode()
+        ).hexdigest()
 
     def to_json(self) -> str:
         """Names and plans as JSON, byte-stable."""

@@ -85,7 +85,8 @@ def plan_state_dict(
         if same not in plans:
             plans[same] = _plan_of_move(known, part, targets[part.name], bucket_bytes)
         moves.append(TensorMove(source, part.name, plans[same]))
-    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases)
+    tied = _tied_apart([facts.outs for facts in everyone], targets, aliases)
+    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied)
 
 
 def _merge(
@@ -291,6 +292,22 @@ def _aliases(
         if simple and outs_tied and targets[target] == targets[first_target]:
             aliases[target] = first_target
     return aliases
+
+
+def _tied_apart(
+    tables: Sequence[Mapping[str, TensorMeta]], targets: Collection[str], aliases: Mapping[str, str]
+) -> frozenset[str]:
+    """Destinations that are one memory on some rank, and are moved one by one."""
+    found: set[str] = set()
+    for table in tables:
+        groups: dict[str, list[str]] = {}
+        for name, known in table.items():
+            if name in targets:
+                groups.setdefault(known.tied_to, []).append(name)
+        found.update(
+            name for names in groups.values() if len({aliases.get(name, name) for name in names}) > 1 for name in names
+        )
+    return frozenset(found)
 
 
 def _plan_of_move(known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> ReshardPlan:

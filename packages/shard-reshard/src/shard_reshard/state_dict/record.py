@@ -113,7 +113,8 @@ def record_layouts(
         load: What loads; given pairs of name and tensor. None: the model's ``load_weights`` if it has one, else its
             ``load_state_dict``.
         group: The union group of senders and receivers; None is the default group, or this process alone.
-        strict: A checkpoint tensor that no rank's loader takes is a problem; False leaves it where it is.
+        strict: A checkpoint tensor that no rank's loader takes is a problem, on all ranks if any of them asks for
+            it; False leaves it where it is.
 
     Raises:
         PlanError: On every rank: ``not-recordable`` with the tensor's name for arithmetic, reading of values, casts
@@ -136,16 +137,17 @@ def record_layouts(
     shapes = {name: tuple(value.shape) for name, value in metas.items()}
     table = {} if recorder is None or problems else recorder.table()
     mine = shapes, {name: [view.boxes for view in found] for name, found in table.items()}, problems
-    everyone, rank = [mine], 0
+    gathered, rank = [(mine, strict)], 0
     if dist.is_available() and dist.is_initialized():
         members = group_info(group)
-        everyone, rank = [mine] * members.size, members.rank
-        dist.all_gather_object(everyone, mine, group=members.group)
+        gathered, rank = gathered * members.size, members.rank
+        dist.all_gather_object(gathered, (mine, strict), group=members.group)
+    everyone = [known for known, _ in gathered]
     destinations = _destinations(everyone)
     layouts: dict[str, BoxShardMap] = {}
     views: dict[str, _View] = {}
     key_map: dict[str, list[Part] | None] = {name: None for known, _, _ in everyone for name in known}
-    lost = [name for name in key_map if name not in destinations] if strict else []
+    lost = [name for name in key_map if name not in destinations] if any(asked for _, asked in gathered) else []
     if lost:  # the same on every rank
         found, hint = "a tensor that no rank's loader takes", "leave it out, if the model can do without it"
         raise PlanError([Problem("unknown-name", name, found=found, hint=hint) for name in lost])

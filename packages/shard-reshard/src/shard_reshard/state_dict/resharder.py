@@ -20,7 +20,7 @@ from shard_reshard.consensus import (
     problems_of,
     raise_on_all_ranks,
 )
-from shard_reshard.execution.checks import not_compiled
+from shard_reshard.execution.checks import freed_problems, not_compiled
 from shard_reshard.execution.guards import Match, TensorGuards, pointers, record_guards
 from shard_reshard.execution.mover import NotPicklable
 from shard_reshard.layout.parse import LayoutLike, layout_value
@@ -36,6 +36,7 @@ from shard_reshard.state_dict.meta import (
 )
 from shard_reshard.state_dict.outputs import (
     Bucket,
+    DeferredProgress,
     LocalTargets,
     MovedStateDict,
     OutputKinds,
@@ -85,7 +86,7 @@ def reshard_state_dict(
         group: The union of all ranks; None is the default group.
         version: A number that says which state this is; ranks with sources give the same, receivers read it. Numbers
             that differ raise on all ranks before anything moves.
-        progress: Called on each rank after each tensor.
+        progress: Called on each rank after each tensor. What it raises is raised when all has been moved.
         atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
             dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive, and a sender that
             dies then leaves a mixture without a version; what ranks refuse leaves ``out`` as it was in either case.
@@ -302,6 +303,8 @@ class StateDictResharder(NotPicklable):
                         found += source_problems(here, sources, arriving)
                     else:
                         found += self._layout_checks.untied(sources)
+                        for name, tensor in sources.items():
+                            found += freed_problems(f"{name}: rank {self._members.rank}, source", tensor)
                     found += here.out_problems(targets, outs, sources, atomic, self._question.strict)
                     self._again = None
             except Exception as error:
@@ -335,11 +338,14 @@ class StateDictResharder(NotPicklable):
             if out is not None and not call.atomic:
                 stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
             unchanged = call.match is Match.MEMORY
-            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged, progress)
-            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds)
+            deferred = None if progress is None else DeferredProgress(progress)
+            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged, deferred)
+            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds, self._members)
         result.plan, result.version = self.plan, version
-        if out is not None and version is not None:
+        if out is not None and (call.atomic or version is not None):
             stamp_version(out, version)
+        if deferred is not None:
+            deferred.end()
         return result
 
 
