@@ -47,6 +47,10 @@ def test_problems_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["explain"])
     assert caught.value.code == 2
+    layouts = ["--src", "4: S(0)", "--dst", "4: S(0) on ranks 0..99999999999"]
+    assert main(["explain", "--shape", "8,8", *layouts]) == 1
+    assert "more ranks than its mesh" in capsys.readouterr().err
+    assert main(["explain", "--shape", "8", "--src", "4: R", "--dst", "rank 0", "--html", "/none/there.html"]) == 2
     assert main(["explain", "--shape", "9", "--src", "4: P(avg)", "--dst", "4: R", "--dtype", "int32"]) == 1
     assert "unsupported-dtype" in capsys.readouterr().err
 

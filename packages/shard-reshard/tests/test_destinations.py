@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, Resharder, plan_reshard, reshard_state_dict, state_version
+from shard_reshard import (
+    PlanError,
+    Resharder,
+    StateDictResharder,
+    plan_reshard,
+    reshard_state_dict,
+    state_version,
+)
 from shard_reshard.execution.checks import overlaps_itself, sharing
+from shard_reshard.state_dict.meta import stamp_version
 from shard_spec import Box
 
 
@@ -140,3 +148,20 @@ def test_tied_only_at_the_destination(ranks: Ranks) -> None:
     assert state_version(out) == 1
     out = {"embed": tied, "head": tied}
     _attempt(ranks, "invalid-out", {"embed": full, "head": full.clone()}, "2: R", out, atomic=False)
+    # Where the values differ in one rank's rows alone, that rank raised and the other went on.
+    head = full.clone()
+    head[1] += 1
+    out = {"embed": tied[:1], "head": tied[:1]}
+    stamp_version(out, 1)
+    _attempt(ranks, "invalid-out", {"embed": full, "head": head}, "2: S(0)", out)
+    # A tie that the plan does not know is refused before anything moves.
+    state = {"embed": full, "head": head}
+    resharder = StateDictResharder(state, "2: S(0)", out={"embed": tied[:1], "head": tied[1:]})
+    with pytest.raises(PlanError, match="invalid-out") as caught:
+        resharder(state, out={"embed": tied[:1], "head": tied[ranks.rank :][:1]})
+    assert len(set(ranks.gather(str(caught.value)))) == 1
+    # A version stays with its values.
+    out = {"embed": torch.zeros(1, 3), "head": torch.zeros(1, 3)}
+    for version, atomic in ((5, True), (None, True), (6, False), (None, False)):
+        reshard_state_dict(state, "2: S(0)", out=out, version=version, atomic=atomic)
+        assert state_version(out) == version

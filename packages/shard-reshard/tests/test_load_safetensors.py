@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from shard_reshard import (
     BoxShardMap,
     Part,
     PlanError,
+    Progress,
     load_safetensors,
+    plan_reshard,
     read_safetensors_header,
     simulate,
     state_version,
@@ -26,9 +29,10 @@ from shard_reshard.checkpoint.load import _read_boxes
 from shard_reshard.checkpoint.plan import LoadPlan, plan_load
 from shard_reshard.checkpoint.safetensors import DTYPES, file_table
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
-from shard_spec import InterleavedShard, Layout, MeshSpec
+from shard_spec import Box, InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 NUM_PAIRS = 150
 CPU = torch.device("cpu")
@@ -360,3 +364,79 @@ def test_a_file_that_changes_meanwhile(ranks: Ranks, tmp_path: Path, monkeypatch
         load_safetensors([folder / "f"], {"weight": "2: R"}, out=model, key_map={"w": "weight"})
     assert len(set(ranks.gather(str(caught.value)))) == 1
     assert torch.equal(model.weight.detach(), before)
+
+
+@pytest.mark.ranks(2)
+def test_what_out_declares_is_compared_with_the_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """Their local shapes are equal: a partial tensor came out doubled, and rows went to other ranks."""
+    folder, mesh = Path(ranks.gather(str(tmp_path))[0]), ranks.mesh((2,), ("tp",))
+    full = torch.arange(48.0).view(8, 6)
+    if ranks.rank == 0:
+        write(folder / "f", {"w": full})
+    ranks.gather(None)
+    partial = DTensor.from_local(torch.zeros(8, 6), mesh, [Partial()], run_check=False)
+    fused = nn.Parameter(torch.zeros(4, 6))
+    fused._sharding_info = (mesh, (Shard(0),), (8, 6), (6, 1), ((4, 1, 1), (4, 1, 1)))  # type: ignore[attr-defined]
+    for out, layout in ((partial, "2: R"), (fused, "2: S(0)")):
+        with pytest.raises(PlanError, match="layout-mismatch"):
+            load_safetensors(folder / "f", layout, out={"w": out})
+    assert not torch.cat([partial.to_local(), fused.detach()]).any()
+    load_safetensors(folder / "f", out={"w": fused})
+    assert torch.equal(fused.detach(), full[[0, 1, 4, 5] if ranks.rank == 0 else [2, 3, 6, 7]])
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_nobody_wants(ranks: Ranks, tmp_path: Path) -> None:
+    folder, full = Path(ranks.gather(str(tmp_path))[0]), torch.arange(96.0).view(12, 8)
+    if ranks.rank == 0:
+        write(folder / "f", {"w": full})
+    ranks.gather(None)
+    for dim, columns in ((0, 8), (1, 12)):
+        part = Part("h", dim=dim, source_start=2, size=4)
+        loaded = load_safetensors(folder / "f", "2: S(0)", key_map={"w": part})
+        wanted = full.narrow(dim, 2, 4).chunk(2)[ranks.rank]
+        assert torch.equal(loaded["h"], wanted)
+        assert sum(ranks.gather(loaded.read_bytes)) == 4 * 4 * columns if dim == 0 else 4 * full.numel()
+    holes = BoxShardMap((12, 8), {0: [Box((1, 0), (2, 8))], 1: [Box((7, 0), (3, 8))]}, holes=True)
+    loaded = load_safetensors(folder / "f", {"w": holes})
+    assert torch.equal(loaded["w"], full[1:3] if ranks.rank == 0 else full[7:10])
+    gap = BoxShardMap((12, 8), {0: [Box((0, 0), (5, 8))], 1: [Box((6, 0), (6, 8))]}, holes=True)
+    with pytest.raises(PlanError, match="boxes-incomplete"):
+        plan_reshard((12, 8), "float32", gap, "2: S(0)")
+    assert plan_reshard((12, 8), "float32", gap, gap).wire_bytes == 0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("atomic", [True, False])
+def test_what_happens_to_one_rank_or_file_in_the_middle(ranks: Ranks, tmp_path: Path, atomic: bool) -> None:
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    old = {f"t{at}": torch.full((64, 4), float(at)) for at in range(6)}
+    for name in ("f", "new"):
+        if ranks.rank == 0:
+            write(folder / name, old if name == "f" else {key: -value for key, value in old.items()})
+        ranks.gather(None)
+
+    def replace(progress: Progress) -> None:
+        if progress.done == 2 and ranks.rank == 0:  # by a file of the same length
+            (folder / "new").replace(folder / "f")
+
+    out = {name: torch.full((32, 4), 9.0) for name in old}
+    options: dict[str, Any] = {"bucket_bytes": 1500, "atomic": atomic}
+    state = "out stays as it was" if atomic else "out is filled in part"
+    with pytest.raises(PlanError, match=rf"{state}[^\0]*file-changed") as caught:
+        load_safetensors(folder / "f", "2: S(0)", out=out, version=3, progress=replace, **options)
+    assert len(set(ranks.gather(str(caught.value)))) == 1
+    assert state_version(out) is None
+    assert all(bool((value == 9).all()) for value in out.values()) == atomic
+
+    def failing(progress: Progress) -> None:
+        if ranks.rank == 1:
+            raise RuntimeError("not drawn")
+
+    with pytest.raises(RuntimeError, match="not drawn") if ranks.rank else nullcontext():
+        load_safetensors(folder / "f", "2: S(0)", out=out, version=4, progress=failing, **options)
+    assert state_version(out) == 4 and torch.equal(out["t5"], torch.full((32, 4), -5.0))
+    load_safetensors(folder / "f", "2: S(0)", out=out, **options)  # of no version that anyone gave
+    assert state_version(out) is None
+    with pytest.raises(PlanError, match="null byte"):
+        load_safetensors({0: folder / "f", 1: "f\0" if ranks.rank else "g"}, "2: R")

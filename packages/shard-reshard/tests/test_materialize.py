@@ -199,3 +199,32 @@ def test_folders_with_an_index(ranks: Ranks, tmp_path: Path) -> None:
     ranks.gather(None)
     with pytest.raises(PlanError, match=r"\[missing-tensor\] x"):
         load_safetensors(folder / "sub", "2: R")
+
+
+@pytest.mark.ranks(2)
+def test_ties_and_views_of_memory_on_meta(ranks: Ranks, tmp_path: Path) -> None:
+    """Tied by memory and not by object, they became two tensors; a buffer without memory ended the process."""
+    folder, full = Path(ranks.gather(str(tmp_path))[0]), torch.arange(32.0).view(8, 4)
+    if ranks.rank == 0:
+        write(folder / "f", {"a": full, "b": full, "c": full[2:4]})
+    ranks.gather(None)
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.empty(8, 4))
+            self.b = nn.Parameter(self.a.data)
+
+    with torch.device("meta"):
+        model = Views()
+    if ranks.rank == 1:
+        model.register_buffer("odd", torch.ones(3).to_sparse(), False)
+    load_safetensors(folder / "f", dict.fromkeys("ab", "2: R"), out=model, key_map={"c": None})
+    assert model.a is not model.b
+    assert model.a.data_ptr() == model.b.data_ptr()
+    assert torch.equal(model.b.detach(), full)
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    model.register_buffer("gone", freed if ranks.rank else torch.ones(1000), False)
+    with pytest.raises(PlanError, match=r"uninitialized-buffer\] gone: a buffer whose storage was freed"):
+        load_safetensors(folder / "f", dict.fromkeys("ab", "2: R"), out=model, key_map={"c": None})

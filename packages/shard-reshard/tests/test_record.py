@@ -189,7 +189,9 @@ def test_an_engine_on_other_ranks_and_on_meta(ranks: Ranks) -> None:
     extra = {**checkpoint(0), "rotary.cos": torch.zeros(2)}
     assert record_layouts(Engine(ranks.rank, 2), extra).key_map["rotary.cos"] is None
     with pytest.raises(PlanError, match=r"rotary\.cos"):
-        record_layouts(Engine(ranks.rank, 2) if ranks.rank else None, extra, strict=True)
+        record_layouts(
+            Engine(ranks.rank, 2) if ranks.rank else None, extra, strict=ranks.rank == 1
+        )  # asked by one is asked
     # Given memory later, it is filled with constants and what moves, and nothing else.
     late = Engine(ranks.rank, 2, "meta")
     recorded = record_layouts(late, checkpoint(0))

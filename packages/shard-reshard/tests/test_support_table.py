@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,21 @@ def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
     assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
 
 
-@pytest.mark.parametrize("layout", [3, object(), ("a", "b", "c"), "4 S(0)", "4: S(0) on ranks a..b"])
+_BOX = Box((0, 0), SHAPE)
+_NO_LAYOUTS = [3, object(), ("a", "b", "c"), "4 S(0)", "4: S(0) on ranks a..b", "4: S(0) on ranks 0..99999999999"]
+_NO_BOXES: list[object] = [{0: 5}, {0: None}, {"a": _BOX}, {0.5: _BOX}, {0: [_BOX, 3]}]
+
+
+@pytest.mark.parametrize("layout", [*_NO_LAYOUTS, *_NO_BOXES])
 def test_what_is_no_layout(layout: object) -> None:
     with pytest.raises(PlanError):
         resolve_layout(layout, SHAPE)
+
+
+@pytest.mark.parametrize("shape", [(-8, 12), "88", (8.5, 12), (8, None), (float("nan"), 1)])
+def test_what_is_no_shape(shape: Any) -> None:
+    for layout in ("4: S(0)", "rank 0"):
+        with pytest.raises(PlanError, match="invalid-argument"):
+            plan_reshard(shape, "float32", layout, "4: R")
+    with pytest.raises(PlanError, match="max_workspace_bytes"):
+        plan_reshard((8, 12), "float32", "4: S(0)", "4: R", max_workspace_bytes=shape)

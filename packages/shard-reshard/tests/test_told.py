@@ -60,6 +60,33 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
     refused("missing-argument", lambda: reshard_state_dict(drifted, "rank 1"))
     assert resharder({"b": plain})["b"].numel() == 4 + ranks.rank
 
+    # Answers of a function, and lists, are those of the call.
+    class Policy:
+        layout = "2: S(1)"
+
+        def of(self, name: str, shape: tuple[int, ...]) -> str:
+            return self.layout
+
+    policy, key_map, shapes = Policy(), {"w": [Part("w")]}, {"w": [4, 4]}
+    for at, layout in enumerate(("2: S(1)", "2: R", "2: R", "2: S(1)")):
+        policy.layout = layout
+        if at == 2:
+            key_map["w"].append(Part("v"))
+        given = {"src_layouts": ROWS["src_layouts"], "shapes": shapes, "key_map": key_map}
+        moved = reshard_state_dict({"w": rows}, policy.of, **given)
+        assert moved.keys() == ({"w"} if at < 2 else {"w", "v"})
+        assert all(torch.equal(value, full if layout == "2: R" else columns[ranks.rank]) for value in moved.values())
+    shapes["w"][0] = 6
+    refused("shape-mismatch", lambda: reshard_state_dict({"w": rows}, policy.of, **given))
+
+    # A later source of equal metadata whose memory is gone.
+    resharder, gone = StateDictResharder({"w": rows}, "2: S(1)", **ROWS), rows.clone()
+    resharder({"w": rows})
+    if ranks.rank == 1:
+        gone.untyped_storage().resize_(8)
+    refused("no-data", lambda: resharder({"w": gone}))
+    assert torch.equal(resharder({"w": rows})["w"], columns[ranks.rank])
+
     # Two stretches of one tied tensor are not tied; a tensor that is tied no more is another tensor.
     tied: dict[str, Any] = {"src_layouts": dict.fromkeys("ab", "2: S(0)"), "shapes": dict.fromkeys("ab", (4, 4))}
     halves: dict[str, Any] = {

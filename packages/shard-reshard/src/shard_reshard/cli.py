@@ -53,12 +53,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(error, file=sys.stderr)
         return 1
-    print(text)
     if arguments.html is not None:
         from shard_reshard.planning.picture import picture
 
-        Path(arguments.html).write_text(picture(plan, arguments.name), encoding="utf-8")
+        try:
+            Path(arguments.html).write_text(picture(plan, arguments.name), encoding="utf-8")
+        except OSError as error:
+            print(f"shard-reshard: --html: {error}", file=sys.stderr)
+            return 2
         print(f"wrote {arguments.html}", file=sys.stderr)
+    print(text)
     return 0
 
 

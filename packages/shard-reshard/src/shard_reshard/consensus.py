@@ -177,13 +177,12 @@ def assert_consistent(
         return True
     flags = (len(problems) > 0) * _HAS_PROBLEMS | (check == "always") * _COMPARES_ALWAYS
     rows = all_gather_header(members, Topic.CALL, bytes([flags]) + digest.digest())()
-    if rows is not None and len({row[1:] for row in rows}) == 1 and not any(row[0] & _HAS_PROBLEMS for row in rows):
-        # One rank that compares in every call needs all others to.
-        settled = not any(row[0] & _COMPARES_ALWAYS for row in rows)
-        if settled:
-            agreed.add(digest.hexdigest())
-        return settled
-    raise_joined(members, facts, problems, state)
+    if rows is None or len({row[1:] for row in rows}) > 1 or any(row[0] & _HAS_PROBLEMS for row in rows):
+        raise_joined(members, facts, problems, state)
+    if any(row[0] & _COMPARES_ALWAYS for row in rows):
+        return False  # one rank that compares in every call needs all others to
+    agreed.add(digest.hexdigest())
+    return True
 
 
 def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:

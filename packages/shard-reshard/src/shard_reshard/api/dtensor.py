@@ -46,19 +46,24 @@ def redistribute(
         A new DTensor on ``device_mesh``, its local tensor in fresh memory.
 
     Raises:
-        PlanError: On every rank alike, before any data moves.
+        PlanError: On every rank alike, before any data moves. A rank that passes no DTensor, no mesh or a group of
+            another type does not know which ranks wait for it, and raises alone.
     """
-    if not isinstance(dtensor, DTensor):
-        hint = "pass a DTensor; a local tensor goes to reshard(tensor, src, dst)"  # type: ignore[unreachable]  # callers are not checked
-        raise PlanError(Problem("wrong-type", "dtensor", found=f"a {type(dtensor).__name__}", hint=hint))
-    placements, ndim = list(placements), dtensor.dim()
-    for at, p in enumerate(placements):  # DTensor itself counts dims from the front only
-        if not isinstance(p, Placement):
-            hint = "pass placements, such as [Shard(0)], one for each axis"  # type: ignore[unreachable]  # as above
-            raise PlanError(Problem("wrong-type", "placements", found=repr(p), hint=hint))
-        if isinstance(p, Shard) and -ndim <= p.dim < 0:
-            placements[at] = Shard(p.dim + ndim)
-    placements = tuple(placements)
+    given: dict[str, tuple[Any, Any, str]] = {
+        "dtensor": (dtensor, DTensor, "pass a DTensor; a local tensor goes to reshard(tensor, src, dst)"),
+        "device_mesh": (device_mesh, DeviceMesh, "pass the destination's DeviceMesh"),
+        "group": (group, dist.ProcessGroup | None, "pass a process group, as mesh.get_group('tp') returns it"),
+    }
+    for name, (value, kind, hint) in given.items():
+        if not isinstance(value, kind):
+            raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
+    try:
+        placements = _normalized(placements, dtensor.dim())
+    except PlanError as error:
+        if torch.compiler.is_compiling():
+            raise
+        known = group or _union_group(dtensor.device_mesh, device_mesh, dist.group.WORLD)
+        raise_on_all_ranks(group_info(known), error)
     if torch.compiler.is_compiling():
         return _redistribute_compiled(dtensor, device_mesh, placements, group)
     moved = _Redistribute.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -66,6 +71,14 @@ def redistribute(
     )
     assert isinstance(moved, DTensor)
     return moved
+
+
+def _normalized(placements: Any, ndim: int) -> tuple[Placement, ...]:
+    """Return placements whose dims count from the front, as DTensor itself has them."""
+    if not isinstance(placements, Sequence) or not all(isinstance(p, Placement) for p in placements):
+        hint = "pass placements, such as [Shard(0)], one for each axis"
+        raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
+    return tuple(Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements)
 
 
 class _Route(NamedTuple):

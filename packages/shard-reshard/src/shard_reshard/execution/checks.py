@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import gcd
+from operator import mul
 from typing import Any
 
 import torch
@@ -96,8 +97,9 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Return False where the storage ends before the tensor: sharded data parallelism frees it between uses."""
     if not tensor.numel() or tensor.layout != torch.strided or type(tensor) not in PLAIN_TYPES or is_fake((tensor,)):
         return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    strides = tensor.stride()  # no loop of Python: repeated calls ask, too
+    last = sum(map(mul, tensor.shape, strides)) - sum(strides)
+    end = int(tensor.storage_offset() + last + 1) * tensor.element_size()
     return end <= tensor.untyped_storage().nbytes()
 
 

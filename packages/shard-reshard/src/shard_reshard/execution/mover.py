@@ -15,7 +15,7 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
 from shard_reshard.consensus import GroupInfo, assert_consistent, check_mode, data_device
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import destination_problems, local_problems
+from shard_reshard.execution.checks import destination_problems, has_memory, local_problems
 from shard_reshard.execution.exchange import Exchange
 from shard_reshard.execution.guards import Match, TensorGuards, record_guards
 from shard_reshard.layout.base import Index
@@ -112,8 +112,8 @@ class Mover:
         if guards is None or (-1 if outs is None else len(outs)) != self._guarded_outs:
             return None
         match = guards.match(sources if outs is None else sources + outs)
-        # In other memory a destination may overlap a source; sources alone need no second look.
-        if match is Match.NONE or (match is Match.METADATA and outs):
+        # In other memory a destination may overlap a source; of sources alone memory may be gone.
+        if match is Match.NONE or (match is Match.METADATA and (outs or not all(map(has_memory, sources)))):
             return None
         return self.start(sources, outs, async_op, unchanged=match is Match.MEMORY)
 

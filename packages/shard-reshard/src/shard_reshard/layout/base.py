@@ -12,14 +12,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from operator import add
+from operator import add, index
 from typing import Any, NamedTuple
+
+from shard_reshard._shared.problems import PlanError, Problem
 
 Index = tuple[int, ...]
 
 
 # Makes a named tuple of a tuple, at half the cost of calling its class: planning for large worlds makes thousands.
 new_tuple = tuple.__new__
+
+
+def sizes_of(shape: Any) -> Index:
+    """Return a global shape as whole numbers.
+
+    Raises:
+        PlanError: ``invalid-argument`` where it is none.
+    """
+    try:
+        sizes = () if isinstance(shape, str) else tuple(map(index, shape))
+        if isinstance(shape, str) or any(size < 0 for size in sizes):
+            raise TypeError
+    except TypeError:
+        hint = "sizes are whole numbers, 0 or more, one for each dim"
+        raise PlanError(Problem("invalid-argument", "shape", found=repr(shape), hint=hint)) from None
+    return sizes
 
 
 class Piece(NamedTuple):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import index
 from typing import Any
 
 from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import Cell, Index, Piece, ShardMap, shortened
+from shard_reshard.layout.base import Cell, Index, Piece, ShardMap, shortened, sizes_of
 from shard_reshard.layout.tiling import coverage_problems
 
 
@@ -29,8 +30,12 @@ class BoxShardMap(ShardMap):
     """
 
     def __init__(self, shape: Sequence[int], boxes: Mapping[int, Sequence[Box]], holes: bool = False) -> None:
-        self.shape = tuple(int(size) for size in shape)
-        self.boxes = {int(rank): tuple(found) for rank, found in sorted(boxes.items())}
+        self.shape = sizes_of(shape)
+        try:
+            self.boxes = {index(rank): tuple(found) for rank, found in sorted(boxes.items())}
+        except TypeError as error:
+            hint = "pass {rank: [Box(offsets, sizes), ...]}"
+            raise PlanError(Problem("invalid-argument", "boxes", found=str(error), hint=hint)) from None
         problems = coverage_problems(self.shape, self.boxes)
         self.holes = bool(problems) and {problem.code for problem in problems} == {"boxes-incomplete"}
         if problems and not (holes and self.holes):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from shard_spec import Box, Layout, MeshSpec
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.base import ShardMap, sizes_of
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.mesh import MeshShardMap
 
@@ -71,11 +71,18 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
     if isinstance(layout, str):
         return _from_text(layout, _needed(shape, "a text"))
     if isinstance(layout, Mapping):
-        boxes = {rank: (found,) if isinstance(found, Box) else tuple(found) for rank, found in layout.items()}
+        boxes = {rank: (found,) if isinstance(found, Box) else found for rank, found in layout.items()}
+        for rank, found in boxes.items():
+            if not isinstance(found, Sequence) or not all(isinstance(box, Box) for box in found):
+                hint = "give boxes by rank: {rank: Box(offsets, sizes)}, or a list of them"
+                raise PlanError(Problem("invalid-layout", found=f"{found!r} for rank {rank!r}", hint=hint))
         return BoxShardMap(_extent([b for held in boxes.values() for b in held]) if shape is None else shape, boxes)
     meshes = sys.modules.get("torch.distributed.device_mesh")
     pair = isinstance(layout, tuple) and len(layout) == 2
     if pair and meshes is not None and isinstance(layout[0], meshes.DeviceMesh):
+        if not isinstance(layout[1], Sequence):
+            hint = "give placements as a list, one for each axis: (mesh, [Shard(0)])"
+            raise PlanError(Problem("invalid-layout", found=f"(mesh, {layout[1]!r})", hint=hint))
         return MeshShardMap(_from_mesh(layout[0], layout[1], turn), _needed(shape, "a mesh with placements"))
     tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(layout, tensors.DTensor):
@@ -95,7 +102,7 @@ def _needed(shape: Sequence[int] | None, what: str) -> tuple[int, ...]:
     if shape is None:
         hint = "pass shape=, the global shape: local rows alone do not tell it"
         raise PlanError(Problem("missing-argument", "shape", found=f"{what}, which does not give the size", hint=hint))
-    return tuple(int(size) for size in shape)
+    return sizes_of(shape)
 
 
 def _same_shape(bound: ShardMap, shape: Sequence[int] | None) -> ShardMap:
@@ -125,18 +132,21 @@ def _from_text(text: str, shape: tuple[int, ...]) -> ShardMap:
         raise PlanError(Problem("invalid-layout", found=repr(text), hint=_TEXT_HINT))
     mesh = MeshSpec.parse(match["mesh"])
     if match["ranks"] is not None:
-        mesh = MeshSpec(mesh.axes, _listed(match["ranks"], text))
+        mesh = MeshSpec(mesh.axes, _listed(match["ranks"], text, len(mesh.ranks)))
     return MeshShardMap(Layout.parse(match["layout"], mesh), shape)
 
 
-def _listed(text: str, whole: str) -> list[int]:
+def _listed(text: str, whole: str, size: int) -> list[int]:
     ranks: list[int] = []
     for item in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", item)
         if match is None:
             raise PlanError(Problem("invalid-layout", found=repr(whole), hint=_TEXT_HINT))
-        first = int(match[1])
-        ranks.extend(range(first, int(match[2] or first) + 1))
+        listed = range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(ranks) + len(listed) > size:  # before memory is taken for them
+            found = f"{whole!r} lists more ranks than its mesh of {size} has"
+            raise PlanError(Problem("invalid-layout", found=found, hint=_TEXT_HINT))
+        ranks.extend(listed)
     return ranks
 
 

@@ -47,6 +47,9 @@ def plan_reshard(
     """
     values = isinstance(src, _VALUES) and isinstance(dst, _VALUES)
     plan = _plan_of_values if values else _plan_of_values.__wrapped__
+    if not isinstance(max_workspace_bytes, int | None):
+        found, hint = repr(max_workspace_bytes), "a number of bytes, or None"  # type: ignore[unreachable]  # callers are not checked
+        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
     if not isinstance(shape, Sequence | None):
         hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
         raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
@@ -88,7 +91,7 @@ def resolve_layouts(
         except PlanError as error:
             problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
     if problems:
-        raise PlanError(problems)
+        raise PlanError(dict.fromkeys(problems))
     assert bound[0] is not None
     assert bound[1] is not None
     return bound[0], bound[1]

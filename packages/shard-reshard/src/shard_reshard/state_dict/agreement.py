@@ -44,6 +44,7 @@ class Question(NamedTuple):
     versions: bool
     check: str
     changed_only: int = 0  # every how many calls everything is sent
+    serial: int = 0  # of a question whose layouts are a function: what it answers may change, so that none are equal
 
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
@@ -51,8 +52,8 @@ class Question(NamedTuple):
         layouts = self.dst_layouts
         if isinstance(layouts, Mapping):
             text = repr(sorted((name, _layout_text(layout)) for name, layout in layouts.items()))
-        else:  # a function that changes its mind has to be another object
-            text = f"function {id(layouts)}" if callable(layouts) else _layout_text(layouts)
+        else:
+            text = f"function {self.serial}" if callable(layouts) else _layout_text(layouts)
         return repr(sorted((self.key_map or {}).items())) + repr(asked) + text
 
 

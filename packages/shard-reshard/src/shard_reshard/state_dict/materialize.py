@@ -27,17 +27,18 @@ class Materialized:
 
     def __init__(self, targets: Mapping[str, Any], filled: Collection[str], device: torch.device) -> None:
         self._fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the old one -> old, new
-        # By storage: tied names, filled or not, keep one tensor, and views of one memory stay that.
         on_meta = {name: local_tensor(value) for name, value in targets.items() if _is_meta(value)}
-        storages = {storage_key(local): torch.UntypedStorage() for name, local in on_meta.items() if name in filled}
+        # One memory stays one: a tied name, filled or not, gets it, and so do filled views of it.
+        memory = {storage_key(local): local.untyped_storage() for name, local in on_meta.items() if name in filled}
+        for key, storage in memory.items():
+            memory[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+        places = {_place(local) for name, local in on_meta.items() if name in filled}
         for name, local in on_meta.items():
-            key = storage_key(local)
-            if key in storages and id(targets[name]) not in self._fresh:
-                if not storages[key].nbytes():
-                    storages[key] = torch.UntypedStorage(local.untyped_storage().nbytes(), device=device)
+            value = targets[name]
+            if _place(local) in places and id(value) not in self._fresh:
                 fresh = torch.empty(0, dtype=local.dtype, device=device)
-                fresh.set_(storages[key], local.storage_offset(), local.shape, local.stride())
-                self._fresh[id(targets[name])] = targets[name], _like(targets[name], fresh)
+                fresh.set_(memory[storage_key(local)], local.storage_offset(), local.shape, local.stride())
+                self._fresh[id(value)] = value, _like(value, fresh)
         self.names = tuple(name for name, value in targets.items() if id(value) in self._fresh)
         self.targets = {
             name: self._fresh[id(value)][1] if id(value) in self._fresh else value for name, value in targets.items()
@@ -50,6 +51,10 @@ class Materialized:
                 for name, value in table.items():
                     if id(value) in self._fresh:
                         table[name] = self._fresh[id(value)][1]  # type: ignore[assignment]  # as the old one was
+
+
+def _place(local: torch.Tensor) -> object:
+    return storage_key(local), local.storage_offset(), local.shape, local.stride(), local.dtype
 
 
 def _is_meta(value: Any) -> bool:

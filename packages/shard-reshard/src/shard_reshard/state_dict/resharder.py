@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -107,7 +108,8 @@ def reshard_state_dict(
     try:
         values = [None if part is None else _as_values(part) for part in (dst_layouts, src_layouts)]
         comparable = (dst_layouts is None or values[0] is not None) and (src_layouts is None or values[1] is not None)
-        asked = values, shapes and dict(shapes), key_map and dict(key_map), bucket_bytes, strict, check
+        shapes, key_map = _snapshot(shapes), _snapshot(key_map)
+        asked = values, shapes, key_map, bucket_bytes, strict, check
         tensors, targets = tensors_of(state_dict), tensors_of(out)
         recent = _recent_resharder(members, asked, tensors, targets) if comparable else None
     except Exception as error:
@@ -145,7 +147,7 @@ def reshard_state_dict(
     call = resharder._prepare(tensors, targets, atomic)
     resharder._compare(call)
     result = resharder._move(call, out, progress, resharder._first_version)
-    if comparable and resharder._guards is not None:
+    if comparable and resharder._guards is not None and resharder._follow_answers():
         kept = _recent.setdefault(members.group, [])
         kept.append((asked, resharder))
         del kept[:-_MAX_RECENT]
@@ -197,7 +199,14 @@ class StateDictResharder(NotPicklable):
             self._chain = VersionChain(anchor_every) if changed_only else None
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             self._question = Question(
-                dst_layouts, key_map, bucket_bytes, strict, versions, check, anchor_every if changed_only else 0
+                dict(dst_layouts) if isinstance(dst_layouts, Mapping) else dst_layouts,
+                _snapshot(key_map),
+                bucket_bytes,
+                strict,
+                versions,
+                check,
+                anchor_every if changed_only else 0,
+                next(_SERIALS) if callable(dst_layouts) else 0,
             )
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
@@ -219,6 +228,18 @@ class StateDictResharder(NotPicklable):
         self._agreed = False  # all ranks have compared the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
+
+    def _follow_answers(self) -> bool:
+        """Keep what layouts that are a function answer, to compare in later calls; False where that is no value."""
+        self._answers = self._asked_again()
+        return self._answers is None or None not in self._answers
+
+    def _asked_again(self) -> list[Any] | None:
+        """Return what a function of layouts answers now; None where layouts are values."""
+        layouts = self._question.dst_layouts
+        if not callable(layouts):
+            return None
+        return [layout_value(layouts(name, layout.shape)) for name, (layout, _) in self.plan.targets.items()]
 
     def __call__(
         self,
@@ -420,9 +441,18 @@ def _recent_resharder(
         if known == asked and guards is not None:
             with torch.no_grad():  # as when they were recorded
                 sources, outs, match = compared = resharder._matched(tensors, targets)
-            if match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties):
+            same = match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties)
+            if same and resharder._asked_again() == resharder._answers:
                 return resharder, compared
     return None
+
+
+_SERIALS = count(1)
+
+
+def _snapshot(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy that a caller's later changes, also of lists within, do not reach."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in (given or {}).items()}
 
 
 def _as_values(layouts: Any) -> Any:
