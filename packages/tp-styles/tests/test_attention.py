@@ -120,7 +120,7 @@ class FastFeedForward(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("params", ["dtensor", "local"])
 def test_no_fast_path_past_a_style(ranks: Ranks, params: Any) -> None:
-    """In evaluation a module would read one rank's rows itself: in later calls too, whether the plan knows it or not."""
+    """In evaluation a module would read one rank's rows itself: in later calls too, and where no plan knows of it."""
     mesh = ranks.mesh((2,), ("tp",))
 
     def encoder() -> Any:

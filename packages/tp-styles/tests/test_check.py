@@ -8,10 +8,12 @@ import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 from tp_styles._torch_compat import dispatch_modes
+from tp_styles.check.checker import Checker
 
 Tensor = torch.Tensor
 EXACT = 1e-12
@@ -712,6 +715,69 @@ def test_what_was_refused_is_refused_again(ranks: Ranks) -> None:
         pair.function = torch.tanh
     for mended in (model, inner, data, replicas):
         mended(torch.ones(2, 4, 16)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_what_is_put_in_after_checked_calls(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
+    """It is checked as if it had been there from the first call on, whether it has parameters or not."""
+    mesh = ranks.mesh((2,), ("tp",))
+
+    def model(calls: int) -> Any:
+        made: Any = models.seeded(lambda: nn.Sequential(nn.Linear(16, 16), Pair(lambda x: made[1].act(x)))).double()
+        made[1].act = nn.GELU()
+        tp.apply_plan(made, mesh, {"1.up": tp.ColwiseParallel(), "1.down": tp.RowwiseParallel()}, params=params)
+        for _ in range(calls):
+            made(tokens()).sum().backward()
+        return made
+
+    for calls in (0, 3):
+        one = model(calls)
+        one[1].act = nn.Softmax(-1)
+        for _ in range(2):
+            with pytest.raises(tp.PlanError, match="check-mismatch"):
+                one(tokens())
+        one[1].act = nn.Tanh()
+        one(tokens())
+        one[1].k = nn.Parameter(torch.tensor(1.5).double())
+        one[1].function = lambda x, one=one: one[1].k * x
+        with pytest.raises(tp.PlanError, match=r"check-mismatch\] 1\.k: .*gradient"):
+            one(tokens())
+        one = model(calls)
+        one[1].up = copy.deepcopy(one[1].up)
+        one(tokens()).sum().backward()
+    torch.manual_seed(ranks.rank)
+    one[0] = nn.Linear(16, 16).double()
+    with pytest.raises(tp.PlanError, match=r"replicas-differ\] 0\.weight"):
+        one(tokens())
+    # What a forward or a loop puts in again and again is not checked at every call for ever.
+    one, two = model(0), model(0)
+
+    def with_new_module(x: Tensor) -> Tensor:
+        one[1].act = nn.GELU()
+        result: Tensor = one[1].act(x)
+        return result
+
+    one[1].function = with_new_module
+    checked: dict[Any, list[int]] = {one: [], two: []}
+    for call, each in itertools.product(range(20), checked):
+        two[1].act = nn.GELU()
+        with patch.object(Checker, "_verdict", autospec=True, side_effect=Checker._verdict) as verdict:
+            each(tokens())
+        checked[each] += [call] * (verdict.call_count > 0)
+    assert checked[two][:4] == [0, 1, 2, 3]
+    assert all(len(calls) <= 10 for calls in checked.values())
+
+
+@pytest.mark.ranks(2)
+def test_another_class_after_the_plan(ranks: Ranks) -> None:
+    """Its forward is what the original runs; a class that takes the forward over (FSDP2's) changes nothing."""
+    for forward, is_right in ((nn.Linear.forward, True), (lambda self, x: 2 * F.linear(x, self.weight), False)):
+        model = models.seeded(Pair)
+        tp.apply_plan(model, ranks.mesh((2,), ("tp",)), PAIR)
+        model.up.__class__ = type("Derived", (nn.Linear,), {"forward": forward})
+        with nullcontext() if is_right else pytest.raises(tp.PlanError, match="check-mismatch"):
+            model(tokens().float())
 
 
 class Adapter(nn.Module):

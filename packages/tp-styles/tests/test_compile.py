@@ -157,7 +157,7 @@ class WithAdapter(nn.Module):
 
 
 def a_layer_that_comes_after_a_graph_break(ranks: Ranks) -> None:
-    """The graph with the check holds nothing of the layer; other models and layers without parameters change none."""
+    """The graph with the check holds nothing of the layer; other models change none."""
     model: Any = models.seeded(WithAdapter)
     tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
     model = copy.deepcopy(model)
@@ -166,9 +166,13 @@ def a_layer_that_comes_after_a_graph_break(ranks: Ranks) -> None:
         model.train(training)
         compiled(torch.ones(3, 8))
     nn.Sequential(WithAdapter())
-    model.late = nn.Sequential(nn.Identity())
     with torch.compiler.set_stance("fail_on_recompile"):
         compiled(torch.ones(3, 8))
+    shard = model.down.weight
+    model.down.weight = nn.Parameter(shard.detach().to_local())
+    with pytest.raises(tp.PlanError, match="local-shard-as-full"):
+        compiled(torch.ones(3, 8))
+    model.down.weight = shard
     model.middle = models.seeded(lambda: nn.Linear(8, 8))  # as long as a shard
     for training in (True, False, True):
         model.train(training)

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -133,6 +133,13 @@ def test_new_values_of_local_parameters(ranks: Ranks) -> None:
         nn.init.kaiming_uniform_(one.up.weight)
     for name, value in tp.full_state_dict(model).items():
         assert torch.equal(value, alone.state_dict()[name]), name
+    on_dtensors, alone = pair(mesh, "dtensor")
+    for one in (on_dtensors, alone):
+        torch.manual_seed(3)
+        one.up.reset_parameters()
+        one.down.reset_parameters()
+    for name, value in tp.full_state_dict(on_dtensors).items():
+        assert torch.equal(value, alone.state_dict()[name]), name
     with torch.device("meta"):
         later = models.MLP()
     tp.apply_plan(later, mesh, PLAN, params="local")
@@ -230,6 +237,44 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
     nn.utils.parametrizations.spectral_norm(model.up)
     with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*weight.*ParametrizedLinear"):
         model(x64(3, 8))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("params", MODES)
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_ordinary_parameters_in_place_of_shards(ranks: Ranks, params: Mode, check: Literal["first", "never"]) -> None:
+    """Outputs stay right, and norms go wrong without a word: at any call, however they came there."""
+
+    def replaced(layer: nn.Module, values: torch.Tensor) -> None:
+        layer.weight = nn.Parameter(values * 0.5)
+
+    def written(layer: nn.Module, values: torch.Tensor) -> None:
+        layer._parameters["weight"] = nn.Parameter(values)  # as FSDP2 does
+
+    def normed(layer: nn.Module, values: torch.Tensor) -> None:
+        replaced(layer, values)
+        nn.utils.weight_norm(layer)
+
+    def normed_before(layer: nn.Module, values: torch.Tensor) -> None:
+        nn.utils.weight_norm(layer)
+
+    mesh = ranks.mesh((2,), ("tp",))
+    for calls in (0, 3):
+        for act in (replaced, written, normed, *[normed_before] * (params == "local")):
+            model = models.seeded(lambda: models.MLP().double())
+            tp.apply_plan(model, mesh, PLAN, params=params, check=check)
+            assert isinstance(model, models.MLP)
+            for _ in range(calls):
+                model(x64(3, 8))
+            model.down.bias = nn.Parameter(torch.ones(8).double())  # a replica: right
+            model(x64(3, 8)).sum().backward()
+            tp.full_state_dict(model)
+            values = model.down.weight.detach()
+            act(model.down, values.to_local() if isinstance(values, DTensor) else values)
+            for _ in range(2):
+                with pytest.raises(tp.PlanError, match=r"local-shard-as-full.* (down\.)?weight: "):
+                    model(x64(3, 8))
 
 
 class _Failing(torch.optim.SGD):

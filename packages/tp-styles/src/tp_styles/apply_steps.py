@@ -21,7 +21,6 @@ from tp_styles.runtime.install import install_module
 from tp_styles.runtime.optimizer_checks import check_optimizers
 from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
 from tp_styles.runtime.state_hooks import (
-    CheckSharded,
     GlobalOnSave,
     LocalOnLoad,
     PreserveShardingOnApply,
@@ -70,7 +69,7 @@ def apply_steps(
             if found.spec.compute == "foreign":
                 changes += apply_torch_style(found, modules[found.name], axis.mesh, src_data_rank)
             else:
-                changes += _apply_own(found, modules[found.name], axis, made, check != "never")
+                changes += _apply_own(found, modules[found.name], axis, made)
         regions = regions_of(plan)
         changes.append(ModuleChange(model, removers=install_regions(model, plan, axis, regions)))
         if check != "never" and plan.modules:
@@ -137,7 +136,7 @@ def _is_same_everywhere(value: torch.Tensor, axis: TPGroup) -> bool:
 
 
 def _apply_own(
-    found: PlannedModule, module: nn.Module, axis: TPGroup, made: dict[int, nn.Parameter], check: bool
+    found: PlannedModule, module: nn.Module, axis: TPGroup, made: dict[int, nn.Parameter]
 ) -> list[ModuleChange]:
     changes: dict[str, ModuleChange] = {"": ModuleChange(module)}
     for name, original, spec in parameters_of(found, module):
@@ -150,25 +149,24 @@ def _apply_own(
     for name, value in found.spec.attributes:
         first.attributes[name] = getattr(module, name)
         setattr(module, name, value.local_size(axis.rank, axis.size) if isinstance(value, Split) else value)
-    for path, change in changes.items():
+    for change in changes.values():
         if change.parameters:
-            _keep(change, found.info.where(path), check)
+            _keep(change)
     first.removers += install_module(found, module, axis)
     return list(changes.values())
 
 
-def _keep(change: ModuleChange, fqn: str, check: bool) -> None:
+def _keep(change: ModuleChange) -> None:
     """Keep a module's new parameters shards of global ones through saving, loading, moving and replacing."""
     names = tuple(change.parameters)
     local = tuple(name for name in names if isinstance(change.module._parameters[name], ShardParameter))
     owner: Any = change.module  # torch leaves these two untyped
-    change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names, local)).remove)
+    shards = tuple(name for name in local if not change.splits[name].is_replicated)
+    change.removers.append(owner.register_state_dict_post_hook(GlobalOnSave(names, shards)).remove)
     change.removers.append(owner.register_load_state_dict_pre_hook(LocalOnLoad(names)).remove)
     if local:
         vars(owner)["_apply"] = PreserveShardingOnApply(owner, local)
         change.removers.append(lambda: vars(owner).pop("_apply", None) and None)
-        if hasattr(type(owner), "reset_parameters"):
-            vars(owner)["reset_parameters"] = ResetFullParameters(owner, local)
-            change.removers.append(lambda: vars(owner).pop("reset_parameters", None) and None)
-        if check:
-            change.removers.append(owner.register_forward_pre_hook(CheckSharded(local, fqn)).remove)
+    if hasattr(type(owner), "reset_parameters"):
+        vars(owner)["reset_parameters"] = ResetFullParameters(owner, names)
+        change.removers.append(lambda: vars(owner).pop("reset_parameters", None) and None)

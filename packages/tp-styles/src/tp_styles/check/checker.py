@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
     register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
 )
 
 from tp_styles._shared.sharding_info import sharding_info_of
@@ -40,6 +42,9 @@ from tp_styles.values.spec import is_below
 Check = Literal["first", "always", "never"]
 Mode = tuple[bool, bool]
 """True if a module trains, and whether gradients are recorded."""
+
+OFTEN = 8
+"""Changes at one place of a model that are checked one by one; later ones at powers of two: a loop may make them."""
 
 FLOAT64_LIMIT = 2**26
 """Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
@@ -142,13 +147,15 @@ class Checker:
         self.is_staged = is_staged
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
+        self.planned = frozenset(name for name, _ in model.named_parameters())
         self.results: dict[tuple[str, Mode], str] = {}
         self.failure = ""
         self.failed_by_plan = False
         self.entered: list[nn.Module] = []
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
-        self.known = set(self.names)
+        self.standing = dict(self.names)  # as of the last check: the model may have changed since the plan
+        self.changes: Counter[tuple[int, str]] = Counter()
         # Text: the compiler guards it, and would make a number that changes a symbol.
         self.structure = "0 changes"
         _watch(self)
@@ -158,15 +165,19 @@ class Checker:
         vars(self).update(state)
         _watch(self)
 
-    def add(self, submodule: nn.Module) -> None:
-        """A module was put into the model; if it brings parameters, what was checked has changed."""
-        new = {module for module in submodule.modules() if module not in self.known}
-        self.known |= new
-        if any(module._parameters for module in new):
-            self.structure = f"{int(self.structure.split()[0]) + 1} changes"
-            for scope in self.scopes:
-                for modes in (scope.done, scope.verified, scope.not_in_float64):
-                    modes.clear()
+    def forget(self, module: nn.Module, name: str) -> None:
+        """Something else stands in the model under this name: check it again, on every rank."""
+        if not any(scope.done for scope in self.scopes):
+            return
+        self.changes[id(module), name] += 1
+        count = self.changes[id(module), name]
+        if count > OFTEN and count & (count - 1):
+            return
+        self.structure = f"{int(self.structure.split()[0]) + 1} changes"
+        self.has_compared_replicas = False
+        for scope in self.scopes:
+            for modes in (scope.done, scope.verified, scope.not_in_float64):
+                modes.clear()
 
     def report(self) -> list[str]:
         """Lines on what was found equal, and on what was not compared."""
@@ -190,6 +201,7 @@ class Checker:
         if dist.get_backend(self.axis.group) == "fake" or any(is_fake(p) for p in hook.scope.module.parameters()):
             return
         scope, mode = hook.scope, (hook.scope.module.training, torch.is_grad_enabled())
+        self.standing = {module: name for name, module in self.scopes[0].module.named_modules()}
         if IN_FLOAT64.get() and mode in scope.not_in_float64:
             return
         try:
@@ -219,8 +231,12 @@ class Checker:
             CheckError: Some are not; on every rank.
         """
         different = []
+        styled = self.planned - scope.unstyled
         for name, parameter in scope.module.named_parameters():
-            if name in scope.unstyled and type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
+            owner = scope.module.get_submodule(name.rpartition(".")[0])
+            if name in styled or isinstance(vars(owner).get("forward"), Forward):
+                continue
+            if type(parameter) is nn.Parameter and not hasattr(parameter, "_sharding_info"):
                 value = parameter.detach()
                 if not is_close(value, agreed_values(value, self.axis, 0)):
                     different.append(Difference("replica", name, 0.0))
@@ -321,7 +337,7 @@ class Checker:
         with ExitStack() as stack:
             mode_of_runs = stack.enter_context(self._isolated())
             # Of the whole root: parameters outside of a region may be reached from within it.
-            leaves = (p for module in self.names for p in module._parameters.values() if p is not None and p.is_leaf)
+            leaves = (p for module in self.standing for p in module._parameters.values() if p is not None and p.is_leaf)
             others = stack.enter_context(GradientsAside(p for p in leaves if p.requires_grad)) if everywhere else None
             ours = self.agreed(lambda: inputs.copies(layouts, dtype, full=False))
             wanted = self.agreed(lambda: inputs.copies(layouts, dtype, full=True))
@@ -359,7 +375,7 @@ class Checker:
 
     def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
         others = self._checkers_below(scope.module)
-        originals = [*(one for checker in others for one in checker.originals), *self.originals]
+        originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
         reverted = {one.module for one in originals}
         # Modules that were made parallel over another mesh, or without the check, stay as they are.
         opaque = {
@@ -373,7 +389,7 @@ class Checker:
                 opaque.add(inner.module)
         run = Run(
             scope.module,
-            self.names,
+            self.standing,
             self.axis,
             dtype,
             originals=originals if original else None,
@@ -388,6 +404,12 @@ class Checker:
         finally:
             IN_FLOAT64.reset(token)
         return run
+
+    def successors(self) -> list[Original]:
+        """Modules in the places of those that the plan changed, of their kinds: copies of these, forwards and all."""
+        changed = {self.names[one.module]: one for one in self.originals if one.module in self.names}
+        late = {module: changed.get(name) for module, name in self.standing.items() if module not in self.names}
+        return [replace(one, module=new) for new, one in late.items() if one is not None and type(new) is one.kind]
 
     @contextmanager
     def _following(self) -> Iterator[None]:
@@ -416,7 +438,7 @@ class Checker:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 shapes.append(f"{key} {list((sharding_info_of(parameter) or parameter).shape)}")
-        return " ".join([self.names.get(module, ""), f"({', '.join([type(module).__name__, *shapes])})"]).strip()
+        return " ".join([self.standing.get(module, ""), f"({', '.join([type(module).__name__, *shapes])})"]).strip()
 
     def _checkers_below(self, module: nn.Module) -> list[Checker]:
         """Checkers of other calls that have made modules below parallel over the same mesh."""
@@ -490,20 +512,30 @@ _CHECKERS: WeakSet[Checker] = WeakSet()
 
 
 def _watch(checker: Checker) -> None:
-    """A layer that comes after a checked call (adapters, mostly) is met by no hook; to look in each call costs more."""
+    """Late modules and parameters (adapters, mostly) are met by no module's hook; to look in each call costs more."""
     _watch_registrations()
     _CHECKERS.add(checker)
 
 
 @cache
 def _watch_registrations() -> None:
-    register_module_module_registration_hook(_registered)
+    register_module_module_registration_hook(_on_module)
+    register_module_parameter_registration_hook(_on_parameter)
 
 
-def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
     for checker in [*_CHECKERS]:
-        if submodule is not None and module in checker.known:
-            checker.add(submodule)
+        if module in checker.standing and submodule is not module._modules.get(name):
+            checker.forget(module, name)
+
+
+def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    for checker in [*_CHECKERS]:
+        if module in checker.standing:
+            old = module._parameters.get(name)
+            # One of the same shape is new values, as `load_state_dict(assign=True)` brings them.
+            if old is None or old.shape != parameter.shape:
+                checker.forget(module, name)
 
 
 class CheckHook:

@@ -18,11 +18,11 @@ from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.dropout import RandomOps
 from tp_styles.runtime.parameters import (
+    ShardCheck,
     ShardParameter,
-    ShardSizeCheck,
-    computing_parameter,
     local_parameters,
     refuse_computed,
+    with_summed_gradient,
 )
 from tp_styles.runtime.redistribute import Redistribute, as_dtensor
 from tp_styles.values.spec import Redistribution, StyleSpec, describe
@@ -106,7 +106,7 @@ class Forward:
         self.name = name
         self.moves = {key: Redistribute(flow, axis, f"{name}({key})") for key, flow in spec.inputs}
         self.sums = {key: parameter for key, parameter in spec.parameters if parameter.sum_gradient}
-        self.parts = ShardSizeCheck(spec, axis, name)
+        self.parts = ShardCheck(module, spec, axis, name)
         self.leaves: list[Output | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,13 +129,10 @@ class Forward:
 
     def parameter_of(self, owner: nn.Module, attribute: str, name: str) -> torch.Tensor | None:
         """A parameter of a module below, under its name from here."""
-        found = self.sums.get(name)
-        if found is None:
-            (parameter,) = local_parameters(owner, attribute)
-        else:
-            parameter = computing_parameter(owner, attribute, self.axis, found)
-        self.parts.check((name,), (parameter,))
-        return parameter
+        (parameter,) = found = local_parameters(owner, attribute)
+        self.parts.check((name,), found)
+        spec = self.sums.get(name)
+        return parameter if spec is None else with_summed_gradient(parameter, self.axis, spec)
 
 
 class Output:
@@ -335,8 +332,7 @@ class ModuleForward(Forward):
                 if found is None:
                     refuse_computed(owner, attribute)
                     continue
-                local = computing_parameter(owner, attribute, self.axis, self.specs[key])
-                self.parts.check((key,), (local,))
+                local = self.parameter_of(owner, attribute, key)
                 if isinstance(local, ShardParameter):
                     local = local.view_as(local)  # a plain tensor, whose `size()` is that of the shard
                 if local is not found:

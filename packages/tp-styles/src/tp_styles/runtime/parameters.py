@@ -182,20 +182,23 @@ def split_of(info: ShardingInfo) -> Split:
     return Split.along(dim, info.shape[dim])
 
 
-class ShardSizeCheck:
-    """Size check of each local parameter along the dim that is sharded.
+class ShardCheck:
+    """Looks at what stands in place of each shard, where a forward reads it: however it came there, it is seen.
 
     A whole weight in place of a part (`module.weight = nn.Parameter(whole)`, `functional_call` with a whole state dict,
     `weight.data = whole`) has shapes that fit each other from a column-wise to a row-wise layer: every rank would
-    compute everything, and the sum would be that many times too large.
+    compute everything, and the sum would be that many times too large. An ordinary parameter of a part's size
+    (`nn.Parameter(weight.detach() * 2)`, FSDP2's) computes the right output, and a norm takes it for a replica.
 
     Args:
+        module: Whose parameters they are.
         spec: What the plan says of the module's parameters.
         axis: Over which ranks.
         name: The module's FQN, for errors.
     """
 
-    def __init__(self, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+    def __init__(self, module: nn.Module, spec: StyleSpec, axis: TPGroup, name: str) -> None:
+        self.module = module
         self.name = name
         self.sizes = {
             key: (
@@ -207,24 +210,37 @@ class ShardSizeCheck:
         }
 
     def check(self, names: Sequence[str], locals: Sequence[torch.Tensor | None]) -> None:
-        """See that each local tensor has the size of this rank's part; one comparison a tensor.
+        """See that each has the size of this rank's part, and knows what it is a part of if it is a parameter.
 
         Raises:
-            StyleInputError: One has another.
+            StyleInputError: One has another size.
+            PlanError: One is an ordinary parameter.
         """
         for name, local in zip(names, locals, strict=True):
             known = self.sizes.get(name)
-            if known is None or local is None or local.shape[known[0]] == known[1]:
+            if known is None or local is None:
                 continue
-            raise StyleInputError(
-                Problem(
-                    "shape-mismatch",
-                    f"{self.name}.{name}".lstrip("."),
-                    dim=known[0],
-                    found=f"{local.shape[known[0]]} on this rank",
-                    hint=f"this rank's shard has {known[1]}: load_state_dict() shards full tensors; or pass the shard",
-                )
-            )
+            dim, size = known
+            if local.shape[dim] != size:
+                where = f"{self.name}.{name}".lstrip(".")
+                found = f"{local.shape[dim]} on this rank"
+                hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
+                raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=found, hint=hint))
+            # What is no parameter is a DTensor's local tensor, or stands there for the time of a functional call.
+            if type(local) is nn.Parameter and not hasattr(local, ATTRIBUTE) and not self._is_of_dtensor(name):
+                raise PlanError(lost_shard(f"{self.name}.{name}".lstrip("."), local))
+
+    def _is_of_dtensor(self, name: str) -> bool:
+        """True in a trace: there the local tensor of a DTensor parameter is a parameter, too."""
+        path, _, attribute = name.rpartition(".")
+        return isinstance(self.module.get_submodule(path)._parameters.get(attribute), DTensor)
+
+
+def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
+    """Another parameter in place of a shard: norms and state dicts would take the shard for the full weight."""
+    hint = "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
+    hint += '; FSDP2 needs DTensors, which params="dtensor" gives for all but fused sections and copied key-value heads'
+    return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
 
 
 Mode = Literal["dtensor", "local"]
@@ -301,12 +317,14 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
     """
     found: list[torch.Tensor | None] = []
     any_dtensor = False
+    own = module._parameters
     for name in names:
-        parameter: torch.Tensor | None = module._parameters.get(name)
-        if parameter is None and name not in module._parameters:
+        parameter: torch.Tensor | None = own.get(name)
+        if parameter is None and name not in own:
             refuse_computed(module, name)
             parameter = getattr(module, name, None)
-        any_dtensor = any_dtensor or isinstance(parameter, DTensor)
+        # The exact type first: a class with a metaclass, as a tensor's, takes a while to say no.
+        any_dtensor = any_dtensor or (type(parameter) is not ShardParameter and isinstance(parameter, DTensor))
         found.append(parameter)
     if any_dtensor:
         _unwrap(found)
@@ -324,7 +342,7 @@ def _unwrap(parameters: list[torch.Tensor | None]) -> None:
             continue
         if in_graph:
             parameters[index] = parameter.to_local()
-        elif parameter.requires_grad and with_gradients:
+        elif with_gradients and parameter.requires_grad:
             learning[index] = parameter
         else:
             parameters[index] = local_of(parameter)
@@ -342,7 +360,8 @@ def refuse_computed(module: nn.Module, name: str) -> None:
     """
     below = getattr(module._modules.get("parametrizations"), name, nn.Module())
     found = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
-    if any(isinstance(parameter, ShardParameter) for _, parameter in found):
+    # torch's older weight norm makes an ordinary parameter of a part.
+    if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in found):
         hint = 'apply the plan with params="dtensor", or put it on and take it off again before the plan is applied'
         raise PlanError(
             Problem("local-shard-as-full", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)
@@ -371,9 +390,8 @@ def _differentiable(gradient: torch.Tensor, spec: Any) -> DTensor:
     return as_dtensor(gradient, spec.mesh, spec.placements, spec.shape, spec.stride)
 
 
-def computing_parameter(module: nn.Module, name: str, axis: TPGroup, spec: ParameterSpec) -> torch.Tensor | None:
-    """The parameter as a local tensor, with its gradient summed over the ranks if that is asked for."""
-    (parameter,) = local_parameters(module, name)
+def with_summed_gradient(parameter: torch.Tensor | None, axis: TPGroup, spec: ParameterSpec) -> torch.Tensor | None:
+    """A local parameter to compute with: its gradient is summed over the ranks if that is asked for."""
     if parameter is None or not spec.sum_gradient:
         return parameter
     summed = summed_gradient(parameter, axis, spec.split)

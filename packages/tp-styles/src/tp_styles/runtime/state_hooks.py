@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._shared.sharding_info import ATTRIBUTE, ShardingInfo, sharding_info_of
-from tp_styles._torch_compat import is_compiling, tree_map
+from tp_styles._torch_compat import local_of, tree_map
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.parameters import ShardParameter, full_tensor, rebuild, split_of
+from tp_styles.runtime.parameters import ShardParameter, full_tensor, lost_shard, rebuild, split_of
 from tp_styles.runtime.redistribute import as_dtensor
 from tp_styles.values.split import Split
 
@@ -126,11 +126,11 @@ class SectionedShard(torch.Tensor):
 
 
 class _StandIn:
-    """Stands in a module's place of a method that does not know of local parameters.
+    """Stands in a module's place of a method that does not know of parts.
 
     Args:
         module: The module.
-        names: Its local parameters.
+        names: Its parameters that styles divide.
     """
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
@@ -171,69 +171,33 @@ class ResetFullParameters(_StandIn):
     def __call__(self) -> None:
         """The module's own `reset_parameters`, with the default generator alike on every rank."""
         module: Any = self.module
-        kept = {name: part for name, part in self.parts().items() if not part.is_meta}
+        parts = {name: part for name, part in self.parts().items() if not part.is_meta}
         try:
-            for name, part in kept.items():
-                module._parameters[name] = nn.Parameter(part.detach().new_zeros(part._sharding_info.shape))
+            for name, part in parts.items():
+                module._parameters[name] = nn.Parameter(_local(part).new_zeros(_info(part).shape))
             type(module).reset_parameters(module)
-            whole = {name: module._parameters[name].detach() for name in kept}
+            whole = {name: module._parameters[name].detach() for name in parts}
         finally:
-            module._parameters.update(kept)
-        with torch.no_grad():
-            for name, part in kept.items():
-                mesh = part._sharding_info.mesh
-                part.copy_(split_of(part._sharding_info).take(whole[name], mesh.get_local_rank(), mesh.size()))
+            module._parameters.update(parts)
+        for name, part in parts.items():
+            _local(part).copy_(_cut(whole[name], _info(part), name))
+
+    def parts(self) -> dict[str, Any]:
+        """The local parameters, and DTensors on CPU: there torch draws the same numbers for each rank's part."""
+        found: dict[str, Any] = {name: self.module._parameters.get(name) for name in self.names}
+        on_cpu = {n: p for n, p in found.items() if isinstance(p, DTensor) and p.device.type == "cpu"}
+        # Those of FSDP2, on a mesh of two dims, are left to torch: a split says what one dim of a mesh divides.
+        return super().parts() | {name: part for name, part in on_cpu.items() if part.device_mesh.ndim == 1}
 
 
-class CheckSharded:
-    """Pre-hook that is there for the first forward: local parameters are still parts of global ones.
-
-    Args:
-        names: Local parameters of the module.
-        name: The module's FQN.
-    """
-
-    def __init__(self, names: tuple[str, ...], name: str) -> None:
-        self.names = names
-        self.name = name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Look, and take the hook away.
-
-        Raises:
-            PlanError: Somebody has put ordinary parameters in their place.
-        """
-        if is_compiling():
-            return
-        check_parts(module, self.names, self.name)
-        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is self]:
-            del module._forward_pre_hooks[key]
+def _local(part: ShardParameter | DTensor) -> torch.Tensor:
+    return local_of(part).detach() if isinstance(part, DTensor) else part.detach()
 
 
-def check_parts(module: nn.Module, names: tuple[str, ...], prefix: str) -> None:
-    """See that parameters which were made local know what they are a part of.
-
-    Raises:
-        PlanError: Some do not: state dicts and norms would take a part for the whole.
-    """
-    lost = [name for name in names if _is_lost(module._parameters.get(name))]
-    if lost:
-        raise PlanError(
-            Problem(
-                "local-shard-as-full",
-                f"{prefix}.{name}".lstrip("."),
-                found=f"{type(module._parameters[name]).__name__} in place of a local part",
-                hint="what replaced it (FSDP2 does) takes the shard for the full weight in state dicts and norms: give"
-                ' it a DTensor, which params="dtensor" does for all but fused sections and copied key-value heads',
-            )
-            for name in lost
-        )
-
-
-def _is_lost(parameter: torch.Tensor | None) -> bool:
-    if not isinstance(parameter, nn.Parameter | DTensor):
-        return False  # none; or a tensor for the time of a functional call
-    return not hasattr(parameter, "_sharding_info")
+def _info(part: ShardParameter | DTensor) -> ShardingInfo:
+    if isinstance(part, DTensor):
+        return ShardingInfo(part.device_mesh, part.placements, part.shape, part.stride())
+    return part._sharding_info
 
 
 class GlobalOnSave:
@@ -243,20 +207,24 @@ class GlobalOnSave:
 
     Args:
         names: The module's parameters that styles divide.
-        local: Those of them that are plain tensors.
+        shards: Those of them that are plain shards.
     """
 
-    def __init__(self, names: tuple[str, ...], local: tuple[str, ...]) -> None:
+    def __init__(self, names: tuple[str, ...], shards: tuple[str, ...]) -> None:
         self.names = names
-        self.local = local
+        self.shards = shards
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace this module's entries.
 
         Raises:
-            PlanError: A local parameter was replaced by one that does not know what it is a part of.
+            PlanError: A shard was replaced by a parameter that does not know what it is a part of.
         """
-        check_parts(module, self.local, prefix.removesuffix("."))
+        standing = ((name, module._parameters.get(name)) for name in self.shards)
+        # None, or a tensor for the time of a functional call, is no parameter.
+        lost = {n: p for n, p in standing if isinstance(p, nn.Parameter | DTensor) and not hasattr(p, ATTRIBUTE)}
+        if lost:
+            raise PlanError(lost_shard(prefix + name, parameter) for name, parameter in lost.items())
         for name in self.names:
             parameter = module._parameters.get(name)
             value = state.get(prefix + name)
@@ -292,7 +260,7 @@ def _as_parameter(value: torch.Tensor, parameter: nn.Parameter, key: str) -> tor
             return value if value.placements == placements else value.redistribute(placements=placements)
         if isinstance(value, DTensor) and mesh.ndim > 1:
             return value  # FSDP2's, on a mesh of two dims: torch's own loading compares
-        local = _cut(value, ShardingInfo(mesh, placements, shape, parameter.stride()), key)
+        local = _cut(value, _info(parameter), key)
         return as_dtensor(local, mesh, placements, shape)
     assert isinstance(parameter, ShardParameter)
     if isinstance(value, ShardParameter):
