@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from shard_reshard import (
 from shard_reshard.execution.checks import overlaps_itself, sharing
 from shard_reshard.state_dict.meta import stamp_version
 from shard_spec import Box
+from torch.distributed.tensor import DTensor, Shard
 
 
 def _places(tensor: torch.Tensor) -> set[int]:
@@ -160,6 +162,22 @@ def test_tied_only_at_the_destination(ranks: Ranks) -> None:
     with pytest.raises(PlanError, match="invalid-out") as caught:
         resharder(state, out={"embed": tied[:1], "head": tied[ranks.rank :][:1]})
     assert len(set(ranks.gather(str(caught.value)))) == 1
+    # A call that all refused left its ties behind, for a later one of the memory before it.
+    known, apart = {"embed": tied[:1], "head": tied[:1]}, {"embed": torch.zeros(1, 3), "head": torch.zeros(1, 3)}
+    same = {"embed": full, "head": full.clone()}
+    resharder = StateDictResharder(same, "2: S(0)", out=known)
+    for at, out in enumerate((known, apart, known)):
+        with (
+            nullcontext() if at == 0 else pytest.raises(PlanError, match="ranks-disagree" if at == 1 else "invalid-out")
+        ):
+            resharder(same, out=out, version=ranks.rank if at == 1 else 1)
+        same["head"].add_(at)
+    # Equal bits are equal, and so is what declares a layout and what does not.
+    mesh = ranks.mesh((2,), ("x",))
+    mixed = {"embed": DTensor.from_local(tied[:1], mesh, [Shard(0)], run_check=False), "head": tied[:1]}
+    full[0] = float("nan")
+    reshard_state_dict({"embed": full, "head": full.clone()}, "2: S(0)", out=mixed)
+    assert torch.equal(tied[:1], full[ranks.rank :][:1]) or ranks.rank == 0
     # A version stays with its values.
     out = {"embed": torch.zeros(1, 3), "head": torch.zeros(1, 3)}
     for version, atomic in ((5, True), (None, True), (6, False), (None, False)):

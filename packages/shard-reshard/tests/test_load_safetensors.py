@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import pairwise
@@ -27,7 +28,7 @@ from shard_reshard import (
 )
 from shard_reshard.checkpoint.load import _read_boxes
 from shard_reshard.checkpoint.plan import LoadPlan, plan_load
-from shard_reshard.checkpoint.safetensors import DTYPES, file_table
+from shard_reshard.checkpoint.safetensors import DTYPES, FileState, FileTable, file_state, file_table
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
 from shard_spec import Box, InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write
@@ -440,3 +441,30 @@ def test_what_happens_to_one_rank_or_file_in_the_middle(ranks: Ranks, tmp_path: 
     assert state_version(out) is None
     with pytest.raises(PlanError, match="null byte"):
         load_safetensors({0: folder / "f", 1: "f\0" if ranks.rank else "g"}, "2: R")
+
+
+@pytest.mark.ranks(2)
+def test_a_file_of_which_one_rank_saw_another_one(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reads the header, then the file is replaced by one of the same length, which rank 1 sees and reads."""
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    if ranks.rank == 0:
+        write(folder / "f", {"a": torch.zeros(4, 4), "b": torch.ones(4, 4)})
+        write(folder / "new", {"b": torch.ones(4, 4), "a": torch.zeros(4, 4)})
+    ranks.gather(None)
+
+    def read_first(path: str) -> FileTable:
+        table = file_table(path)
+        (folder / "new").replace(folder / "f")
+        return table
+
+    def look_later(path: str) -> FileState | None:
+        while (folder / "new").exists():
+            time.sleep(0.01)
+        return file_state(path)
+
+    name, late = ("file_table", read_first) if ranks.rank == 0 else ("file_state", look_later)
+    monkeypatch.setattr(f"shard_reshard.checkpoint.load.{name}", late)
+    with pytest.raises(PlanError, match="file-changed"):
+        load_safetensors(folder / "f", "rank 1")

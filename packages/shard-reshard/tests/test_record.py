@@ -12,6 +12,7 @@ import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, StateDictResharder, record_layouts, reshard_state_dict
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 Weights = dict[str, torch.Tensor]
 HIDDEN, HEADS, KV, DIM, INNER, EXPERTS, VOCAB = 12, 8, 2, 4, 8, 3, 13
@@ -452,3 +453,23 @@ def test_a_rank_that_cannot_record_stops_all(ranks: Ranks) -> None:
     weights: Any = {"weight": 3 if ranks.rank else torch.randn(4, 4)}
     with pytest.raises(PlanError, match="invalid-argument"):
         record_layouts(model, weights, load=lambda pairs: None)
+
+
+@pytest.mark.ranks(2)
+def test_copies_into_local_tensors_of_dtensors(ranks: Ranks) -> None:
+    """They were no memory of the model's: the record was empty, and nothing was loaded."""
+    mesh, full = ranks.mesh((2,), ("tp",)), {"weight": torch.arange(24.0).view(6, 4), "bias": torch.arange(6.0)}
+    model = nn.Linear(4, 6)
+    for name, tensor in full.items():
+        sharded = distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(0)])
+        setattr(model, name, nn.Parameter(sharded, requires_grad=False))
+
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in pairs:
+            model.get_parameter(name).to_local().copy_(tensor.chunk(2)[ranks.rank])  # type: ignore[attr-defined]  # a DTensor
+
+    recorded = record_layouts(model, full, load=load)
+    sources = full if ranks.rank == 0 else {}
+    reshard_state_dict(sources, recorded.layouts, out=recorded.out)
+    for name, tensor in full.items():
+        assert torch.equal(model.get_parameter(name).full_tensor(), tensor)  # type: ignore[attr-defined]  # the same

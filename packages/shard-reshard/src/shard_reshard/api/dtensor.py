@@ -46,8 +46,8 @@ def redistribute(
         A new DTensor on ``device_mesh``, its local tensor in fresh memory.
 
     Raises:
-        PlanError: On every rank alike, before any data moves. A rank that passes no DTensor, no mesh or a group of
-            another type does not know which ranks wait for it, and raises alone.
+        PlanError: On every rank alike, before any data moves, at the first call of a kind. A rank that passes no
+            DTensor, no mesh or a group of another type does not know which ranks wait for it, and raises alone.
     """
     given: dict[str, tuple[Any, Any, str]] = {
         "dtensor": (dtensor, DTensor, "pass a DTensor; a local tensor goes to reshard(tensor, src, dst)"),
@@ -55,7 +55,8 @@ def redistribute(
         "group": (group, dist.ProcessGroup | None, "pass a process group, as mesh.get_group('tp') returns it"),
     }
     for name, (value, kind, hint) in given.items():
-        if not isinstance(value, kind):
+        # A tracer has an object of its own for a group.
+        if not isinstance(value, kind) and not (name == "group" and torch.compiler.is_compiling()):
             raise PlanError(Problem("wrong-type", name, found=f"a {type(value).__name__}", hint=hint))
     try:
         placements = _normalized(placements, dtensor.dim())

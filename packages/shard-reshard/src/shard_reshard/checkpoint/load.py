@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load
-from shard_reshard.checkpoint.safetensors import FileState, FileTable, file_state, file_table, indexed_files, read_rows
+from shard_reshard.checkpoint.safetensors import (
+    FileState,
+    FileTable,
+    file_changed,
+    file_state,
+    file_table,
+    indexed_files,
+    read_rows,
+)
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
 from shard_reshard.consensus import (
     BEFORE_MOVING,
@@ -46,6 +54,7 @@ from shard_reshard.state_dict.outputs import (
     write_outputs,
 )
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta
+from shard_reshard.state_dict.planner import kept_layouts
 
 PathLike = str | Path
 Files = PathLike | Sequence[PathLike] | Mapping[int, PathLike | Sequence[PathLike]]
@@ -123,6 +132,7 @@ def load_safetensors(
         RuntimeError: When an exchange fails because a rank died.
     """
     members = group_info(group)
+    dst_layouts = kept_layouts(dst_layouts)
     try:
         targets, stamp = tensors_of(out), version_row(version)
         facts = collect_metadata({}, targets, {}, {}, members)
@@ -141,11 +151,12 @@ def load_safetensors(
             # What stays on meta in a module has no values in the files; a mapping's tensors get no memory.
             outs = {n: tensor for n, tensor in local_tensors(targets).items() if not (into_module and tensor.is_meta)}
             problems = destination_mismatches(plan.moves, targets, members)
-            problems += here.out_problems(targets, outs, {}, atomic, strict)
+            found, ties = here.out_problems(targets, outs, {}, atomic, strict)
+            problems += found
             # Nobody sees tensors that are new before the module gets them, at the end: no second copy is needed, but of
             # what files hold twice and the module once.
             atomic = atomic and len(made.names) < len(targets)
-            twice = {name for _, name in here.one_memory}
+            twice = {name for _, name in ties}
             in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
@@ -156,7 +167,7 @@ def load_safetensors(
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         deferred = None if progress is None else DeferredProgress(progress)
         move_buckets(here, movers, _buckets(plan, members, arriving, device, states), True, False, deferred)
-        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts), members)
+        moved = write_outputs(here, arriving, targets, outs, OutputKinds(plan.moves, dst_layouts), members, ties)
     if isinstance(out, torch.nn.Module):
         made.register(out)
     result = LoadedStateDict(moved)
@@ -222,11 +233,15 @@ def _agreed_load(
                 problems += problems_of(error)
     assert_consistent(members, f"a load of {asked}", [*problems, *facts.problems], "always")
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (tables, facts.outs, sums, stamp), group=members.group)
+    dist.all_gather_object(everyone, (tables, facts, sums, stamp), group=members.group)
     plan, version, problems = None, None, differing_buffers([found for _, _, found, _ in everyone])
     try:
         version = agreed_version([found for *_, found in everyone])
         by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
+        for table in by_reader.values():  # its header is from before or after this rank's look at the file
+            seen = states.get(table.path)
+            if seen is not None and seen.host == table.state.host and seen != table.state:
+                problems.append(file_changed(table.path))
         readable = [
             ReadableFile(by_reader[path, readers[0] if readers else at % members.size], number, readers)
             for at, (path, number, readers) in enumerate(listed)
@@ -235,7 +250,7 @@ def _agreed_load(
             stored_tensors(readable, stored_as, shapes, None),
             dst_layouts,
             members.size,
-            outs=[outs for _, outs, *_ in everyone],
+            outs=[known for _, known, *_ in everyone],
             key_map=key_map,
             bucket_bytes=bucket_bytes,
             to_group=members.to_group,

@@ -11,7 +11,7 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -120,7 +120,7 @@ def plan_load(
     dst_layouts: DstLayouts,
     world_size: int,
     *,
-    outs: Sequence[Mapping[str, TensorMeta]] = (),
+    outs: Sequence[RankMeta] = (),
     key_map: KeyMap | None = None,
     bucket_bytes: int = 64 * 2**20,
     to_group: ToGroup | None = None,
@@ -130,11 +130,11 @@ def plan_load(
 
     ``outs`` is what each rank knows of its destination tensors; all else as in `load_safetensors`.
     """
-    targets = [dict(table) for table in outs] or [{}]
+    targets = list(outs) or [RankMeta({}, {})]
 
     def planned(layouts: Mapping[str, ShardMap]) -> StateDictPlan:
         sources = {name: TensorMeta(shape, dtype, layouts[name], name) for name, (shape, dtype, _) in stored.items()}
-        facts = [RankMeta(sources if rank == 0 else {}, table) for rank, table in enumerate(targets)]
+        facts = [replace(known, sources=sources if rank == 0 else {}) for rank, known in enumerate(targets)]
         return plan_state_dict(facts, dst_layouts, key_map, bucket_bytes, to_group, strict)
 
     # Who wants what does not depend on who reads: a first plan, in which one rank reads everything, tells it.

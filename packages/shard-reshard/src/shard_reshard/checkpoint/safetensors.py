@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from math import prod
 from pathlib import Path
@@ -53,12 +54,30 @@ class Entry(NamedTuple):
     end: int
 
 
+class FileState(NamedTuple):
+    """A file as a host sees it, told from another one in its place; plain data that travels between ranks."""
+
+    num_bytes: int
+    inode: int
+    modified_ns: int
+    host: str = platform.node()
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileState:
+        return cls(found.st_size, found.st_ino, found.st_mtime_ns)
+
+
 class FileTable(NamedTuple):
     """Table of a file's tensors; plain data that travels between ranks."""
 
     path: str
-    num_bytes: int
+    state: FileState
     entries: dict[str, Entry]
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the file."""
+        return self.state.num_bytes
 
 
 def read_safetensors_header(path: str | Path) -> dict[str, Any]:
@@ -104,19 +123,20 @@ def _refuse_index(path: Path, found: str) -> NoReturn:
 
 def file_table(path: str | Path) -> FileTable:
     """The checked table of a file; errors as in `read_safetensors_header`."""
-    header, data_start, num_bytes = _header(str(path))
+    header, data_start, state = _header(str(path))
     entries = {}
     for name, about in header.items():
         if name != "__metadata__":
             begin, end = about["data_offsets"]
             entries[name] = Entry(about["dtype"], tuple(about["shape"]), data_start + begin, data_start + end)
-    return FileTable(str(path), num_bytes, entries)
+    return FileTable(str(path), state, entries)
 
 
-def _header(path: str) -> tuple[dict[str, Any], int, int]:
+def _header(path: str) -> tuple[dict[str, Any], int, FileState]:
     try:
         with Path(path).open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
+            state = FileState.of(os.fstat(file.fileno()))
+            num_bytes = state.num_bytes
             size = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or size > min(_MOST_HEADER_BYTES, num_bytes - 8):
                 _refuse(path, f"a header of {size} bytes in a file of {num_bytes}")
@@ -126,7 +146,7 @@ def _header(path: str) -> tuple[dict[str, Any], int, int]:
         raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
     header = _parsed(path, text)
     check_header(path, header, num_bytes - 8 - size)
-    return header, 8 + size, num_bytes
+    return header, 8 + size, state
 
 
 def _parsed(path: str, text: bytes) -> dict[str, Any]:
@@ -200,20 +220,18 @@ def _refuse(path: str, found: str) -> NoReturn:
     raise PlanError(Problem("invalid-file", path, found=found, hint=hint))
 
 
-FileState = tuple[int, int, int]
-"""Size in bytes, inode and time of the last change of a file."""
+def file_changed(path: str) -> Problem:
+    """The problem of a file that is another one now, of whatever length."""
+    found = "replaced or written to since its header was read"
+    return Problem("file-changed", path, found=found, hint=_CHANGED_HINT)
 
 
 def file_state(path: str) -> FileState | None:
     """Return what tells a file from another one in its place; None where this rank cannot see it."""
     try:
-        return _state_of(os.stat(path))
+        return FileState.of(os.stat(path))
     except OSError:
         return None
-
-
-def _state_of(found: os.stat_result) -> FileState:
-    return found.st_size, found.st_ino, found.st_mtime_ns
 
 
 def read_rows(
@@ -232,12 +250,12 @@ def read_rows(
     data = bytearray(wanted)
     try:
         with open(path, "rb", buffering=0) as file:  # Path.open takes no buffering by position
-            now = _state_of(os.fstat(file.fileno()))
-            if now[0] != num_bytes or (state is not None and now != state):
-                found = f"{now[0]} bytes, {num_bytes} when its header was read"
-                if now[0] == num_bytes:
-                    found = "replaced or written to since its header was read"
+            now = FileState.of(os.fstat(file.fileno()))
+            if now.num_bytes != num_bytes:
+                found = f"{now.num_bytes} bytes, {num_bytes} when its header was read"
                 raise PlanError(Problem("file-changed", path, found=found, hint=_CHANGED_HINT))
+            if state is not None and now != state:
+                raise PlanError(file_changed(path))
             file.seek(offset)
             done, place = 0, memoryview(data)
             while done < wanted:

@@ -148,6 +148,11 @@ def address(tensor: torch.Tensor) -> int:
     return id(tensor) if is_fake((tensor,)) else tensor.data_ptr()
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what tensors have in common that are one memory, read alike."""
+    return address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return True where two elements share memory, as in expanded tensors and sliding windows."""
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import index
 from typing import TYPE_CHECKING
 
 from shard_spec import Layout
@@ -47,9 +48,7 @@ def plan_reshard(
     """
     values = isinstance(src, _VALUES) and isinstance(dst, _VALUES)
     plan = _plan_of_values if values else _plan_of_values.__wrapped__
-    if not isinstance(max_workspace_bytes, int | None):
-        found, hint = repr(max_workspace_bytes), "a number of bytes, or None"  # type: ignore[unreachable]  # callers are not checked
-        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=found, hint=hint))
+    max_workspace_bytes = _whole_bytes(max_workspace_bytes)
     if not isinstance(shape, Sequence | None):
         hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
         raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
@@ -105,6 +104,15 @@ def _tells_shape(layout: LayoutLike) -> bool:
     return True
 
 
+def _whole_bytes(given: int | None) -> int | None:
+    """Return a bound as a number of Python: kept plans are found by equality, and travel as JSON."""
+    try:
+        return None if given is None else index(given)
+    except TypeError:
+        hint = "a whole number of bytes, or None"
+        raise PlanError(Problem("invalid-argument", "max_workspace_bytes", found=repr(given), hint=hint)) from None
+
+
 def make_plan(
     src: ShardMap,
     dst: ShardMap,
@@ -118,7 +126,7 @@ def make_plan(
         raise PlanError(Problem("shape-mismatch", found=found, hint="both layouts are of one global tensor"))
     name = dtype_name(dtype)
     out_name = name if out_dtype is None else dtype_name(out_dtype)
-    plan = ReshardPlan(src.shape, name, out_name, src, dst, max_workspace_bytes)
+    plan = ReshardPlan(src.shape, name, out_name, src, dst, _whole_bytes(max_workspace_bytes))
     check_plan(plan)
     return plan
 

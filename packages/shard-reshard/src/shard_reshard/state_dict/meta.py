@@ -10,7 +10,7 @@ import torch
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, storage_key, waited_for
 from shard_reshard.consensus import GroupInfo, data_device, problems_of
-from shard_reshard.execution.checks import address
+from shard_reshard.execution.checks import address, memory_of
 from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.declared import layout_mismatches, own_layout
@@ -67,7 +67,9 @@ def collect_metadata(
             except Exception as error:
                 listed = problems_of(error)
                 problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in listed]
-    return RankMeta(_with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems))
+    return RankMeta(
+        _with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems), _shared(known_outs, outs)
+    )
 
 
 def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any, members: GroupInfo) -> TensorMeta:
@@ -105,6 +107,17 @@ def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict
         else:
             tied[name] = known[name]._replace(tied_to="")  # says nothing either way, resolved below
     return {name: entry if entry.tied_to else entry._replace(tied_to=name) for name, entry in tied.items()}
+
+
+def _shared(known: Collection[str], tensors: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the names that are one local memory. On meta there is none yet: names of one storage and place are."""
+    found: dict[object, list[str]] = {}
+    for name in known:
+        local = local_tensor(tensors[name])
+        if local.numel() and not is_fake((local,)):
+            place = (storage_key(local), local.storage_offset()) if local.is_meta else ()
+            found.setdefault((place, *memory_of(local)), []).append(name)
+    return tuple(tuple(sorted(names)) for names in found.values() if len(names) > 1)
 
 
 def local_tensor(value: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
 from shard_reshard.consensus import BEFORE_WRITING, GroupInfo, assert_consistent
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import ONE_MEMORY_HINT, address, destination_problems, local_problems
+from shard_reshard.execution.checks import ONE_MEMORY_HINT, address, destination_problems, local_problems, memory_of
 from shard_reshard.execution.mover import Mover, shared_mover
 from shard_reshard.layout.dtypes import torch_dtype
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan
@@ -65,6 +65,10 @@ class MovedStateDict(dict[str, Any]):
         return self.plan.explain(name)
 
 
+Ties = list[tuple[str, str]]
+"""Names of ``out`` on one rank that are one memory, and that two tensors arrive for."""
+
+
 class LocalTargets:
     """Destinations and buckets of one rank in a planned state dict, for all calls.
 
@@ -85,7 +89,6 @@ class LocalTargets:
             )
             for bucket in plan.buckets
         ]
-        self.one_memory: list[tuple[str, str]] = []  # names of ``out`` that two arriving tensors are copied to
 
     def out_problems(
         self,
@@ -94,8 +97,8 @@ class LocalTargets:
         sources: Mapping[str, torch.Tensor],
         atomic: bool,
         strict: bool,
-    ) -> list[Problem]:
-        """Why what is ``given`` as ``out`` on this rank (locally ``outs``) cannot take what the plan brings."""
+    ) -> tuple[list[Problem], Ties]:
+        """Why what is ``given`` as ``out`` on this rank (locally ``outs``) cannot take what arrives; and its ties."""
         planned = {name: out for name, out in outs.items() if name in self.plan.targets}
         problems = [problem for name, out in planned.items() for problem in self._misfits(name, out, strict)]
         for name, value in given.items():
@@ -108,11 +111,12 @@ class LocalTargets:
             if name not in planned and address(out) not in memories:
                 hint = "leave it out of out=, or pass strict=False"
                 problems.append(Problem("missing-source", name, found="a tensor of out that nothing fills", hint=hint))
+        ties: Ties = []
         if not problems:
-            filled = self._filled(planned, atomic)
+            filled, ties = self._filled(planned, atomic)
             names = [f"{name}: rank {self.rank}, out" for name in filled]
             problems = destination_problems(list(filled.values()), names, list(sources.values()), not atomic)
-        return problems
+        return problems, ties
 
     def _misfits(self, name: str, out: torch.Tensor, strict: bool) -> list[Problem]:
         """Return the differences between a tensor of ``out`` and its layout on this rank."""
@@ -131,25 +135,25 @@ class LocalTargets:
             return [Problem("missing-source", where, found=found, hint=hint)]
         return []
 
-    def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> dict[str, torch.Tensor]:
-        """The tensors that are written to, each memory once where one is filled with one value.
+    def _filled(self, planned: Mapping[str, torch.Tensor], atomic: bool) -> tuple[dict[str, torch.Tensor], Ties]:
+        """The tensors that are written to, each memory once where one is filled with one value, and ties.
 
         Tied at the source too, it is moved once. Tied only here, the values have to be equal: `write_outputs` looks.
         """
+        ties: Ties = []
         filled: dict[str, torch.Tensor] = {}
         by_memory: dict[tuple[object, ...], str] = {}
-        self.one_memory = []
         for name, out in planned.items():
             alias = self.plan.aliases.get(name, name)
-            first = by_memory.setdefault((address(out), out.shape, out.stride(), out.dtype, out.device), name)
+            first = by_memory.setdefault(memory_of(out), name)
             apart = first != name and alias != self.plan.aliases.get(first, first)
             # Of a tie that the plan does not know, other ranks do not know either: they would not compare values.
             refused = apart and not {first, name} <= self.plan.tied
             if first == name or not out.numel() or refused or (not atomic and alias == name):
                 filled[name] = out
             elif apart:
-                self.one_memory.append((first, name))
-        return filled
+                ties.append((first, name))
+        return filled, ties
 
 
 class ReceiveBuffers:
@@ -260,6 +264,7 @@ def write_outputs(
     locals_: Mapping[str, torch.Tensor],
     kinds: OutputKinds,
     members: GroupInfo,
+    ties: Ties,
 ) -> MovedStateDict:
     """Return the results of this rank; fills ``outs`` (locally ``locals_``) where tensors arrived beside them.
 
@@ -269,9 +274,10 @@ def write_outputs(
     plan, result = here.plan, MovedStateDict()
     if plan.tied:
         problems = []
-        for first, second in here.one_memory:
-            one, other = (arriving.tensors[plan.aliases.get(name, name)][0] for name in (first, second))
-            if not torch.equal(one, other):
+        for first, second in ties:
+            one, other = (arriving.tensors[plan.aliases.get(name, name)][0].reshape(-1) for name in (first, second))
+            # Bits, too: NaNs are no values that are equal.
+            if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 found = f"tied to {first} on rank {here.rank}, other values"
                 problems.append(Problem("invalid-out", second, found=found, hint=ONE_MEMORY_HINT))
         assert_consistent(members, f"ties {plan.digest}", problems, "always", BEFORE_WRITING)

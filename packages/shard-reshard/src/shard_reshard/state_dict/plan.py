@@ -56,6 +56,7 @@ class RankMeta:
     sources: dict[str, TensorMeta]
     outs: dict[str, TensorMeta]
     problems: tuple[Problem, ...] = ()
+    shared: tuple[tuple[str, ...], ...] = ()  # names of ``outs`` that are one memory here, whatever they declare
 
 
 class TensorMove(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -15,7 +15,7 @@ from shard_reshard.layout.base import ShardMap
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.dtypes import ITEMSIZES
 from shard_reshard.layout.mesh import MeshShardMap
-from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
+from shard_reshard.layout.parse import LayoutLike, ToGroup, layout_value, resolve_layout
 from shard_reshard.layout.view import ShardMapView
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import make_plan
@@ -85,7 +85,7 @@ def plan_state_dict(
         if same not in plans:
             plans[same] = _plan_of_move(known, part, targets[part.name], bucket_bytes)
         moves.append(TensorMove(source, part.name, plans[same]))
-    tied = _tied_apart([facts.outs for facts in everyone], targets, aliases)
+    tied = _tied_apart([names for facts in everyone for names in facts.shared], targets, aliases)
     return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied)
 
 
@@ -236,6 +236,33 @@ def _dst_layout(
     return resolve_layout(layout, shape, to_group)
 
 
+class LayoutAnswers:
+    """A caller's function of layouts, asked once for each tensor: planning and results go by the same answers."""
+
+    def __init__(self, function: Callable[[str, tuple[int, ...]], LayoutLike]) -> None:
+        self.function = function
+        self.answers: dict[tuple[str, tuple[int, ...]], LayoutLike] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> LayoutLike:
+        if (name, shape) not in self.answers:
+            self.answers[name, shape] = self.function(name, shape)
+        return self.answers[name, shape]
+
+    def hold(self) -> bool:
+        """Return True if the function answers as it did; answers that are no plain values may differ unseen."""
+        known = {asked: layout_value(answer) for asked, answer in self.answers.items()}
+        return None not in known.values() and all(
+            layout_value(self.function(*asked)) == answer for asked, answer in known.items()
+        )
+
+
+def kept_layouts(dst_layouts: DstLayouts) -> DstLayouts:
+    """Return layouts that a caller's later changes do not reach."""
+    if isinstance(dst_layouts, Mapping):
+        return dict(dst_layouts)
+    return LayoutAnswers(dst_layouts) if callable(dst_layouts) else dst_layouts
+
+
 def given_layout(name: str, shape: tuple[int, ...], dst_layouts: DstLayouts) -> LayoutLike | None:
     """Return the layout of one tensor in ``dst_layouts``."""
     if isinstance(dst_layouts, Mapping):
@@ -295,19 +322,11 @@ def _aliases(
 
 
 def _tied_apart(
-    tables: Sequence[Mapping[str, TensorMeta]], targets: Collection[str], aliases: Mapping[str, str]
+    shared: Sequence[Sequence[str]], targets: Collection[str], aliases: Mapping[str, str]
 ) -> frozenset[str]:
     """Destinations that are one memory on some rank, and are moved one by one."""
-    found: set[str] = set()
-    for table in tables:
-        groups: dict[str, list[str]] = {}
-        for name, known in table.items():
-            if name in targets:
-                groups.setdefault(known.tied_to, []).append(name)
-        found.update(
-            name for names in groups.values() if len({aliases.get(name, name) for name in names}) > 1 for name in names
-        )
-    return frozenset(found)
+    groups = [[name for name in names if name in targets] for names in shared]
+    return frozenset(name for names in groups if len({aliases.get(name, name) for name in names}) > 1 for name in names)
 
 
 def _plan_of_move(known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> ReshardPlan:

@@ -20,6 +20,7 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import (
     DispatchMode,
     as_plain_tensors,
+    dtensor_local,
     is_wrapper,
     refuse_addresses,
     storage_key,
@@ -168,8 +169,9 @@ def record_layouts(
 
 
 def _tensors(model: torch.nn.Module, once: bool = True) -> dict[str, torch.Tensor]:
-    buffers = model.named_buffers(remove_duplicate=once)
-    return {**dict(buffers), **dict(model.named_parameters(remove_duplicate=once))}
+    """Return parameters and buffers, of DTensors the local tensors: into these a loader copies."""
+    found = [*model.named_buffers(remove_duplicate=once), *model.named_parameters(remove_duplicate=once)]
+    return {name: value if (local := dtensor_local(value)) is None else local for name, value in found}
 
 
 def _in_memory(tensor: torch.Tensor, owner: torch.Tensor) -> object:

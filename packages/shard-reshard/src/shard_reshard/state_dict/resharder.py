@@ -43,6 +43,7 @@ from shard_reshard.state_dict.outputs import (
     OutputKinds,
     Progress,
     ReceiveBuffers,
+    Ties,
     bucket_calls,
     move_buckets,
     mover_for_bucket,
@@ -50,6 +51,7 @@ from shard_reshard.state_dict.outputs import (
     write_outputs,
 )
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, StateDictPlan
+from shard_reshard.state_dict.planner import LayoutAnswers, kept_layouts
 
 
 def reshard_state_dict(
@@ -147,7 +149,7 @@ def reshard_state_dict(
     call = resharder._prepare(tensors, targets, atomic)
     resharder._compare(call)
     result = resharder._move(call, out, progress, resharder._first_version)
-    if comparable and resharder._guards is not None and resharder._follow_answers():
+    if comparable and resharder._guards is not None:
         kept = _recent.setdefault(members.group, [])
         kept.append((asked, resharder))
         del kept[:-_MAX_RECENT]
@@ -198,15 +200,16 @@ class StateDictResharder(NotPicklable):
             tensors, targets = tensors_of(state_dict), tensors_of(out)
             self._chain = VersionChain(anchor_every) if changed_only else None
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
+            layouts = kept_layouts(dst_layouts)
             self._question = Question(
-                dict(dst_layouts) if isinstance(dst_layouts, Mapping) else dst_layouts,
+                layouts,
                 _snapshot(key_map),
                 bucket_bytes,
                 strict,
                 versions,
                 check,
                 anchor_every if changed_only else 0,
-                next(_SERIALS) if callable(dst_layouts) else 0,
+                next(_SERIALS) if isinstance(layouts, LayoutAnswers) else 0,
             )
             self._digest = metadata_digest(facts, self._question)
         except Exception as error:
@@ -228,18 +231,6 @@ class StateDictResharder(NotPicklable):
         self._agreed = False  # all ranks have compared the plan
         self._guards: StateGuards | None = None  # on the tensors of the last call
         self._again: tuple[ReceiveBuffers, list[Bucket]] | None = None  # made for them, where all are filled in place
-
-    def _follow_answers(self) -> bool:
-        """Keep what layouts that are a function answer, to compare in later calls; False where that is no value."""
-        self._answers = self._asked_again()
-        return self._answers is None or None not in self._answers
-
-    def _asked_again(self) -> list[Any] | None:
-        """Return what a function of layouts answers now; None where layouts are values."""
-        layouts = self._question.dst_layouts
-        if not callable(layouts):
-            return None
-        return [layout_value(layouts(name, layout.shape)) for name, (layout, _) in self.plan.targets.items()]
 
     def __call__(
         self,
@@ -303,7 +294,7 @@ class StateDictResharder(NotPicklable):
         here, found = self._here, list(problems)
         sources: Mapping[str, torch.Tensor] = {}
         outs: Mapping[str, torch.Tensor] = {}
-        match, calls = Match.NONE, list[Bucket]()
+        match, calls, ties = Match.NONE, list[Bucket](), Ties()
         arriving: ReceiveBuffers | None = None
         with torch.no_grad():
             try:
@@ -326,11 +317,14 @@ class StateDictResharder(NotPicklable):
                         found += self._layout_checks.untied(sources)
                         for name, tensor in sources.items():
                             found += freed_problems(f"{name}: rank {self._members.rank}, source", tensor)
-                    found += here.out_problems(targets, outs, sources, atomic, self._question.strict)
+                    wrong, ties = here.out_problems(targets, outs, sources, atomic, self._question.strict)
+                    found += wrong
                     self._again = None
+                elif match is Match.MEMORY and self._guards is not None:
+                    ties = self._guards.tied_outs
             except Exception as error:
                 found += problems_of(error)
-        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, found)
+        return PreparedState(tensors, targets, sources, outs, match, atomic, arriving, calls, found, ties)
 
     def _compare(self, call: PreparedState) -> None:
         """Raise the problems of all ranks on all of them; after a checked first call, of this rank alone."""
@@ -361,7 +355,7 @@ class StateDictResharder(NotPicklable):
             unchanged = call.match is Match.MEMORY
             deferred = None if progress is None else DeferredProgress(progress)
             move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged, deferred)
-            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds, self._members)
+            result = write_outputs(here, arriving, call.targets, call.outs, self._kinds, self._members, call.tied_outs)
         result.plan, result.version = self.plan, version
         if out is not None and (call.atomic or version is not None):
             stamp_version(out, version)
@@ -386,6 +380,7 @@ class PreparedState(NamedTuple):
     arriving: ReceiveBuffers | None
     buckets: list[Bucket]
     problems: list[Problem]
+    tied_outs: Ties
 
 
 class StateGuards:
@@ -399,6 +394,7 @@ class StateGuards:
 
     def __init__(self, call: PreparedState, guards: TensorGuards) -> None:
         self.atomic, self._guards, self.ties = call.atomic, guards, _ties(call.sources, call.outs)
+        self.tied_outs = call.tied_outs
         self._names = list(call.tensors), list(call.targets)
         self._layouts = declared_layouts([*call.tensors.values(), *call.targets.values()])
 
@@ -442,7 +438,8 @@ def _recent_resharder(
             with torch.no_grad():  # as when they were recorded
                 sources, outs, match = compared = resharder._matched(tensors, targets)
             same = match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties)
-            if same and resharder._asked_again() == resharder._answers:
+            layouts = resharder._question.dst_layouts
+            if same and (not isinstance(layouts, LayoutAnswers) or layouts.hold()):
                 return resharder, compared
     return None
 
