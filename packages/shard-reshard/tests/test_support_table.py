@@ -103,6 +103,28 @@ def test_what_is_no_layout(layout: object) -> None:
         resolve_layout(layout, SHAPE)
 
 
+class Number:
+    """A whole number as other libraries have them: equal to Python's, and no JSON."""
+
+    def __index__(self) -> int:
+        return 96
+
+    def __eq__(self, other: object) -> bool:
+        return other == 96
+
+    def __hash__(self) -> int:
+        return hash(96)
+
+
+def test_numbers_of_other_kinds() -> None:
+    """One was kept in the plan that later calls got, and could not be written as JSON."""
+    bound: Any = Number()
+    first = plan_reshard((8, 12), "float32", "4: S(0)", "4: S(1)", max_workspace_bytes=bound)
+    again = plan_reshard((8, 12), "float32", "4: S(0)", "4: S(1)", max_workspace_bytes=96)
+    assert first.to_json() == again.to_json()
+    assert type(first.max_workspace_bytes) is int
+
+
 @pytest.mark.parametrize("shape", [(-8, 12), "88", (8.5, 12), (8, None), (float("nan"), 1)])
 def test_what_is_no_shape(shape: Any) -> None:
     for layout in ("4: S(0)", "rank 0"):

@@ -76,6 +76,17 @@ def test_state_dicts_that_say_something_else(ranks: Ranks) -> None:
         moved = reshard_state_dict({"w": rows}, policy.of, **given)
         assert moved.keys() == ({"w"} if at < 2 else {"w", "v"})
         assert all(torch.equal(value, full if layout == "2: R" else columns[ranks.rank]) for value in moved.values())
+    asked = []
+
+    def raising(name: str, shape: tuple[int, ...]) -> str:
+        asked.append(name)
+        if ranks.rank == 1 and len(asked) == 2:
+            raise KeyError(name)
+        return "2: R"
+
+    reshard_state_dict({"w": rows}, raising, **ROWS)
+    assert len(asked) == 1  # planning and results go by one answer
+    refused("invalid-argument", lambda: reshard_state_dict({"w": rows}, raising, **ROWS))
     shapes["w"][0] = 6
     refused("shape-mismatch", lambda: reshard_state_dict({"w": rows}, policy.of, **given))
 

@@ -239,6 +239,10 @@ def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
         model(x64(3, 8))
 
 
+class Weight(nn.Parameter):
+    """A class of a user's own."""
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("params", MODES)
@@ -252,6 +256,9 @@ def test_ordinary_parameters_in_place_of_shards(ranks: Ranks, params: Mode, chec
     def written(layer: nn.Module, values: torch.Tensor) -> None:
         layer._parameters["weight"] = nn.Parameter(values)  # as FSDP2 does
 
+    def of_another_class(layer: nn.Module, values: torch.Tensor) -> None:
+        layer.weight = Weight(values)
+
     def normed(layer: nn.Module, values: torch.Tensor) -> None:
         replaced(layer, values)
         nn.utils.weight_norm(layer)
@@ -261,7 +268,7 @@ def test_ordinary_parameters_in_place_of_shards(ranks: Ranks, params: Mode, chec
 
     mesh = ranks.mesh((2,), ("tp",))
     for calls in (0, 3):
-        for act in (replaced, written, normed, *[normed_before] * (params == "local")):
+        for act in (replaced, written, of_another_class, normed, *[normed_before] * (params == "local")):
             model = models.seeded(lambda: models.MLP().double())
             tp.apply_plan(model, mesh, PLAN, params=params, check=check)
             assert isinstance(model, models.MLP)

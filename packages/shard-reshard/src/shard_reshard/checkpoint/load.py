@@ -117,8 +117,9 @@ def load_safetensors(
         bucket_bytes: About how many bytes a rank reads and exchanges at a time.
         group: The ranks that load; None is the default group.
         version: A number to stamp ``out`` with, see `state_version`; ranks that give one give the same.
-        progress: Called on each rank after each tensor.
-        atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`.
+        progress: Called on each rank after each tensor. What it raises is raised when all has been loaded.
+        atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`. With False a file that changes
+            between two exchanges leaves a mixture without a version.
         strict: A tensor of ``out`` that no file fills is a problem, and so is a buffer that is in no file and that
             nothing has initialised; False leaves both as they are.
 

@@ -18,6 +18,7 @@ from tp_styles._torch_compat import (
     all_gather_into,
     gradient_like,
     is_compiling,
+    is_fake,
     local_of,
     norms,
     without_torch_function,
@@ -226,14 +227,20 @@ class ShardCheck:
                 found = f"{local.shape[dim]} on this rank"
                 hint = f"this rank's shard has {size}: load_state_dict() shards full tensors; or pass the shard"
                 raise StyleInputError(Problem("shape-mismatch", where, dim=dim, found=found, hint=hint))
-            # What is no parameter is a DTensor's local tensor, or stands there for the time of a functional call.
-            if type(local) is nn.Parameter and not hasattr(local, ATTRIBUTE) and not self._is_of_dtensor(name):
+            # What is no parameter is a DTensor's local tensor, or stands there for the time of a functional call. The
+            # exact types first: a steady step asks, and of parameters' classes Python's own question takes a while.
+            kind = type(local)
+            if kind is not ShardParameter and kind is not torch.Tensor and self._is_ordinary(name, local):
                 raise PlanError(lost_shard(f"{self.name}.{name}".lstrip("."), local))
 
-    def _is_of_dtensor(self, name: str) -> bool:
-        """True in a trace: there the local tensor of a DTensor parameter is a parameter, too."""
+    def _is_ordinary(self, name: str, local: torch.Tensor) -> bool:
+        """True for a parameter of any class that does not know what it is a part of."""
+        if not isinstance(local, nn.Parameter) or hasattr(local, ATTRIBUTE):
+            return False
         path, _, attribute = name.rpartition(".")
-        return isinstance(self.module.get_submodule(path)._parameters.get(attribute), DTensor)
+        # In a trace the local tensor of a DTensor parameter is a parameter, too; fake ones lose what they know.
+        held: Any = self.module.get_submodule(path)._parameters.get(attribute)
+        return not isinstance(held, DTensor) and not is_fake(local)
 
 
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
