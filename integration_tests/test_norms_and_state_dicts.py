@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import shard_spec
 import torch
@@ -29,14 +27,11 @@ def one_process() -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tenso
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("bridged", [False, True], ids=["plain", "bridged"])
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_norm_and_state_dict_are_those_of_one_process(
-    ranks: Ranks, params: Literal["dtensor", "local"], bridged: bool
-) -> None:
+def test_norm_and_state_dict_are_those_of_one_process(ranks: Ranks, bridged: bool) -> None:
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
     model = new_model()
     plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": ranks.world_size})).build_plan(model)
-    tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model), params=params)
+    tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model))
     if bridged:
         tp_ddp_bridge.pre_dp_module_transform(model)
     model(*new_batches(1)[0]).backward()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import shard_spec
 import torch
@@ -26,14 +24,13 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
+def test_a_planned_model_trains_in_ddp_as_on_one_device(ranks: Ranks) -> None:
     dp, tp = mesh_sizes(ranks)
     mesh = ranks.mesh((dp, tp), ("dp", "tp"))
     model = new_model()
     plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"dp": dp, "tp": tp})).build_plan(model)
     assert plan.validate(model, world_size=ranks.world_size) == ()
-    tp_styles.apply_plan(model, mesh["tp"], tp_styles.from_sharding_plan(plan, model), params=params)
+    tp_styles.apply_plan(model, mesh["tp"], tp_styles.from_sharding_plan(plan, model))
     ddp = tp_ddp_bridge.wrap_ddp(model, mesh=mesh)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
 

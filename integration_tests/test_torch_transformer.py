@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import shard_spec
 import torch
@@ -41,17 +39,15 @@ def losses_of(model: nn.Module, batch_first: bool) -> list[float]:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(("params", "batch_first"), [("dtensor", True), ("local", False)])
+@pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # of no concern here
-def test_a_planned_transformer_trains_as_on_one_device(
-    ranks: Ranks, params: Literal["dtensor", "local"], batch_first: bool
-) -> None:
+def test_a_planned_transformer_trains_as_on_one_device(ranks: Ranks, batch_first: bool) -> None:
     size = ranks.world_size
     mesh = ranks.mesh((size,), ("tp",))
     model, single = new_model(batch_first), new_model(batch_first)
     plan = shard_spec.MegatronPlanner(mesh=shard_spec.MeshSpec({"tp": size})).build_plan(model)
     assert plan.validate(model, world_size=size) == ()
-    tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model), params=params)
+    tp_styles.apply_plan(model, mesh, tp_styles.from_sharding_plan(plan, model))
     wanted = losses_of(single, batch_first)
     torch.testing.assert_close(losses_of(model, batch_first), wanted, rtol=1e-10, atol=0)  # float64: order of sums only
 

@@ -46,7 +46,8 @@ def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
     again = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
     wrong += [f"{name}: the wheel from the sdist differs" for name, digest in again.items() if digest != first[name]]
     wheel = next((folder / "first").glob("*.whl"))
-    wrong += wheel_problems(package, wheel) + sbom.problems(wheel) + unpublishable([wheel, sdist])
+    wrong += wheel_problems(package, wheel) + source_problems(package, wheel, sdist)
+    wrong += sbom.problems(wheel) + unpublishable([wheel, sdist])
     return folder / "first", wrong
 
 
@@ -62,6 +63,27 @@ def wheel_problems(package: repo.Package, wheel: Path) -> list[str]:
     ]
     strangers = [n for n in names if not n.startswith((f"{package.module}/", f"{info}/"))]
     return wrong + [f"{wheel.name}: {name} does not belong in it" for name in strangers]
+
+
+def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str]:
+    """Each source, linked ones too, is a plain file of the same bytes in sdist and wheel, and nothing else is there."""
+    source = package.path / "src"
+    wanted = {str(file.relative_to(source)): file.read_bytes() for file in repo.source_files(source)}
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    in_sdist, links = dict[str, bytes](), []
+    with tarfile.open(sdist) as tar:
+        for member in tar:
+            name = member.name.partition("/src/")[2]
+            if name and not member.isfile():
+                links.append(f"{sdist.name}: {name} is a link")
+            elif name and (file := tar.extractfile(member)) is not None:
+                in_sdist[name] = file.read()
+    wrong = links + [f"{package.dist} has no shared source"] * (not any("/_shared/" in name for name in wanted))
+    for built, contents in ((wheel, in_wheel), (sdist, in_sdist)):
+        differing = [name for name in {*wanted, *contents} if wanted.get(name) != contents.get(name)]
+        wrong += [f"{built.name}: {name} is not the tree's" for name in sorted(differing)]
+    return wrong
 
 
 def unpublishable(files: list[Path]) -> list[str]:
@@ -90,7 +112,7 @@ def main() -> int:
                         (out / f"sbom-{package.dist}-{package.version}.cdx.json").write_text(bill)
     print(
         "\n".join(wrong)
-        or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte, fit to publish"
+        or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte, all sources in them"
     )
     return 1 if wrong else 0
 

@@ -1,8 +1,6 @@
-"""Run what the docs show, and check where their links lead.
+"""Run what the docs show; links are checked by `mkdocs build --strict`.
 
     python tools/check_docs.py run [PAGE...]  every code block of docs/ and of the READMEs, and every notebook
-    python tools/check_docs.py links site     every link inside the built site
-    python tools/check_docs.py width site     no page is wider than a phone, where a chromium is installed
     python tools/check_docs.py numbers        every figure of the front page stands on its package's benchmark page
 
 Python blocks of one page run in order, in one process and one namespace; a text block behind `<!-- output -->` is what
@@ -17,17 +15,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
-from functools import partial
-from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 import docs_samples
 import repo
@@ -175,93 +167,6 @@ def run(chosen: list[Path]) -> int:
     return 1 if failed or not total else 0
 
 
-class _Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.targets: list[str] = []
-        self.ids: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.ids.update(filter(None, (values.get("id"), values.get("name"))))
-        if target := values.get("href" if tag in ("a", "link") else "src"):
-            self.targets.append(target)
-
-
-def links(site: Path) -> int:
-    parsed = {file.resolve(): _parse(file) for file in site.rglob("*.html")}
-    broken, checked = [], 0
-    for file, page in parsed.items():
-        for target in page.targets:
-            parts = urlsplit(target)
-            if parts.scheme or parts.netloc or file.name == "404.html":
-                continue
-            checked += 1
-            aim = (file.parent / unquote(parts.path)).resolve() if parts.path else file
-            aim = aim / "index.html" if aim.is_dir() else aim
-            anchor_missing = parts.fragment and aim in parsed and unquote(parts.fragment) not in parsed[aim].ids
-            if not aim.exists() or anchor_missing:
-                broken.append(f"{file.relative_to(site.resolve())}: {target}")
-    print("\n".join(broken) or f"links: {checked} inside {len(parsed)} pages, none broken")
-    return 1 if broken or not checked else 0
-
-
-def _parse(file: Path) -> _Links:
-    parser = _Links()
-    parser.feed(file.read_text())
-    return parser
-
-
-PHONE = 390  # pixels
-HARNESS = """<!doctype html><pre id=out></pre><iframe width=%d height=800></iframe><script>
-const frame = document.querySelector("iframe"), pages = %s;
-const next = () => { const page = pages.shift(); if (page) frame.src = page; else out.textContent += "done"; };
-frame.onload = () => setTimeout(() => {
-  const page = frame.contentDocument;
-  if (!page.body.children.length) return;
-  out.textContent += `${page.scrollingElement.scrollWidth} ${page.location.pathname}\\n`;
-  next();
-}, 50);
-next();
-</script>"""
-
-
-def width(site: Path) -> int:
-    """Load each page in a frame as narrow as a phone; wide tables and code have to scroll inside it."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        print("width: no chromium on this machine, not checked")
-        return 0
-    pages = [f"/{page.relative_to(site)}" for page in sorted(site.rglob("*.html"))]
-    harness = site / "width-check.html"
-    harness.write_text(HARNESS % (PHONE, json.dumps(pages)))
-    handler = partial(_Quiet, directory=str(site))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, tempfile.TemporaryDirectory() as profile:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
-        flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"]
-        url = f"http://127.0.0.1:{server.server_port}/{harness.name}"
-        command = [browser, *flags, "--virtual-time-budget=600000", "--dump-dom", url]
-        try:
-            dom = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-        finally:
-            harness.unlink()
-            server.shutdown()
-    found = re.findall(r"^(?:.*>)?(\d+) (/\S+)$", dom, re.MULTILINE)
-    wide = [
-        f"width: {page} is {pixels} pixels wide in a window of {PHONE}" for pixels, page in found if int(pixels) > PHONE
-    ]
-    if len(found) != len(pages):
-        wide.append(f"width: {len(found)} of {len(pages)} pages were loaded")
-    print("\n".join(wide) or f"width: {len(found)} pages, none wider than {PHONE} pixels")
-    return 1 if wide else 0
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *arguments: object) -> None:
-        """Nothing for each request."""
-
-
 def numbers() -> int:
     front = (repo.ROOT / "README.md").read_text().split("[start:numbers]")[1].split("[end:numbers]")[0]
     wrong, checked = [], 0
@@ -282,9 +187,5 @@ if __name__ == "__main__":
             sys.exit(run([Path(name).resolve() for name in names] or pages()))
         case ["numbers"]:
             sys.exit(numbers())
-        case ["width", folder]:
-            sys.exit(width(Path(folder).resolve()))
-        case ["links", folder]:
-            sys.exit(links(Path(folder)))
         case _:
             raise SystemExit(__doc__)

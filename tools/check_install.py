@@ -2,13 +2,15 @@
 
     python tools/check_install.py        (nox -s install)
 
-A block is a `sh` block; `$REPO` in it is this checkout's own git folder, so that what is committed is installed, and
-`dist` is a folder with wheels of the working tree. torch is installed first, as the page asks. Afterwards the packages
-that the block names import, no other package of this repository does, and their requirements are met.
+A block is a `sh` block, run by the pip that CPython brings; `$REPO` in it is this checkout's git folder, so that what
+is committed is installed, and `dist` is a folder with wheels of the working tree. torch is installed first, as the page
+asks. Afterwards the packages that the block names import, with every module, no other package of this repository does,
+and their requirements are met.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -25,10 +27,14 @@ import wheelhouse
 PAGE = repo.ROOT / "docs" / "install.md"
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 IMPORTS = """
-import importlib, importlib.metadata, importlib.util, sys
+import importlib, importlib.metadata, importlib.util, pkgutil, sys
 wanted, others = sys.argv[1].split(","), [name for name in sys.argv[2].split(",") if name]
 for name in wanted:
-    importlib.import_module(name)
+    shared = importlib.import_module(f"{name}._shared")
+    modules = [module.name for module in pkgutil.iter_modules(shared.__path__, f"{name}._shared.")]
+    assert len(modules) > 2, f"{name}: {modules}"
+    for module in modules:
+        importlib.import_module(module)
 present = [name for name in others if importlib.util.find_spec(name)]
 assert not present, f"{present} came along"
 print("imported", *(f"{name} {importlib.metadata.version(name.replace('_', '-'))}" for name in wanted))
@@ -56,16 +62,19 @@ def named(commands: list[str]) -> list[str]:
 
 
 class Environment:
-    """An empty virtual environment, of uv where it is there and of `venv` else."""
+    """An empty virtual environment with the pip that CPython brings, or with uv's where CPython brings none."""
 
     def __init__(self, folder: Path) -> None:
         self.python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
         self.uv = shutil.which("uv")
-        make = [self.uv, "venv", "--quiet", "--python", sys.executable] if self.uv else [sys.executable, "-m", "venv"]
-        _run([*make, str(folder)])
+        if importlib.util.find_spec("ensurepip") or not self.uv:
+            _run([sys.executable, "-m", "venv", str(folder)])
+        else:
+            _run([self.uv, "venv", "--quiet", "--seed", "--python", sys.executable, str(folder)])
 
-    def pip(self, *arguments: str) -> None:
-        if self.uv:
+    def pip(self, *arguments: str, quick: bool = False) -> None:
+        """Run pip; a quick one is uv's, if it is there."""
+        if quick and self.uv:
             _run([self.uv, "pip", arguments[0], "--quiet", "--python", str(self.python), *arguments[1:]])
         else:
             _run([str(self.python), "-m", "pip", arguments[0], *arguments[1:]])
@@ -73,7 +82,7 @@ class Environment:
 
 def check(commands: list[str], folder: Path, dist: Path) -> str:
     environment = Environment(folder / "environment")
-    environment.pip("install", f"torch=={repo.TORCH}", "numpy")
+    environment.pip("install", f"torch=={repo.TORCH}", "numpy", quick=True)
     for command in commands:
         text = command.replace("$REPO", repo.ROOT.as_uri()).replace("--find-links dist", f"--find-links {dist}")
         words = shlex.split(text.removeprefix("pip "))

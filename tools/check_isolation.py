@@ -21,7 +21,7 @@ def main(dist: str) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch without numpy says so; we need none
     wrong = [
         f"{other} can be imported, but {dist} does not declare it"
-        for other in _strangers(dist)
+        for other in (p.module for p in repo.packages().values() if p.dist not in repo.closure(dist))
         if importlib.util.find_spec(other)
     ]
     top = importlib.import_module(package.module)
@@ -43,11 +43,6 @@ def main(dist: str) -> int:
     wrong += [f"{package.module}.__all__ names {name}, which is not there" for name in missing]
     print("\n".join(wrong) or f"isolation: {dist} alone, {len(modules)} modules and {len(top.__all__)} public names")
     return 1 if wrong else 0
-
-
-def _strangers(dist: str) -> list[str]:
-    declared = repo.closure(dist)
-    return [p.module for p in repo.packages().values() if p.dist not in declared]
 
 
 if __name__ == "__main__":

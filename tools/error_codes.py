@@ -30,7 +30,7 @@ def raised(rows: set[str]) -> tuple[dict[str, set[str]], set[str]]:
     users: dict[str, set[str]] = defaultdict(set)
     unknown: set[str] = set()
     for package in repo.packages().values():
-        for path in sorted((package.path / "src").rglob("*.py")):
+        for path in filter(lambda file: file.suffix == ".py", repo.source_files(package.path / "src")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and node.value in rows:
                     users[str(node.value)].add(package.dist)

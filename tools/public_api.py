@@ -3,7 +3,7 @@
     python tools/public_api.py           docs/api/*.txt are what the sources export   (nox -s lint)
     python tools/public_api.py --write   write them
     python tools/public_api.py --breaks  what would break callers since each package's last release tag, and is not
-                                         announced under Changed, Deprecated or Removed of its changelog
+                                         announced in its `changes/` as changed, deprecated or removed
 
 Reads sources with griffe and imports nothing.
 """
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import griffe
 import repo
-from lint_layers import PUBLIC_SUBMODULES
 
 LISTS = repo.ROOT / "docs" / "api"
-ANNOUNCING = re.compile(r"^### (?:Changed|Deprecated|Removed)\n(.*?)(?=^### |^## |\Z)", re.MULTILINE | re.DOTALL)
+ANNOUNCING = ("changed", "deprecated", "removed")
 
 
 def load(package: repo.Package, tag: str | None = None) -> griffe.Module:
@@ -40,7 +38,7 @@ def load(package: repo.Package, tag: str | None = None) -> griffe.Module:
 def exported(module: griffe.Module) -> dict[str, griffe.Object | griffe.Alias]:
     """What `__all__` names, and public submodules beside it; other distributions' names stay aliases to nowhere."""
     found = {name: module.members[name] for name in sorted(map(str, module.exports or []))}
-    for below in PUBLIC_SUBMODULES:
+    for below in repo.PUBLIC_SUBMODULES:
         inner = module.members.get(below)
         if isinstance(inner, griffe.Module):
             found |= {f"{below}.{name}": member for name, member in exported(inner).items() if name not in found}
@@ -93,10 +91,10 @@ def check(write: bool) -> int:
 
 
 def unannounced(package: repo.Package, tag: str) -> list[str]:
-    """What breaks callers since a release, without a word in the changelog."""
+    """What breaks callers since a release, without a word in `changes/`."""
     old, new = load(package, tag), load(package)
     public = {name: _path(found) for name, found in exported(old).items()}
-    told = " ".join(ANNOUNCING.findall(package.changelog.read_text().split("\n## [")[1]))
+    told = " ".join(file.read_text() for kind in ANNOUNCING for file in package.changes.glob(f"*.{kind}.md"))
     found = [f"{name} is no longer exported" for name in public if name not in exported(new) and name not in told]
     for breakage in griffe.find_breaking_changes(old, new):
         path = breakage.obj.canonical_path

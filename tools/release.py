@@ -1,4 +1,4 @@
-"""Prepare a release of one package: new version, dated changelog section, tag name. Commits and pushes nothing.
+"""Prepare a release of one package: new version, changelog by towncrier, tag name. Commits and pushes nothing.
 
 python tools/release.py shard-spec minor        (nox -s release -- shard-spec minor)
 python tools/release.py all 0.1.0 --dry-run     every package, in a scratch clone: commits, tags, wheels of the pin file
@@ -14,38 +14,34 @@ import tempfile
 from pathlib import Path
 
 import repo
-
-UNRELEASED = "## [Unreleased]\n"
-
-
-def dated_changelog(text: str, version: str, day: str) -> str:
-    """The changelog with what was unreleased under the new version."""
-    head, found, rest = text.partition(UNRELEASED)
-    if not found:
-        raise SystemExit("release: the changelog has no '## [Unreleased]' section")
-    body = rest.split("\n## [", 1)[0]
-    if not body.strip():
-        raise SystemExit("release: nothing stands under '## [Unreleased]', so there is nothing to release")
-    return f"{head}{UNRELEASED}\n## [{version}] - {day}\n{rest}"
+import scratch
 
 
-def dry_run(version: str, day: str) -> int:
+def release(package: repo.Package, segment: str, day: str) -> None:
+    """Set a package's version and turn what lies in `changes/` into the changelog's section of that version."""
+    if not list(package.changes.glob("*.md")):  # towncrier itself would write "No significant changes"
+        raise SystemExit(
+            f"release: nothing lies in {package.changes.relative_to(repo.ROOT)}, so there is nothing to release"
+        )
+    if segment != package.version:
+        # hatchling itself, since `hatch version` makes an environment first, and under nox in the wrong place
+        subprocess.run([sys.executable, "-m", "hatchling", "version", segment], cwd=package.path, check=True)
+    news = ["--dir", str(package.path), "--name", package.dist, "--version", package.version, "--date", day]
+    config = str(repo.ROOT / "tools" / "towncrier.toml")
+    subprocess.run([sys.executable, "-m", "towncrier", "build", "--yes", "--config", config, *news], check=True)
+    tag = repo.tag_name(package.dist, package.version)
+    print(f"{package.dist} {package.version}")
+    for name in repo.dependents(package.dist):
+        print(f"  before tagging: nox -s 'compat({package.dist})' runs the released {name} against it")
+    print(f"  then: git commit -am 'Release {tag}' && git tag {tag}")
+
+
+def dry_run(version: str, day: str) -> None:
     """Release every package in a clone of what is committed, then build the newest pin file's wheels from the tags."""
     with tempfile.TemporaryDirectory() as folder:
-        clone = Path(folder) / "clone"
-        repo.git("clone", "--quiet", "--no-hardlinks", str(repo.ROOT), str(clone))
-        repo.git("config", "user.name", "release", cwd=clone)
-        repo.git("config", "user.email", "release@example.org", cwd=clone)
+        clone = scratch.Clone(Path(folder))
         for name in repo.packages():
-            subprocess.run(
-                [sys.executable, "tools/release.py", name, version, "--date", day],
-                cwd=clone,
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
-            tag = repo.tag_name(name, version)
-            repo.git("commit", "--quiet", "--all", "--message", f"Release {tag}", cwd=clone)
-            repo.git("tag", tag, cwd=clone)
+            clone.release(name, version, day)
         build = """
 import sys; sys.path.insert(0, "tools")
 import pathlib, repo, wheelhouse
@@ -55,9 +51,8 @@ for name, version in wheelhouse.read_pins(pins).items():
 for wheel in sorted(wheelhouse.build_for_pins(pins).glob("*.whl")):
     print(f"{pins.name}: {wheel.name}")
 """
-        subprocess.run([sys.executable, "tools/lint_changelogs.py"], cwd=clone, check=True)
-        print(repo.git("tag", "--list", cwd=clone))
-        return subprocess.run([sys.executable, "-c", build], cwd=clone, check=False).returncode
+        print(clone.git("tag", "--list"))
+        print(clone.python("-c", build))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,19 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.dry_run != (arguments.package == "all"):
         parser.error("`all` goes with --dry-run: each release is its own commit")
     if arguments.dry_run:
-        return dry_run(arguments.segment, arguments.date)
-    package = repo.packages()[arguments.package]
-    before = package.changelog.read_text()
-    dated_changelog(before, "0", arguments.date)  # refuses before anything is changed
-    if arguments.segment != package.version:
-        # hatchling itself, since `hatch version` makes an environment first, and under nox in the wrong place
-        subprocess.run([sys.executable, "-m", "hatchling", "version", arguments.segment], cwd=package.path, check=True)
-    package.changelog.write_text(dated_changelog(before, package.version, arguments.date))
-    tag = repo.tag_name(package.dist, package.version)
-    print(f"{package.dist} {package.version}")
-    for name in repo.dependents(package.dist):
-        print(f"  before tagging: nox -s 'compat({package.dist})' runs the released {name} against it")
-    print(f"  then: git commit -am 'Release {tag}' && git tag {tag}")
+        dry_run(arguments.segment, arguments.date)
+    else:
+        release(repo.packages()[arguments.package], arguments.segment, arguments.date)
     return 0
 
 

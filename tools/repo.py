@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"  # the one place that pins torch for the repository's own sessions; packages declare lower bounds only
+# What a design names as an address of its own beside a package's top level; other modules below it are private.
+PUBLIC_SUBMODULES = ("accelerate", "legacy", "optimal", "planners", "specs", "engines")
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,9 @@ class Package:
         return about.split('"')[1]
 
     @property
-    def changelog(self) -> Path:
-        return self.path / "CHANGELOG.md"
+    def changes(self) -> Path:
+        """What changed since the last release, a file each."""
+        return self.path / "changes"
 
 
 def requirement_name(requirement: str) -> str:
@@ -142,17 +146,18 @@ def export_tag(tag: str, into: Path) -> Path:
         return (Path(fresh) / "tree").rename(into / tag)
 
 
-def _source_files(path: Path) -> Iterator[Path]:
+def source_files(path: Path) -> Iterator[Path]:
+    """The files under a folder, and those that links lead to; what tools leave there is left out."""
     ignored = {"__pycache__", "dist", ".pytest_cache", ".mypy_cache", ".hypothesis"}
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and not ignored.intersection(file.relative_to(path).parts):
-            yield file
+    for folder, names, files in os.walk(path, followlinks=True):  # `_shared` is a link to tools/shared
+        names[:] = sorted(set(names) - ignored)
+        yield from (Path(folder, file) for file in sorted(files))
 
 
 def source_digest(path: Path) -> str:
     """A hash of a folder's files, so that a wheel is built again only when they changed."""
     digest = hashlib.sha256()
-    for file in _source_files(path):
+    for file in source_files(path):
         digest.update(str(file.relative_to(path)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

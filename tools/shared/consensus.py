@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,36 @@ def ranks_of(where: Where) -> list[int]:
     return dist.get_process_group_ranks(where)
 
 
-def all_gather_header(where: Where, payload: bytes, subject: str) -> list[bytes]:
+def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
+    """Return axes of a mesh whose process group has another order: gathers over these permute shards silently.
+
+    Torch makes the groups of a mesh in ascending order, whatever the order of its ranks.
+    """
+    problems = []
+    for axis, along in enumerate(_ranks_along(mesh)):
+        members = dist.get_process_group_ranks(mesh.get_group(axis))
+        if list(along) != members:
+            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            found = f"ranks {list(along)} along the axis, {members} in its process group"
+            hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
+            problems.append(Problem("mesh-mismatch", "mesh", axis=name, found=found, hint=hint))
+    return problems
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks_along(mesh: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each axis that this rank is on; none on a rank outside of the mesh."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()
+    index = [tuple(slice(None) if at == axis else x for at, x in enumerate(coordinate)) for axis in range(mesh.ndim)]
+    return tuple(tuple(mesh.mesh[along].tolist()) for along in index)
+
+
+NOTHING_CHANGED = "nothing was changed on any rank"
+
+
+def all_gather_header(where: Where, payload: bytes, subject: str, state: str = NOTHING_CHANGED) -> list[bytes]:
     """Gather a short message of every rank; a collective.
 
     Args:
@@ -44,6 +73,7 @@ def all_gather_header(where: Where, payload: bytes, subject: str) -> list[bytes]
             first, so that no group of all its ranks has to be made.
         payload: At most 64 bytes; padded with zeros.
         subject: The call, for the error if a peer died.
+        state: What that error says of the caller's tensors.
 
     Returns:
         The payloads of all ranks, in the order of `ranks_of`.
@@ -56,7 +86,7 @@ def all_gather_header(where: Where, payload: bytes, subject: str) -> list[bytes]
     for group in _groups(where):
         mine = rows.to(_message_device(group))
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        _or_dead_peer(functools.partial(dist.all_gather, gathered, mine, group=group), subject)
+        _or_dead_peer(functools.partial(dist.all_gather, gathered, mine, group=group), subject, state)
         rows = torch.cat(gathered).cpu()  # ranks so far x 64
     return [bytes(row) for row in rows.tolist()]
 
@@ -90,6 +120,7 @@ def assert_consistent(
     error: Exception | None = None,
     *,
     hint: str = "pass the same model, plan and arguments on every rank",
+    state: str = NOTHING_CHANGED,
 ) -> None:
     """Return on every rank, or raise on every rank; a collective.
 
@@ -101,6 +132,7 @@ def assert_consistent(
         lines: Facts that have to be equal on every rank, one a line.
         error: What keeps this rank from going on.
         hint: What to do where lines differ.
+        state: What errors say of the caller's tensors.
 
     Raises:
         Exception: ``error``, on the rank that passed it, if it is no plain ``PlanError``.
@@ -108,20 +140,33 @@ def assert_consistent(
         RuntimeError: A peer died.
     """
     digest = hashlib.sha256("\n".join((subject, *lines)).encode()).digest()
-    headers = all_gather_header(where, bytes([error is not None]) + digest, subject)
-    if len(set(headers)) == 1 and error is None:
-        return
+    headers = all_gather_header(where, bytes([error is not None]) + digest, subject, state)
+    if len(set(headers)) > 1 or error is not None:
+        raise_joined(where, subject, lines, error, hint=hint, state=state)
+
+
+def raise_joined(
+    where: Where,
+    subject: str,
+    lines: Sequence[str] = (),
+    error: Exception | None = None,
+    *,
+    hint: str = "pass the same model, plan and arguments on every rank",
+    state: str = NOTHING_CHANGED,
+) -> NoReturn:
+    """Raise on every rank what keeps any from going on; a collective, after headers that differ or hold an error."""
     ranks = ranks_of(where)
     problems = () if error is None else problems_of(error)
     states = all_gather_objects(where, (subject, tuple(lines), problems), subject)
-    failures = joined_problems({rank: state[2] for rank, state in zip(ranks, states, strict=True)})
+    subject = states[0][0]  # of the first rank, where ranks make different calls: all raise one text
+    failures = joined_problems({rank: entry[2] for rank, entry in zip(ranks, states, strict=True)})
     if error is not None and type(error) is not PlanError:
         raise error  # its own type and traceback; peers raise what it says
     if failures:
-        raise PlanError(failures, f"{subject}: nothing was changed on any rank")
-    differences = differing_lines({rank: [state[0], *state[1]] for rank, state in zip(ranks, states, strict=True)})
+        raise PlanError(failures, f"{subject}: {state}")
+    differences = differing_lines({rank: [entry[0], *entry[1]] for rank, entry in zip(ranks, states, strict=True)})
     problems = tuple(Problem("ranks-disagree", subject, found=text, hint=hint) for text in differences)
-    raise PlanError(problems, f"{subject}: the ranks disagree, nothing was changed")
+    raise PlanError(problems, f"{subject}: the ranks disagree, {state}")
 
 
 def problems_of(error: Exception) -> tuple[Problem, ...]:
@@ -170,18 +215,24 @@ def _groups(where: Where) -> list[dist.ProcessGroup | None]:
 
 def _message_device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the CPU where the group has a CPU backend, else its current GPU: CPU messages need no stream sync."""
-    devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
+    devices = device_types(dist.get_backend_config(group))
     if "cpu" in devices or "cuda" not in devices:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _or_dead_peer(collective: Callable[[], object], subject: str) -> None:
+@functools.cache
+def device_types(backends: str) -> frozenset[str]:
+    """Return the types of devices that a group's backend configuration serves; parsing it costs more than a lookup."""
+    return frozenset(map(str, dist.BackendConfig(dist.Backend(backends)).get_device_backend_map()))
+
+
+def _or_dead_peer(collective: Callable[[], object], subject: str, state: str = NOTHING_CHANGED) -> None:
     try:
         collective()
     except RuntimeError as error:
         found = f"{subject}: rank {dist.get_rank()} got no answer while ranks compared what they are about to do"
-        raise RuntimeError(f"{found}; another rank died, or made no such call. Nothing was changed.") from error
+        raise RuntimeError(f"{found}; another rank died, or made no such call; {state}") from error
 
 
 _calls: collections.Counter[str] = collections.Counter()

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from .._torch_compat import foreach_norms, foreach_scale, local_of
+from ._torch_compat import foreach_norms, foreach_scale, local_of
 from .consensus import named_collective
-from .problems import Problem, raise_problems
+from .problems import Problem, own_errors, raise_problems
 from .sharding_info import sharding_info_of
 
 Axis = tuple[int, ...]
@@ -66,6 +66,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
+@own_errors()  # a gradient of a parameter that another package marked as stale
 def grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Problem:
             text += f" -> {self.hint}"
         return text
 
+    def named(self, name: str) -> Problem:
+        """Return the problem with a name, where it has none: a caller knows which tensor a value belongs to."""
+        return self if self.name else replace(self, name=name)
+
 
 class PlanError(ValueError):
     """Every problem of one call, found before anything was changed or sent.
@@ -71,3 +76,17 @@ def raise_problems(problems: Iterable[Problem], summary: str = "") -> None:
     problems = tuple(problems)
     if problems:
         raise PlanError(problems, summary)
+
+
+@contextmanager
+def own_errors() -> Iterator[None]:
+    """Raise another package's ``PlanError`` as this package's: callers catch the error of the package they call.
+
+    Each wheel carries its own copy of this class, so the same problems arrive under another type.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error).__name__ != "PlanError" or isinstance(error, PlanError):
+            raise
+        raise PlanError(vars(error)["problems"], vars(error)["summary"]) from error

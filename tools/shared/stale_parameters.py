@@ -22,6 +22,7 @@ class StaleParameter:
     """Mixed into the class of a parameter that no module holds any more."""
 
     __slots__ = ()
+    _is_stale_type = True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,14 +47,14 @@ def mark_stale(parameter: torch.Tensor, problem: Problem, successor: torch.Tenso
     """
     vars(parameter)[_KEY] = problem
     vars(parameter)["_stale_successor"] = successor
-    if not isinstance(parameter, StaleParameter):
+    if not hasattr(parameter, "_is_stale_type"):  # of any package: each has its own copy of the class below
         # The object stays the same, so that optimizers which hold it meet the error.
         parameter.__class__ = _stale_type(type(parameter))
 
 
 def mark_current(parameter: torch.Tensor) -> None:
     """Undo `mark_stale`: the parameter has its place again."""
-    if isinstance(parameter, StaleParameter):
+    if hasattr(parameter, "_is_stale_type"):
         parameter.__class__ = type(parameter).__bases__[1]
         vars(parameter).pop(_KEY, None)
         vars(parameter).pop("_stale_successor", None)
@@ -61,7 +62,7 @@ def mark_current(parameter: torch.Tensor) -> None:
 
 def is_stale(parameter: object) -> bool:
     """Return whether another parameter took the place of this one."""
-    return isinstance(parameter, StaleParameter) and _KEY in vars(parameter)
+    return hasattr(parameter, "_is_stale_type") and _KEY in vars(parameter)
 
 
 def current_parameter(parameter: torch.Tensor) -> torch.Tensor:

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import check_docs
 import docs_hooks
+import pytest
 
 
 @pytest.mark.parametrize(
@@ -58,11 +51,3 @@ def test_pages_lose_sphinx_roles_and_links_to_themselves() -> None:
     own = "<p>More: <code>docs/packages/tp-styles.md</code> in the repository.</p>"
     page = f"<p>:meth:<code>validate</code> lists</p>{own}"
     assert docs_hooks.on_page_content(page) == "<p><code>validate</code> lists</p>"
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
-@pytest.mark.parametrize("pixels", [380, 600])
-def test_a_page_wider_than_a_phone_is_found(pixels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "index.html").write_text(f"<!doctype html><body style='margin:0'><div style='width:{pixels}px'>.</div>")
-    assert check_docs.width(tmp_path) == (pixels > 390)
-    assert ("600 pixels wide" if pixels == 600 else "1 pages, none wider") in capsys.readouterr().out

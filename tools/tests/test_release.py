@@ -1,123 +1,76 @@
-"""The release tools, tried in a scratch clone: tags, wheels from a tag, dated changelogs, what is refused."""
+"""The release tools, tried in a scratch clone: tags, wheels from a tag, changelogs, what is refused."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import lint_changelogs  # noqa: E402
-import release  # noqa: E402
-import repo  # noqa: E402
-import wheelhouse  # noqa: E402
+import repo
+import wheelhouse
+from scratch import Clone
 
 
-def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """A clone of the repository as it is committed, with today's tools."""
-    target = tmp_path / "clone"
-    run("git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(target), cwd=tmp_path)
-    for tool in ("repo.py", "wheelhouse.py", "release.py", "lint_changelogs.py"):
-        (target / "tools" / tool).write_text((ROOT / "tools" / tool).read_text())
-    run("git", "config", "user.email", "release@example.org", cwd=target)
-    run("git", "config", "user.name", "release", cwd=target)
-    return target
-
-
-def python_in(clone: Path, code: str) -> str:
-    script = f"import sys; sys.path.insert(0, 'tools')\n{code}"
-    return run(sys.executable, "-c", script, cwd=clone)
-
-
-def test_a_wheelhouse_is_built_from_a_release_tag_and_not_from_the_tree(clone: Path) -> None:
-    changelog = clone / "packages" / "shard-spec" / "CHANGELOG.md"
-    changelog.write_text("# Changelog of shard-spec\n\n## [Unreleased]\n\n### Added\n\n- The layouts.\n")
-    run(sys.executable, "tools/release.py", "shard-spec", "0.1.0", cwd=clone)
-    run("git", "commit", "-qam", "Release shard-spec-v0.1.0", cwd=clone)
-    run("git", "tag", "shard-spec-v0.1.0", cwd=clone)
-    init = clone / "packages" / "shard-spec" / "src" / "shard_spec" / "__init__.py"
+def test_a_wheelhouse_is_built_from_a_release_tag_and_not_from_the_tree(clone: Clone) -> None:
+    clone.release("shard-spec", "0.1.0")
+    init = clone.path / "packages" / "shard-spec" / "src" / "shard_spec" / "__init__.py"
     init.write_text(init.read_text() + "\nAFTER_THE_TAG = True\n")
 
     code = """
+import sys; sys.path.insert(0, "tools")
 import repo, wheelhouse
 tag = wheelhouse.oldest_tag("shard-spec", "shard-reshard")
 print(tag, wheelhouse.build_released({"shard-spec": tag}))
 """
-    tag, house = python_in(clone, code).split()
+    tag, house = clone.python("-c", code).split()
     assert tag == "shard-spec-v0.1.0"
     (wheel,) = Path(house).glob("*.whl")
     assert wheel.name == "shard_spec-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         assert b"AFTER_THE_TAG" not in archive.read("shard_spec/__init__.py")
+        assert "shard_spec/_shared/problems.py" in archive.namelist()  # the tag's tree has the link and its target
 
 
-def test_all_first_releases_in_a_dry_run(clone: Path) -> None:
+def test_all_first_releases_in_a_dry_run(clone: Clone) -> None:
     """The pin file resolves against tags alone, and the repository that was cloned has none afterwards."""
-    run("git", "commit", "-qam", "tools", "--allow-empty", cwd=clone)
-    printed = run(sys.executable, "tools/release.py", "all", "0.1.0", "--dry-run", "--date", "2026-12-01", cwd=clone)
+    tags = clone.git("tag", "--list")
+    printed = clone.python("tools/release.py", "all", "0.1.0", "--dry-run", "--date", "2026-12-01")
     for package in repo.packages().values():
         assert f"{package.dist}-v0.1.0\n" in printed
         assert f"{package.module}-0.1.0-py3-none-any.whl" in printed
-    assert run("git", "tag", "--list", cwd=clone) == run("git", "tag", "--list", cwd=ROOT)
-    assert run("git", "status", "--porcelain", cwd=clone) == ""
+    assert clone.git("tag", "--list") == tags
+    assert clone.git("status", "--porcelain") == ""
 
 
 @pytest.mark.parametrize("name", ["shard-spec", "tp-styles"])
-def test_a_release_sets_version_date_and_tag_name(clone: Path, name: str) -> None:
-    changelog = clone / "packages" / name / "CHANGELOG.md"
-    changelog.write_text(f"# Changelog of {name}\n\n## [Unreleased]\n\n### Fixed\n\n- A thing.\n")
-    printed = run(sys.executable, "tools/release.py", name, "minor", "--date", "2026-12-01", cwd=clone)
+def test_a_release_sets_version_changelog_and_tag_name(clone: Clone, name: str) -> None:
+    folder = clone.path / "packages" / name
+    before = (folder / "CHANGELOG.md").read_text()
+    (folder / "changes" / "+thing.fixed.md").write_text("A thing\nof two lines.\n")
+    clone.git("add", "--all")
+    printed = clone.release(name, "minor")
     assert f"tag {name}-v0.2.0" in printed
     assert ("compat(shard-spec)" in printed) == (name == "shard-spec")  # it has dependents
-    about = clone / "packages" / name / "src" / name.replace("-", "_") / "__about__.py"
+    about = folder / "src" / name.replace("-", "_") / "__about__.py"
     assert about.read_text() == '__version__ = "0.2.0"\n'
-    text = changelog.read_text()
-    assert "## [Unreleased]\n\n## [0.2.0] - 2026-12-01\n\n### Fixed\n\n- A thing.\n" in text
-    assert lint_changelogs.problems(name, "0.2.0", text, [f"{name}-v0.2.0"]) == []
+    head, mark, older = before.partition("<!-- releases -->\n")
+    text = (folder / "CHANGELOG.md").read_text()
+    assert text.startswith(f"{head}{mark}\n## [0.2.0] - 2026-12-01\n\n### Added\n\n- The first release.")
+    assert "\n### Fixed\n\n- A thing\n  of two lines.\n" in text
+    assert text.endswith(older)
+    assert clone.git("ls-files", str(folder / "changes")) == ""  # the next release starts with none
 
 
-def test_an_empty_release_is_refused_and_changes_nothing(clone: Path) -> None:
-    folder = clone / "packages" / "tp-styles"
-    (folder / "CHANGELOG.md").write_text("# Changelog of tp-styles\n\n## [Unreleased]\n")
-    done = subprocess.run(
-        [sys.executable, "tools/release.py", "tp-styles", "minor"],
-        cwd=clone,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "nothing to release" in done.stderr
-    assert (folder / "src" / "tp_styles" / "__about__.py").read_text() == '__version__ = "0.1.0"\n'
+def test_an_empty_release_is_refused_and_changes_nothing(clone: Clone) -> None:
+    clone.release("tp-styles", "0.1.0")
+    assert "nothing to release" in clone.python("tools/release.py", "tp-styles", "minor", status=1)
+    assert clone.git("status", "--porcelain") == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "version", "tags", "expected"),
-    [
-        ("# Changes\n\n## [Unreleased]\n", "0.1.0", [], "first line"),
-        ("# Changelog of x\n\n## [0.1.0] - 2026-01-01\n", "0.1.0", [], "[Unreleased]"),
-        ("# Changelog of x\n\n## [Unreleased]\n\n## [0.1.0]\n", "0.1.0", [], "no date"),
-        ("# Changelog of x\n\n## [Unreleased]\n\n## [0.2.0] - 2026-01-01\n", "0.1.0", [], "newest version"),
-        ("# Changelog of x\n\n## [Unreleased]\n", "0.1.0", ["x-v0.1.0"], "no section"),
-        ("# Changelog of x\n\n## [Unreleased]\n\n### New\n", "0.1.0", [], "unknown kind"),
-    ],
-)
-def test_each_fault_of_a_changelog_is_found(text: str, version: str, tags: list[str], expected: str) -> None:
-    (problem,) = lint_changelogs.problems("x", version, text, tags)
-    assert expected in problem
+def test_a_change_whose_name_says_no_kind_is_refused(clone: Clone) -> None:
+    (clone.path / "packages" / "tp-styles" / "changes" / "+thing.better.md").write_text("A thing.\n")
+    assert "+thing.better.md" in clone.python("tools/release.py", "tp-styles", "0.1.0", status=1)
 
 
 def test_closures_and_dependents_come_from_the_packages_own_files() -> None:
@@ -141,23 +94,18 @@ def test_a_pin_file_that_leaves_a_package_out_is_refused(tmp_path: Path) -> None
         wheelhouse.read_pins(file)
 
 
-def test_the_tags_of_one_commit_stand_beside_each_other(clone: Path) -> None:
+def test_the_tags_of_one_commit_stand_beside_each_other(clone: Clone) -> None:
     """All first releases were of one commit, and each tree that was written removed the one before."""
     tags = {name: f"{name}-v0.1.0" for name in ("shard-spec", "tp-styles")}
     for tag in tags.values():
-        run("git", "tag", tag, cwd=clone)
-    found = python_in(clone, f"import wheelhouse\nprint(*wheelhouse.released_trees({tags}).values())").split()
-    assert [(Path(tree) / "packages" / name).is_dir() for tree, name in zip(found, tags, strict=True)] == [True, True]
+        clone.git("tag", tag)
+    code = f"import sys; sys.path.insert(0, 'tools'); import wheelhouse as w; print(*w.released_trees({tags}).values())"
+    trees = clone.python("-c", code).split()
+    assert [(Path(tree) / "packages" / name).is_dir() for tree, name in zip(trees, tags, strict=True)] == [True, True]
 
 
 def test_the_published_pin_files_name_every_package() -> None:
-    files = sorted((ROOT / "docs" / "pins").glob("*.txt"))
-    assert files, os.listdir(ROOT / "docs")
+    files = sorted((repo.ROOT / "docs" / "pins").glob("*.txt"))
+    assert files, os.listdir(repo.ROOT / "docs")
     for file in files:
         assert list(wheelhouse.read_pins(file)) == list(repo.packages())
-
-
-def test_the_changelog_of_a_release_keeps_what_came_before() -> None:
-    text = "# Changelog of x\n\n## [Unreleased]\n\n### Added\n\n- b\n\n## [0.1.0] - 2026-01-01\n\n- a\n"
-    new = release.dated_changelog(text, "0.2.0", "2026-02-02")
-    assert new.index("[0.2.0]") < new.index("- b") < new.index("[0.1.0]") < new.index("- a")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import repo
 import sbom
 

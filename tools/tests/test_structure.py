@@ -1,47 +1,57 @@
-"""The structure lint finds what it is for."""
+"""Lines, exports and rules of sources: what grows or breaks a rule is named."""
 
 from __future__ import annotations
 
-import ast
-import sys
+import tomllib
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import lint_structure
+import structure
 
 
-def modules(**sources: str) -> dict[str, ast.Module]:
-    return {name.replace("__", "."): ast.parse(text) for name, text in sources.items()}
-
-
-def test_circles_are_found_through_imports_in_functions() -> None:
-    trees = modules(p__a="from p.b import x\n", p__b="def f():\n    from p.a import y\n", p__c="from p.a import y\n")
-    found = lint_structure.measure("p", trees)
-    assert found["circle_files"] == ["p.a", "p.b"]
-    assert found["imports_in_functions"] == ["p.b:2"]
-
-
-def test_type_checking_imports_make_no_circle() -> None:
-    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import y\n"
-    assert lint_structure.measure("p", modules(p__a="from p.b import x\n", p__b=source))["circle_files"] == []
-
-
-def test_private_torch_frames_and_openers_are_found() -> None:
-    source = (
-        '"""What it is."""\nimport sys\nfrom torch._ops import x\nfrom torch.distributed import _y\nsys._getframe(1)\n'
+def test_private_torch_frames_and_openers_are_named() -> None:
+    text = (
+        '"""What it is."""\nimport torch._ops\nfrom torch.distributed import (\na,\n_y)\nfrom torch.nn import x_\n'
+        "def f():\n    from torch._dynamo import z\nframe.f_back\n"
     )
-    found = lint_structure.measure("p", modules(p__a=source, p___torch_compat="import torch._dynamo\n"))
-    assert found["private_torch"] == ["p.a:3", "p.a:4"]
-    assert found["frames_and_bytecode"] == ["p.a: sys._getframe"]
-    assert len(found["docstring_openers"]) == 1
-
-
-def test_layers_go_down_only() -> None:
-    trees = modules(p__api="from p.plan.x import a\n", p__plan__x="", p__plan__y="from p.api import b\n", p__odd="")
-    found = list(lint_structure.layer_problems("p", trees, [["api"], ["plan"]]))
-    assert found == [
-        "p.plan.y:1 imports p.api.b, which does not lie below it",
-        "p.odd stands in no layer of structure.toml",
+    problems = [problem.rpartition(": ")[2] for problem in structure.broken_rules(text, Path("a.py"))]
+    assert sorted(problems) == [
+        ".f_back",
+        "a docstring opens with 'What'",
+        "torch._dynamo.z",
+        "torch._ops",
+        "torch.distributed._y",
     ]
-    assert list(lint_structure.layer_problems("p", modules(p__a="from p.b import x\n", p__b=""), [["a", "b"]]))
+    assert len(list(structure.broken_rules(text, Path("_torch_compat.py")))) == 2
+
+
+SETTINGS = (
+    '[a]\nmax_lines = 90\nline_budget = 50\nmax_exports = 9\nexport_budget = 5\nlayers = [\n  ["x"],\n]\n\n'
+    "[b]\nmax_lines = 90\nline_budget = 50\n"
+)
+
+
+def test_what_grows_is_named_with_its_limit_and_its_budget() -> None:
+    rows = {"a": {"max_lines": 91, "max_exports": 9}, "b": {"max_lines": 90}}
+    settings = tomllib.loads(SETTINGS)
+    assert list(structure.excess("a", rows["a"], settings)) == [
+        "a: 91 lines, max_lines is 90 (budget 50): delete first"
+    ]
+    assert not list(structure.excess("b", rows["b"], settings))
+    assert list(structure.excess("c", {"max_lines": 1}, settings)) == [
+        "c: structure.toml has no max_lines or no line_budget"
+    ]
+
+
+def test_limits_are_lowered_to_the_count_and_not_below_the_budget_and_never_raised() -> None:
+    text = structure.lowered(SETTINGS, {"a": {"max_lines": 40, "max_exports": 7}, "b": {"max_lines": 91}})
+    assert text == SETTINGS.replace("max_lines = 90", "max_lines = 50", 1).replace("max_exports = 9", "max_exports = 7")
+
+
+def test_links_are_not_counted(tmp_path: Path) -> None:
+    package, shared = tmp_path / "package", tmp_path / "shared"
+    for folder in (package, shared):
+        folder.mkdir()
+        (folder / "a.py").write_text("1\n2\n")
+    (package / "_shared").symlink_to("../shared")
+    (package / "b.py").symlink_to("../shared/a.py")
+    assert structure.lines(package) == 2

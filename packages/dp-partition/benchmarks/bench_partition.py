@@ -42,7 +42,7 @@ import dp_partition as dp
 from dp_partition.api import runner_of
 
 WORLD = 2
-SHARDED = (0.5, 1, 2, "auto", "once")
+SHARDED = (0.5, 1, 2, "once")
 MB = 1 << 20
 
 
@@ -186,7 +186,6 @@ def measure(rank: int, folder: str, rounds: int, queue: Any) -> None:
         if mb != 1:
             runs[f"replicate {mb}"] = ours(mesh, batch, style="replicate", bucket_mb=mb)
         runs[f"fully_shard {mb}"] = ours(mesh, batch, style="fully_shard", bucket_mb=mb, reshard_after_forward=True)
-    runs["fully_shard auto"] = ours(mesh, batch, style="fully_shard", bucket_mb=2)
     runs["fully_shard once"] = ours(mesh, batch, style="fully_shard", bucket_mb=2, reshard_after_forward=False)
     for run in runs.values():
         run()
@@ -386,7 +385,7 @@ def rows_of(facts: dict[str, Any]) -> list[dict[str, str]]:
     for mb in (25, 2, 1, 0.5):
         own = seconds[f"fully_shard {mb}"]
         rows.append(compared(f"fully_shard, reshard, {mb} MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
-    for how, name in (("reshard where it helps", "auto"), ("gathered once", "once")):
+    for how, name in (("gathered once", "once"),):
         own = seconds[f"fully_shard {name}"]
         rows.append(compared(f"fully_shard, {how}, 2 MiB", "<= 0.65x", own, "FSDP2 per block", seconds["fsdp2"]))
     for style, compute in (("replicate 25", "compute, replicate"), ("fully_shard once", "compute, fully_shard")):

@@ -98,7 +98,7 @@ def run_cell(ranks: Ranks, cell: Cell) -> str:
     own = optimizer(cell, model)
     bucket_mb = 25 if cell.backend == "eager" else 2 / 1024  # a graph of several pieces
     settings: dict[str, Any] = {"semantics": semantics, "backend": cell.backend, "bucket_mb": bucket_mb}
-    step = dp.compile(function, mesh=mesh, style=parse_style(cell.style), check="first", **settings)
+    step = dp.compile(function, capture="always", mesh=mesh, style=parse_style(cell.style), check="first", **settings)
     generator = torch.Generator().manual_seed(3)
     batches: list[Any] = [data(generator, 4 * ranks.world_size) for _ in range(STEPS)]
     if double:

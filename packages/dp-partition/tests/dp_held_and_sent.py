@@ -8,6 +8,7 @@ import dp_models as models
 import dp_partition as dp
 import torch
 from dp_partition.analysis.comms import messages_of
+from dp_partition.plan.plan import ParamPlan
 from ranktest import Ranks
 from torch import nn
 
@@ -88,7 +89,7 @@ def gathered_bytes(plan: dp.PartitionPlan) -> int:
     )
 
 
-def others_bytes(param: dp.ParamPlan, world: int) -> int:
+def others_bytes(param: ParamPlan, world: int) -> int:
     """Bytes of a padded chunk, once for each other rank."""
     rows = param.info.shape[0]
     return -(-rows // world) * (param.info.num_bytes // rows) * (world - 1)

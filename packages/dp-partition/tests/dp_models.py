@@ -175,7 +175,7 @@ def compare_with_one_device(
     reference = seeded(make).double()
     model = copy.deepcopy(seeded(make, seed=ranks.rank).double()).to(ranks.device)  # ranks start apart: rank 0 counts
     own, theirs = optim(model.parameters()), optim(reference.parameters())
-    step = dp.compile(function, mesh=mesh, **settings)
+    step = dp.compile(function, capture="always", mesh=mesh, **settings)
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
         batch = data(generator)

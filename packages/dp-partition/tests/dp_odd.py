@@ -167,7 +167,7 @@ def run_odd(ranks: Ranks, odd: Odd, style: Any, **settings: Any) -> str:
     """``bitwise``, ``close: ...`` or ``refused: code``; anything else raises."""
     mesh = ranks.mesh((ranks.world_size,), ("dp",))
     ours, theirs = ([model.to(ranks.device) for model in _made(odd)] for _ in range(2))
-    step = dp.compile(odd.function, mesh=mesh, style=style, **settings)
+    step = dp.compile(odd.function, capture="always", mesh=mesh, style=style, **settings)
     try:
         found = _train(ranks, odd, ours, ours, step)
     except dp.PlanError as error:

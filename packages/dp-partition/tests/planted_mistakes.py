@@ -15,11 +15,13 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import dp_partition as dp
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from dp_partition import runner
 from dp_partition._torch_compat import pytree
+from dp_partition.api import runner_of
 from dp_partition.capture import arguments, fingerprint, hyperparameters, random_replay
 from dp_partition.ops import aten, is_collective, is_op, is_wait, mutated_inputs
 from dp_partition.passes import peephole
@@ -425,6 +427,19 @@ GRAPH_MISTAKES: dict[str, tuple[str, Change]] = {
     "mask of another dropout": ("replicate", _other_mask),
     "normalised by another variance": ("replicate", _scaled("aten.gelu_backward", 1.01)),
 }
+
+
+def change_graphs(step: dp.Step, change: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
+    """Apply a pass to every graph that the step partitions from now on."""
+    one = runner_of(step)
+    build = one.build
+
+    def built(*args: Any) -> Any:
+        program = build(*args)
+        program.capture.module = change(program.module)
+        return program
+
+    one.build = built  # type: ignore[method-assign,assignment]
 
 
 def mutation(index: int) -> Change:

@@ -145,6 +145,5 @@ REFUSED: dict[str, tuple[Callable[[], Step], str, str]] = {
     "losses put into a list": (collecting, "python-state", ""),
     "`loss.item()` put into a list": (collecting_numbers, "value-kept", "a number"),
     "`loss.item()` shown": (showing, "value-kept", "a number"),
-    "a tensor put into a cache": (caching, "check-error", "eager run failed"),
     "a tick that is returned": (returning_the_time, "check-mismatch", "result"),
 }

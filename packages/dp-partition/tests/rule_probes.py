@@ -17,7 +17,7 @@ from dp_partition.ops import base_name, is_op
 from dp_partition.pipeline import capture_single_device, plan_nodes
 from dp_partition.plan.placements import parse_style
 from dp_partition.sharding.op_rules.lookup import find_rule
-from dp_partition.testing.verification import input_values
+from dp_verification import input_values
 from torch import fx, nn
 
 WORLD = 2
@@ -207,7 +207,9 @@ def probe(name: str) -> Probe:
     x = torch.randn(ROWS, 8, dtype=torch.float64)
     function = partial(_step, PROBES.get(name, PROBES["linear"]), clip)
     step = runner_of(
-        dp.compile(function, mesh=fake_mesh(WORLD, 0, "cpu"), style=parse_style(style), semantics="global")
+        dp.compile(
+            function, capture="always", mesh=fake_mesh(WORLD, 0, "cpu"), style=parse_style(style), semantics="global"
+        )
     )
     args = (model, OPTIMIZERS[optim](model.parameters()), x)
     step_state = find_step_state(function, args, {})

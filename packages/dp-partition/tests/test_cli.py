@@ -14,23 +14,21 @@ STEP = ["estimate", "dp_cli_steps:train_step", "--world", "8", "--style"]
 
 
 def test_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert main([*STEP, "fully_shard", "--html", str(page), "--name", "0.weight", "--gbps", "100"]) == 0
+    page = tmp_path / "memory.svg"
+    assert main([*STEP, "fully_shard", "--svg", str(page), "--name", "0.weight"]) == 0
     out, err = capsys.readouterr()
     assert "0.weight: [16, 8] torch.float32" in out
-    assert "all_gather 0 of 2" in out
-    assert [line.split(":")[0] for line in err.splitlines()] == [
-        "tracing", "partitioning", "local shapes", f"wrote {page}",
-    ]  # fmt: skip
-    assert "fully_shard over 8 ranks" in page.read_text()
-    assert main([*STEP, "zero2", "--json", "--quiet"]) == 0
+    assert "all_gather 0 of 3" in out
+    assert err.splitlines() == [f"wrote {page}"]
+    assert "train_step" in page.read_text() or "mean_step" in page.read_text()
+    assert main([*STEP, "zero2", "--json", "--device", "cuda"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert json.loads(out)["num_messages"] == {"all_gather": 1, "reduce_scatter": 1}
 
 
 def test_parameters_gathered_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*STEP, "fully_shard", "--json", "--quiet", "--reshard-after-forward", "always"]) == 0
+    assert main([*STEP, "fully_shard", "--json", "--reshard-after-forward", "always"]) == 0
     assert json.loads(capsys.readouterr().out)["num_messages"] == {"all_gather": 2, "reduce_scatter": 1}
 
 
@@ -46,8 +44,8 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         ["estimate", "dp_cli_steps:train_step"],
         ["estimate", "dp_cli_steps:train_step", "--world", "2", "--args", "no_tuple"],
         ["estimate", "dp_cli_steps:train_step", "--world", "2", "--args", "json:__name__"],
-        [*STEP, "zero1", "--quiet", "--name", "nothing"],
-        [*STEP, "zero1", "--quiet", "--html", str(tmp_path / "no" / "page.html")],
+        [*STEP, "zero1", "--name", "nothing"],
+        [*STEP, "zero1", "--svg", str(tmp_path / "no" / "memory.svg")],
         [],
     ]
     for arguments in usage:

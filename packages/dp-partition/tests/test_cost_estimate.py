@@ -10,14 +10,16 @@ import secrets
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import dp_models as models
 import dp_partition as dp
 import pytest
 import torch
 import torch.distributed as dist
-from dp_partition.analysis.memory import live_memory
+from dp_partition.analysis.memory import KINDS, live_memory
 from ranktest import Ranks
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -51,7 +53,12 @@ def test_bytes_equal_the_closed_form(style: Any) -> None:
     compared = 0
     for world, bucket_mb in [(1024, 2 / 1024), (3, 0)]:
         found = dp.estimate(
-            models.mean_step, *on_meta(models.mlp, torch.ones(4, 8)), world=world, style=style, bucket_mb=bucket_mb
+            models.mean_step,
+            *on_meta(models.mlp, torch.ones(4, 8)),
+            world=world,
+            style=style,
+            bucket_mb=bucket_mb,
+            reshard_after_forward=False,
         )
         expected = closed_form(found.plan)
         assert {kind: found.sent_bytes(kind) for kind in expected} == expected
@@ -139,14 +146,16 @@ def test_messages_and_peak_are_those_of_a_run(ranks: Ranks, case: int | None) ->
     make = partial(Drawn, random.Random(dice.random()))
     optim, style, semantics = dice.choice(OPTIMIZERS), dice.choice(STYLES), dice.choice(["local", "local", "global"])
     settings: dict[str, Any] = {"style": style, "semantics": semantics, "bucket_mb": dice.choice([0, 0.02, 25])}
-    settings["reshard_after_forward"] = dice.choice([True, False, "auto"])
+    settings["reshard_after_forward"] = dice.choice([True, False])
     model = models.seeded(make).to(ranks.device)
     ids = torch.randint(0, 50, (2, dice.randrange(1, 5), dice.randrange(3, 20)), device=ranks.device)
     batch = (ids[0], ids[1] % 5)
     said = (seed, optim, settings, tuple(ids.shape), model)
     own = optim(model.parameters())
     found = dp.estimate(models.token_step, model, own, batch, world=ranks.world_size, rank=ranks.rank, **settings)
-    step = dp.compile(models.token_step, mesh=ranks.mesh((ranks.world_size,), ("dp",)), check="never", **settings)
+    step = dp.compile(
+        models.token_step, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), check="never", **settings
+    )
     step(model, own, batch)
     with ranks.record() as log:
         step(model, own, batch)
@@ -195,53 +204,37 @@ def test_an_estimate_is_a_value() -> None:
     # Parameters with two moments, four counters and the batch; twice, and what a rank holds.
     full = 4 * (3 * (8 * 16 + 16 + 16 * 3 + 3) + 4 + 4 * 8)
     assert data["check"]["bytes"] == found.check_bytes == 2 * full + found.memory.resident_bytes
-    assert found.check_seconds > found.timeline.compute_seconds
     text = found.explain()
-    assert "zero2 over 8 ranks" in text and f"{found.check_bytes:,}" in text and "a checked call takes" in text
+    assert "zero2 over 8 ranks" in text and f"{found.check_bytes:,}" in text
     assert f"{found.sent_bytes('all_gather'):,}" in text
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.rank = 1  # type: ignore[misc]
 
 
-def test_times_follow_the_link() -> None:
-    link = dp.Link(bytes_per_second=1e9, latency_seconds=1e-6)  # a gigabyte per second
-    assert link.seconds("all_gather", 4000, 4) == pytest.approx(3000e-9 + 2e-6)
-    assert link.seconds("all_reduce", 4000, 4) == pytest.approx(2 * (3000e-9 + 2e-6))
-    assert link.seconds("all_reduce", 4000, 1) == 0
-    arguments = on_meta(partial(models.GPT, width=64), *models.tokens(torch.Generator())[0])
-    step = lambda model, optim, a, b: models.token_step(model, optim, (a, b))  # noqa: E731
-    found = {}
-    for gbps in (0.01, 1, 1e6):
-        one = dp.estimate(
-            step,
-            *arguments,
-            world=16,
-            style="fully_shard",
-            bucket_mb=0.05,
-            link=dp.Link(gbps * 1e9 / 8, 0),
-            machine=dp.Machine(0.01),
-        )
-        found[gbps] = one.timeline
-        assert 0 <= one.timeline.overlap <= 1
-        assert one.timeline.seconds >= max(one.timeline.compute_seconds, one.timeline.message_seconds)
-        ends = [span.end for span in one.timeline.messages]
-        assert ends == sorted(ends), "one message after the other"
-    assert found[0.01].seconds > found[1].seconds > found[1e6].seconds
-    assert found[1e6].exposed_seconds < 0.01 * found[1e6].seconds
-    assert found[1].overlap > 0.25, "issued early, awaited late"
-
-
 def test_what_makes_no_sense_is_refused() -> None:
     arguments = on_meta(models.mlp, torch.ones(4, 8))
     with pytest.raises(dp.PlanError) as caught:
-        dp.estimate(models.mean_step, *arguments, world=4, rank=4, mesh=None, device="xla")
-    assert sorted(p.code for p in caught.value.problems) == [
-        "conflicting-arguments",
-        "invalid-argument",
-        "missing-dependency",
-    ]
+        dp.estimate(models.mean_step, *arguments, world=4, rank=4, mesh=None, device="no device")
+    codes = sorted(p.code for p in caught.value.problems)
+    assert codes == ["conflicting-arguments", "invalid-argument", "invalid-argument"]
     with pytest.raises(dp.PlanError, match="unmatched-pattern"):
         dp.estimate(models.mean_step, *arguments, world=4, placements={"nothing": torch.distributed.tensor.Replicate()})
-    for make in (partial(dp.Link, 0), partial(dp.Link, 1, -1), partial(dp.Machine, 0)):
-        with pytest.raises(dp.PlanError, match="invalid-argument"):
-            make()
+
+
+def test_a_gpu_is_estimated_where_there_is_none() -> None:
+    """The graph is the CPU's; what gloo and packing on the CPU copy is not counted."""
+    arguments = on_meta(models.mlp, torch.ones(4, 8))
+    on_cpu = dp.estimate(models.mean_step, *arguments, world=8, style="fully_shard")
+    on_gpu = dp.estimate(models.mean_step, *arguments, world=8, style="fully_shard", device="cuda")
+    assert [m.sent_bytes for m in on_gpu.messages] == [m.sent_bytes for m in on_cpu.messages]
+    assert on_gpu.held == on_cpu.held
+    assert on_gpu.held.param_bytes < on_gpu.peak_bytes < on_cpu.peak_bytes
+
+
+def test_the_picture_has_a_band_for_each_kind_of_memory(tmp_path: Path) -> None:
+    cost = dp.estimate(models.mean_step, *on_meta(models.mlp, torch.ones(4, 8)), world=8, style="fully_shard")
+    cost.picture(tmp_path / "memory.svg")
+    root = ElementTree.parse(tmp_path / "memory.svg").getroot()
+    titles = [title.text for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert titles == [kind for number, kind in enumerate(KINDS) if any(at[number] for at in cost.memory.live)]
+    assert len(titles) >= 5

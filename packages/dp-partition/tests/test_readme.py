@@ -11,7 +11,7 @@ from pathlib import Path
 def test_examples() -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 2
+    assert len(blocks) == 1
     code = "\n".join(blocks)
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:dp_partition", "-c", code], capture_output=True

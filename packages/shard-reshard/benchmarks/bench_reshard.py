@@ -266,12 +266,13 @@ def _peak_memory(rank: int, repeats: int) -> list[dict[str, str]]:
     resharder = Resharder(plan)
     resharder(local, out=out)
     dtensor = DTensor.from_local(local, init_device_mesh("cpu", (RANKS,)), (Shard(0),), run_check=False)
-    bounded = Resharder(plan_reshard((SIDE, SIDE), torch.float32, "4: S(0)", "4: S(1)", max_workspace_bytes=shard // 4),
-                        keep_workspace=False)  # fmt: skip
     found = {
         "fresh": _peak(lambda: reshard(local, "4: S(0)", "4: S(1)", shape=(SIDE, SIDE))) / shard,
         "kept": _peak(lambda: resharder(local, out=out)) / shard,
-        "bounded": _peak(lambda: bounded(local)) / shard,
+        "bounded": _peak(
+            lambda: reshard(local, "4: S(0)", "4: S(1)", shape=(SIDE, SIDE), max_workspace_bytes=shard // 4)
+        )
+        / shard,
         "dtensor": _peak(lambda: dtensor.redistribute(placements=(Shard(1),))) / shard,
     }
     peer = f"DTensor {found['dtensor']:.1f} shards"
@@ -364,7 +365,7 @@ def _fused(state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]
 
     layouts = {name: (t.device_mesh, _columns()) for name, t in state.items()}
     out = dict(StateDictResharder(state, layouts)(state))
-    resharder = StateDictResharder(state, layouts, out=out, versions=False)
+    resharder = StateDictResharder(state, layouts, out=out, check="first")
 
     def call() -> Any:
         return resharder(state, out=out, atomic=False)
@@ -502,7 +503,6 @@ def _planning_rows() -> list[dict[str, str]]:
 def _forget_plans() -> None:
     from shard_reshard.planning import planner
 
-    planner._plan_of_values.cache_clear()
     planner.cached_plan.cache_clear()
 
 

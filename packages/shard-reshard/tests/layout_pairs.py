@@ -6,8 +6,8 @@ import random
 from itertools import pairwise
 
 import torch
-from shard_reshard import BoxShardMap, MeshShardMap, ShardMap
-from shard_reshard.layout.boxes import FusedShardMap
+from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
+from shard_reshard.layout.shard_map import MeshShardMap, ShardMap
 from shard_spec import Box, Layout, MeshSpec
 
 _KINDS = ("R", "S({d})", "S({d})", "S({d})", "I({d},2)", "B({d},2)", "B({d},1,cyclic)")

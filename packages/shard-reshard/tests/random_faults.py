@@ -30,7 +30,6 @@ from shard_reshard import (
     layouts_from_dcp,
     load_safetensors,
     reshard_state_dict,
-    state_version,
 )
 from stored_files import write
 from torch.distributed.device_mesh import init_device_mesh
@@ -100,19 +99,19 @@ FAULTS: dict[str, Callable[[dict[str, Any], Fault], None]] = {
 
 
 def _one_shot(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
-    return reshard_state_dict(state, out=out, **_layouts(size), atomic=fault.atomic, version=step)
+    return reshard_state_dict(state, out=out, **_layouts(size), atomic=fault.atomic)
 
 
 def _kept(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
     if "resharder" not in kept:
         kept["resharder"] = StateDictResharder(state, out=out, **_layouts(size))
-    return kept["resharder"](state, out=out, atomic=fault.atomic, version=step)
+    return kept["resharder"](state, out=out, atomic=fault.atomic)
 
 
 def _changed(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: dict[str, Any], step: int) -> Any:
     if "changed" not in kept:
         kept["changed"] = StateDictResharder(state, out=out, **_layouts(size), changed_only=True, anchor_every=3)
-    return kept["changed"](state, out=out, atomic=fault.atomic, version=step)
+    return kept["changed"](state, out=out, atomic=fault.atomic)
 
 
 def _layouts(size: int) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def _from_files(state: dict[str, Any], out: Any, size: int, fault: Fault, kept: 
     given = _layouts(size)
     return load_safetensors(
         files, given["dst_layouts"], stored_as=given["src_layouts"], shapes=given["shapes"], out=out,
-        atomic=fault.atomic, version=step, bucket_bytes=4096,
+        atomic=fault.atomic, bucket_bytes=4096,
     )  # fmt: skip
 
 
@@ -152,7 +151,6 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kep
     full = full_values(step)
     state: dict[str, Any] = {name: rows(value, rank, size) for name, value in full.items()}
     before = {name: tensor.clone() for name, tensor in out.items() if isinstance(tensor, torch.Tensor)}
-    version = state_version(out)
     try:
         if odd:
             FAULTS[fault.what](state, fault)
@@ -163,10 +161,8 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kep
         kept["e"] = error
         changed = any(not torch.equal(out[name], value) for name, value in before.items())
         whole = fault.atomic or isinstance(error, PlanError)  # what ranks refuse they refuse before anything moves
-        if whole and (changed or state_version(out) != version):
-            return f"wrong: an error after which out or its version is another: {error}"
-        if changed and state_version(out) is not None:
-            return "wrong: a version on values that are mixed"
+        if whole and changed:
+            return f"wrong: an error after which out is another: {error}"
         return "refused" if isinstance(error, PlanError) else "failed"
     finally:
         if odd:
@@ -174,7 +170,7 @@ def _run(rank: int, size: int, step: int, out: dict[str, Any], fault: Fault, kep
     for name, value in full.items():
         if not torch.equal(out[name], _columns(value, rank, size)):
             return f"wrong: {name}"
-    return "right" if state_version(out) == step else "wrong: version"
+    return "right"
 
 
 def _rank(rank: int, folder: str, seed: int, said: Any) -> None:

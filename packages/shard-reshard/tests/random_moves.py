@@ -13,9 +13,9 @@ from math import prod
 
 import torch
 from layout_pairs import local_tensors, random_layout, random_shape
-from shard_reshard import MeshShardMap, ReshardPlan, ShardMap
+from shard_reshard import ReshardPlan
 from shard_reshard.execution.exchange import Exchange
-from shard_reshard.layout.dtypes import ITEMSIZES, torch_dtype
+from shard_reshard.layout.shard_map import ITEMSIZES, MeshShardMap, ShardMap, torch_dtype
 from shard_reshard.lowering.program import build_program
 from shard_reshard.planning.planner import make_plan
 from shard_reshard.testing import _Mail

@@ -10,8 +10,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, StateDictResharder
-from shard_reshard.execution.changes import decode, encode
-from shard_reshard.state_dict.agreement import VersionChain
+from shard_reshard.execution.changes import ChangeChain, decode, encode
 
 SHAPES = {"a": (40, 24), "b": (17, 30), "c": (64,), "d": (9, 4), "e": (12, 12), "f": (3, 5)}
 DTYPES = {
@@ -104,7 +103,7 @@ def test_changes_are_exact(ranks: Ranks, bucket: int) -> None:
         if rng.random() < 0.3:  # what receivers do with their tensors makes no difference
             for name in SHAPES:
                 world.out[name].zero_()
-        sent = world.call(rng.choice(["out", "atomic", "fresh"]), version=step)
+        sent = world.call(rng.choice(["out", "atomic", "fresh"]))
         if (step + 1) % 17:
             seen[how] = max(seen.get(how, 0), sent)
             headers = 24 * ranks.world_size * len(world.sync._movers) * 4
@@ -150,7 +149,7 @@ def test_a_rank_that_lost_the_chain_gets_everything(ranks: Ranks) -> None:
     # One rank starts anew, as if it had been restarted: all send everything, and changes again after that.
     if ranks.rank == 1:
         del world.sync._movers[0].changes._kept[:]  # type: ignore[union-attr]  # every mover has one
-        world.sync._chain = VersionChain(64)
+        world.sync._chain = ChangeChain(64)
     world.full["a"][4, 4] += 1
     assert world.call() >= full
     assert max(ranks.gather(world.call())) < full // 2
@@ -160,16 +159,15 @@ def test_a_rank_that_lost_the_chain_gets_everything(ranks: Ranks) -> None:
 def test_a_call_that_failed_is_followed_by_everything(ranks: Ranks) -> None:
     world = World(ranks, check="always")
     full = world.call()
-    for fault in ("sources", "versions", "values"):
+    for fault in ("sources", "values"):
         world.full["a"] += 1
         given = world.given()
         if fault == "sources" and ranks.rank:
             given["a"] = given["a"].double()
-        version = {"versions": 5 + ranks.rank}.get(fault)
         if fault == "values" and ranks.rank:
             given["strange"] = torch.ones(2)
         with pytest.raises(PlanError):
-            world.sync(given, out=world.out, version=version)
+            world.sync(given, out=world.out)
         assert world.call() >= full
         world.full["a"][0, 0] += 1
         assert max(ranks.gather(world.call())) < full // 2
@@ -187,7 +185,7 @@ ODD: dict[str, Any] = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["changed_only", "versions"])
+@pytest.mark.parametrize("kind", ["changed_only", "compared"])
 def test_a_problem_of_one_rank_at_a_later_call_is_raised_by_all(ranks: Ranks, kind: str) -> None:
     """Also where ranks no longer compare plans, and where the others move already."""
     options: dict[str, Any] = {"changed_only": True, "anchor_every": 9} if kind == "changed_only" else {}
@@ -195,24 +193,22 @@ def test_a_problem_of_one_rank_at_a_later_call_is_raised_by_all(ranks: Ranks, ki
     sources = dict.fromkeys(SHAPES, "2: S(0)")
     world.sync = StateDictResharder(world.given(), "2: S(-1)", src_layouts=sources, shapes=SHAPES, **options)
     for number in range(30):
-        how = [*ODD, "nothing", "overlap", "version"][number % 10]
-        culprit, atomic = number // 10 % 2, number % 3 > 0
+        how = [*ODD, "nothing", "overlap"][number % 9]
+        culprit, atomic = number // 9 % 2, number % 3 > 0
         world.full["a"] += 1
         given, before = world.given(), {name: world.out[name].clone() for name in SHAPES}
         out: dict[str, Any] = dict(world.out)
-        version: Any = number
         if ranks.rank == culprit:
             if how in ODD:
                 given = ODD[how](given)
             elif how == "overlap":
                 out["a"] = torch.zeros(1).expand(out["a"].shape)
-            version = "one" if how == "version" else number
         if how != "nothing":
             with pytest.raises(PlanError) as found:
-                world.sync(given, out=out, version=version, atomic=atomic)
+                world.sync(given, out=out, atomic=atomic)
             assert len(set(ranks.gather(str(found.value)))) == 1
             assert all(torch.equal(before[n], world.out[n]) for n in before)
-        world.call("atomic" if atomic else "out", version=number)
+        world.call("atomic" if atomic else "out")
 
 
 @pytest.mark.ranks(2)

@@ -18,7 +18,7 @@ from shard_reshard import (
     reshard_local_shard,
     reshuffle_local_shard,
 )
-from shard_reshard.consensus import GroupInfo
+from shard_reshard.group import GroupInfo
 from shard_reshard.state_dict.agreement import Question
 from shard_reshard.state_dict.planner import plan_state_dict
 from shard_spec.specs import ChunkShardingSpec
@@ -91,7 +91,7 @@ def test_state_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = {"q": (8, 6), "k": (4, 6), "norm": (6,)}
     key_map = {"q": Part("qk"), "k": Part("qk", 8)}
 
-    def agreed(members: GroupInfo, facts: Any, digest: bytes, tensors: Any, asked: Question, version: Any) -> Any:
+    def agreed(members: GroupInfo, facts: Any, digest: bytes, tensors: Any, asked: Question) -> Any:
         layouts, keys, size, strict = asked.dst_layouts, asked.key_map, asked.bucket_bytes, asked.strict
         return plan_state_dict([facts] * 2, layouts, keys, size, members.to_group, strict), None
 

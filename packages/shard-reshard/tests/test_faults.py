@@ -7,6 +7,7 @@ from random_faults import check_faults, check_saves
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # fork, in a process with threads: these children do little
+@pytest.mark.extra("safetensors")
 def test_faults_on_ranks_are_refused_or_reported_and_a_new_group_goes_on() -> None:
     counts = check_faults(4, seed=3)
     assert counts["worlds"] == 4

@@ -13,7 +13,16 @@ import pytest
 import shard_reshard
 import torch
 from ranktest import Ranks
-from shard_reshard import Resharder, StateDictResharder, plan_reshard, redistribute, reshard, reshard_state_dict
+from shard_reshard import (
+    Resharder,
+    StateDictResharder,
+    load_safetensors,
+    plan_reshard,
+    redistribute,
+    reshard,
+    reshard_state_dict,
+)
+from stored_files import write
 from torch.distributed.tensor import Shard, distribute_tensor
 
 FOLDER = str(Path(shard_reshard.__file__).parent)
@@ -26,7 +35,7 @@ def frames(call: Callable[[], Any]) -> Counter[str]:
 
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(FOLDER):
-            found[frame.f_code.co_qualname] += 1
+            found[f"{frame.f_code.co_filename}: {frame.f_code.co_qualname}"] += 1
 
     sys.setprofile(profile)
     try:
@@ -71,7 +80,7 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
     layouts = {name: (mesh, (Shard(1),)) for name in state}
     out = {name: distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)]) for name in state}
     fresh = StateDictResharder(state, layouts)
-    into = StateDictResharder(state, layouts, out=out, versions=False)
+    into = StateDictResharder(state, layouts, out=out, check="first")
     calls: dict[str, tuple[Callable[[], Any], int]] = {
         "one-shot": (lambda: reshard_state_dict(state, layouts), 9),
         "one-shot(out=)": (lambda: reshard_state_dict(state, out=out, atomic=False), 9),
@@ -85,3 +94,29 @@ def test_repeated_state_dicts_enter_few_functions_per_tensor(ranks: Ranks) -> No
                 assert sum(entered.values()) <= 90 + each * count, (name, number, sum(entered.values()), entered)
     for name, value in state.items():
         assert torch.equal(out[name].full_tensor(), value.full_tensor())
+
+
+# Functions by name and files that the first call of a kind enters. Comprehensions are frames of Python 3.11 alone.
+FIRST = {"reshard": (150, 14), "reshard_state_dict": (218, 21), "load_safetensors": (202, 23)}
+
+
+@pytest.mark.extra("safetensors")
+@pytest.mark.ranks(2)
+def test_first_calls_enter_few_functions_and_files(ranks: Ranks, tmp_path: Path) -> None:
+    full = torch.arange(80.0).view(8, 10)
+    local = full.chunk(2)[ranks.rank].clone()
+    state = {"a": distribute_tensor(full, ranks.mesh((2,), ("x",)), [Shard(0)]), "b": torch.ones(3)}
+    file = Path(ranks.gather(str(tmp_path))[0]) / "f.safetensors"
+    if ranks.rank == 0:
+        write(file, {"a": full, "b": torch.ones(4, 2)})
+    ranks.gather(None)
+    calls: dict[str, Callable[[], Any]] = {
+        "reshard": lambda: reshard(local, "2: S(0)", "2: S(1)", shape=(8, 10)),
+        "reshard_state_dict": lambda: reshard_state_dict(state, "2: S(-1)"),
+        "load_safetensors": lambda: load_safetensors(file, "2: S(0)"),
+    }
+    for name, call in calls.items():
+        entered = [entry for entry in frames(call) if not entry.rpartition(".")[2].rpartition(" ")[2].startswith("<")]
+        files = {entry.partition(": ")[0] for entry in entered}
+        assert 20 < len(entered) <= FIRST[name][0], (name, len(entered), sorted(entered))
+        assert 5 < len(files) <= FIRST[name][1], (name, sorted(files))

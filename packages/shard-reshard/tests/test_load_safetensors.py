@@ -16,25 +16,24 @@ import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from ranktest import Ranks
 from shard_reshard import (
-    BoxShardMap,
     Part,
     PlanError,
     Progress,
     load_safetensors,
     plan_reshard,
-    read_safetensors_header,
     simulate,
-    state_version,
 )
 from shard_reshard.checkpoint.load import _read_boxes
 from shard_reshard.checkpoint.plan import LoadPlan, plan_load
 from shard_reshard.checkpoint.safetensors import DTYPES, FileState, FileTable, file_state, file_table
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
+from shard_reshard.layout.boxes import BoxShardMap
 from shard_spec import Box, InterleavedShard, Layout, MeshSpec
 from stored_files import file_bytes, write
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+pytestmark = pytest.mark.extra("safetensors")
 NUM_PAIRS = 150
 CPU = torch.device("cpu")
 
@@ -137,7 +136,6 @@ def test_what_the_library_writes_is_read_and_the_other_way_round(tmp_path: Path)
 
     tensors = {"a": torch.arange(12.0).view(3, 4).bfloat16(), "b": torch.arange(5), "c": torch.zeros(0, 3)}
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    assert read_safetensors_header(tmp_path / "theirs")["__metadata__"] == {"format": "pt"}
     stored = stored_tensors([ReadableFile(file_table(tmp_path / "theirs"), 0, ())], {}, {})
     found = _loaded(plan_load(stored, "rank 0", 1), 1)
     assert sorted(found) == ["a", "b", "c"]
@@ -164,7 +162,6 @@ _LIES: dict[str, dict[str, Any]] = {
     "a bool": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]},
     "a fraction": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
     "a gap": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
-    "more": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "code": "import os"},
 }
 
 
@@ -289,10 +286,8 @@ def test_own_disks_into_a_live_module(ranks: Ranks, tmp_path: Path) -> None:
         shapes={"weight": (6, 8)},
         out=model,
         key_map={"unread0": None, "unread1": None},
-        version=9,
     )
     assert torch.equal(model.weight.detach(), full.bfloat16())
-    assert state_version(model) == 9
     assert loaded.read_bytes == 24 * 4
 
 
@@ -328,8 +323,6 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
         ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: S(0)" if ranks.rank else "2: S(1)")),
         ("missing-source", lambda: load_safetensors([folder / "good"], out=out)),
         ("did you mean 'w'", lambda: load_safetensors([folder / "good"], {"w": "2: R", "ww": "2: R"})),
-        ("invalid-argument", lambda: load_safetensors([folder / "good"], "2: R", version="x")),  # type: ignore[arg-type]
-        ("ranks-disagree", lambda: load_safetensors([folder / "good"], "2: R", version=3 + ranks.rank)),
         # A module's get memory; a mapping stayed as it was, and was said to be of the new version.
         ("no-data", lambda: load_safetensors([folder / "good"], out={"w": torch.zeros(3, 4, device="meta")})),
     ]
@@ -338,8 +331,8 @@ def test_problems_come_to_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
             call()
         assert len(set(ranks.gather(str(caught.value)))) == 1
     assert torch.equal(out["w"], torch.zeros(3, 4))
-    load_safetensors([folder / "good"], "2: R", out=out, strict=False, version=None if ranks.rank else 3)
-    assert torch.equal(out["w"], tensors["w"]) and state_version(out) == 3  # on the rank that gave none too
+    load_safetensors([folder / "good"], "2: R", out=out, strict=False)
+    assert torch.equal(out["w"], tensors["w"])
 
 
 @pytest.mark.ranks(2)
@@ -425,9 +418,8 @@ def test_what_happens_to_one_rank_or_file_in_the_middle(ranks: Ranks, tmp_path: 
     options: dict[str, Any] = {"bucket_bytes": 1500, "atomic": atomic}
     state = "out stays as it was" if atomic else "out is filled in part"
     with pytest.raises(PlanError, match=rf"{state}[^\0]*file-changed") as caught:
-        load_safetensors(folder / "f", "2: S(0)", out=out, version=3, progress=replace, **options)
+        load_safetensors(folder / "f", "2: S(0)", out=out, progress=replace, **options)
     assert len(set(ranks.gather(str(caught.value)))) == 1
-    assert state_version(out) is None
     assert all(bool((value == 9).all()) for value in out.values()) == atomic
 
     def failing(progress: Progress) -> None:
@@ -435,10 +427,8 @@ def test_what_happens_to_one_rank_or_file_in_the_middle(ranks: Ranks, tmp_path: 
             raise RuntimeError("not drawn")
 
     with pytest.raises(RuntimeError, match="not drawn") if ranks.rank else nullcontext():
-        load_safetensors(folder / "f", "2: S(0)", out=out, version=4, progress=failing, **options)
-    assert state_version(out) == 4 and torch.equal(out["t5"], torch.full((32, 4), -5.0))
-    load_safetensors(folder / "f", "2: S(0)", out=out, **options)  # of no version that anyone gave
-    assert state_version(out) is None
+        load_safetensors(folder / "f", "2: S(0)", out=out, progress=failing, **options)
+    assert torch.equal(out["t5"], torch.full((32, 4), -5.0))
     with pytest.raises(PlanError, match="null byte"):
         load_safetensors({0: folder / "f", 1: "f\0" if ranks.rank else "g"}, "2: R")
 

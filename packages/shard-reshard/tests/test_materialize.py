@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from ranktest import Ranks
-from shard_reshard import PlanError, load_safetensors, state_version
+from shard_reshard import PlanError, load_safetensors
 from stored_files import write
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+pytestmark = pytest.mark.extra("safetensors")
 
 
 class Model(nn.Module):
@@ -66,7 +68,7 @@ def test_a_module_on_meta_gets_memory_and_says_so(ranks: Ranks, tmp_path: Path) 
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     model.steps = torch.arange(4.0)
     for _ in range(2):  # the second time nothing is on meta
-        loaded = load_safetensors(folder, out=model, version=4)
+        loaded = load_safetensors(folder, out=model)
         assert model.head.weight is model.embed.weight
         assert isinstance(model.embed.weight, nn.Parameter)
         assert isinstance(model.embed.weight, DTensor)
@@ -76,7 +78,6 @@ def test_a_module_on_meta_gets_memory_and_says_so(ranks: Ranks, tmp_path: Path) 
         assert model.heads.weight._sharding_info[4] == ((4, 4, 2), (4, 2, 1))  # type: ignore[attr-defined]
         assert model.heads.weight.requires_grad
         assert torch.equal(model.scale, FULL["scale"])
-        assert state_version(model) == 4
         if _ == 0:
             assert set(loaded.materialized) == {"embed.weight", "head.weight", "heads.weight", "scale"}
             assert loaded.explain().endswith("4 tensors of out were on meta and got memory")
@@ -119,7 +120,7 @@ def test_buffers_after_to_empty(ranks: Ranks, tmp_path: Path) -> None:
     ranks.gather(None)
     model = Model()
     load_safetensors(folder, out=model)  # what a constructor computed
-    for values in (4.5e-41, float("nan"), float(ranks.rank + 1)):  # what an allocator leaves behind
+    for values in (float("nan"), float(ranks.rank + 1)):  # what an allocator leaves behind
         model.steps.fill_(values)
         before = model.scale.clone().fill_(7.0)
         model.scale.copy_(before)
@@ -226,5 +227,5 @@ def test_ties_and_views_of_memory_on_meta(ranks: Ranks, tmp_path: Path) -> None:
     freed = torch.ones(1000)
     freed.untyped_storage().resize_(0)
     model.register_buffer("gone", freed if ranks.rank else torch.ones(1000), False)
-    with pytest.raises(PlanError, match=r"uninitialized-buffer\] gone: a buffer whose storage was freed"):
+    with pytest.raises(PlanError, match=r"uninitialized-buffer\] gone: on rank \d: a buffer whose storage was"):
         load_safetensors(folder / "f", dict.fromkeys("ab", "2: R"), out=model, key_map={"c": None})

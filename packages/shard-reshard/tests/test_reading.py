@@ -8,7 +8,7 @@ import random
 import pytest
 from broken_plans import broken, check_one, plans
 from shard_reshard import PlanError, ReshardPlan
-from shard_reshard.plan.serialize import MAX_CHARS
+from shard_reshard.plan.plan import MAX_CHARS
 
 COUNT = 10_000 if os.environ.get("SHARD_RESHARD_ALL") else 400
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranktest import Ranks
 from shard_reshard import PlanError, redistribute
+from shard_spec import MeshSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -23,8 +24,8 @@ def test_any_mesh_to_any_mesh(ranks: Ranks) -> None:
     meshes = [
         ranks.mesh((4,), ("x",)),
         ranks.mesh((2, 2), ("x", "y")),
-        DeviceMesh(kind, torch.tensor([3, 1, 0, 2])),
-        DeviceMesh(kind, torch.tensor([[2, 3], [1, 0]])),
+        MeshSpec({"x": 4}, [3, 1, 0, 2]).to_device_mesh(kind),  # its groups have its order
+        MeshSpec({"x": 2, "y": 2}, [2, 3, 1, 0]).to_device_mesh(kind),
         DeviceMesh(kind, torch.tensor([1, 2, 3])),
     ]
     compared = 0

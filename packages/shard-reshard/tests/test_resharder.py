@@ -154,7 +154,7 @@ _DEATHS: dict[str, tuple[dict[str, Any], str]] = {
     "sync": ({}, "all_to_all_single of call 2 of reshard plan"),
     "async": ({"async_op": True}, "all_to_all_single of call 2 of reshard plan"),
     "in rounds": ({"max_workspace_bytes": 64}, "all_to_all_single of call 2 of reshard plan"),
-    "compared": ({"check": "always"}, "all_gather of what ranks compare"),
+    "compared": ({"check": "always"}, "got no answer while ranks compared"),
 }
 
 

@@ -58,6 +58,7 @@ def full_values(dim: int, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.extra("safetensors")
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sections_with_copies_as_source_and_destination(ranks: Ranks, dim: int, tmp_path: Any) -> None:

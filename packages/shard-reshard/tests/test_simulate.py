@@ -9,9 +9,9 @@ import torch
 from layout_pairs import as_listed, local_tensors, random_layout, random_shape
 from random_moves import check_programs
 from random_pairs import check_pairs
-from shard_reshard import PlanError, ShardMap, plan_reshard, simulate
-from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard import PlanError, plan_reshard, simulate
 from shard_reshard.layout.parse import resolve_layout
+from shard_reshard.layout.shard_map import ITEMSIZES, ShardMap
 from shard_reshard.planning.planner import make_plan
 
 NUM_PAIRS = 600

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from layout_pairs import as_listed, local_tensors
-from shard_reshard import PlanError, ShardMap, plan_reshard, simulate
+from shard_reshard import PlanError, plan_reshard, simulate
 from shard_reshard.layout.parse import resolve_layout
+from shard_reshard.layout.shard_map import ShardMap
 from shard_spec import Box
 
 SHAPE = (7, 10)

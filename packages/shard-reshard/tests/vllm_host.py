@@ -85,7 +85,7 @@ class Client:
 
 def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int], pipe: Any) -> None:
     """Train on one rank, send after each step, compare what vLLM generates."""
-    from shard_reshard.vllm import ShardedSource, TrainerInit, register
+    from shard_reshard.engines.vllm import ShardedSource, TrainerInit, register
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def train(rank: int, kind: str, layout: str, workers: int, ports: tuple[int, int
     else:
         from tp_styles import apply_plan, from_hf_tp_plan
 
-        apply_plan(model, mesh, from_hf_tp_plan(model), params="local" if kind == "llama" else "dtensor")
+        apply_plan(model, mesh, from_hf_tp_plan(model))
     sent = count_bytes()
     register()
     init = TrainerInit("127.0.0.1", ports[1], workers, 300.0, rank=rank)
@@ -237,7 +237,7 @@ def bytes_of(worker: Any) -> int:
 
 def m2n_bytes(worker: Any, weights: list[tuple[str, str, tuple[int, ...]]]) -> int:
     """Bytes that a worker receives by vLLM's own ``nccl_m2n`` plan: a shard where that resolves it, else the tensor."""
-    from shard_reshard.vllm import _checkpoint_format
+    from shard_reshard.engines.vllm import _checkpoint_format
     from vllm.distributed.weight_transfer.m2n_layout import resolve_parameter_destinations
 
     engine, size = worker.weight_transfer_engine, worker.parallel_config.world_size

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench_planners import llama
-from shard_spec import AlphaBetaCostModel, topology_preset
+from shard_spec import topology_preset
+from shard_spec.estimate.cost import AlphaBetaCostModel
 from shard_spec.optimal import OptimalPlanner, Workload
 from torch import nn
 

@@ -23,8 +23,8 @@ HEAD = f"""# shard-spec: predicted and measured bytes of a step
 
 Made by `python packages/shard-spec/benchmarks/memory.py` on {date.today()}, torch {torch.__version__}, CPU.
 Small models of {len(FAMILIES)} families of transformers, float32, one process:
-`plan.memory(model, batch, optimizer="adamw")`, which runs shapes only, beside
-a real forward, backward and step of AdamW. Activations are what autograd keeps after forward,
+`plan.memory(model, optimizer="adamw")` and `plan.activations(model, batch).local_bytes`, which run shapes only,
+beside a real forward, backward and step of AdamW. Activations are what autograd keeps after forward,
 each memory once, parameters and buffers left out; attention without dropout counts as a fused kernel.
 
 | family | parameters | gradients | AdamW state | activations predicted | measured | error |

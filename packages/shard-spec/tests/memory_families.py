@@ -115,8 +115,9 @@ FAMILIES = (
 
 def predicted(family: Family) -> dict[str, int]:
     """Bytes by part, from shapes alone."""
-    memory = ShardingPlan({}, mesh={"dp": 1}).memory(family.make(), family.inputs(), optimizer="adamw")
-    return {part: memory.on(0)[part] for part in PARTS}
+    plan, model = ShardingPlan({}, mesh={"dp": 1}), family.make()
+    state = plan.memory(model, optimizer="adamw").on(0)
+    return {**{part: state[part] for part in PARTS[:3]}, PARTS[3]: plan.activations(model, family.inputs()).local_bytes}
 
 
 def measured(family: Family) -> dict[str, int]:

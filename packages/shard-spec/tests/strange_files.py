@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shard_spec import Layout, MeshSpec, ModelMetadata, PlanError, ShardingPlan
+from shard_spec import Layout, MeshSpec, PlanError, ShardingPlan
 from shard_spec.cli import main
+from shard_spec.plan.metadata import ModelMetadata
 
 SECONDS = 2.0  # of CPU time for one input
 
@@ -35,7 +36,7 @@ PLAN = {
     "strict": True,
     "rules": [
         ["layers.*.w", "dp:S(1), tp:S(0)"],
-        ["re:head\\.we.*", "dp:S(0), tp:S(0); order=tp>dp"],
+        ["head.?eight", "dp:S(0), tp:S(0); order=tp>dp"],
         [
             "{scale,none}",
             {"layout": "x:R", "mesh": {"axes": [["x", 4]], "ranks": [3, 2, 1, 0], "ranks_per_host": None}},
@@ -57,7 +58,7 @@ TP_PLAN = {"layers.*.w": "colwise", "head": "rowwise"}
 SMALL_PLAN = {**PLAN, "rules": [["layers.*.w", "dp:S(1), tp:S(0)"], ["head.weight", "tp:S(-1)"]]}
 NASTY: list[Any] = [
     None, True, -1, 0, 1, 2**31, 2**63, 10**30, -(10**18), 1.5, 1e308, "", " ", "\x00", "\ud800", "*", "**", "*" * 300,
-    "re:(a+)+b", "re:(" * 50, "re:" + "a?" * 40 + "a" * 40, "re:(?s:.)*{99}", "{" * 40, "{a,b}" * 12, "[!", "..",
+    "re:(a+)+b", "{" * 40, "{a,b}" * 12, "[!", "..",
     "a" * 5000,
     "tp:S(0)", "tp:S(-99)", "tp:I(0,1000000)", "tp:I(0,[4,-4,8])", "tp:U(0,[9999999999999999999,1])", "dp:B(0,0)",
     "S(0)" * 500,
@@ -210,18 +211,6 @@ def check_plan_json(data: bytes, folder: Path) -> bool:
     return planned(lambda: ShardingPlan.from_json(data), data)
 
 
-def make_plan_yaml(rng: random.Random) -> bytes:
-    import yaml
-
-    if rng.random() < 0.5:  # as people write it; every JSON text is YAML too
-        return _bytes(files(PLAN, rng, lambda document: yaml.safe_dump(document, allow_unicode=True)), rng)
-    return _bytes(files(PLAN, rng, json.dumps), rng)
-
-
-def check_plan_yaml(data: bytes, folder: Path) -> bool:
-    return planned(lambda: ShardingPlan.from_yaml(data), data)
-
-
 LAYOUTS = ["dp:S(0), tp:S(1)", "tp:I(0,[4,2,2])", "S(0), R", "dp:U(0,[3,5])", "tp:S(0); order=tp>dp", "tp:P(sum)"]
 
 
@@ -250,7 +239,12 @@ def check_layout(data: bytes, folder: Path) -> bool:
 
 
 def safetensors(header: bytes, length: int | None = None) -> bytes:
-    return struct.pack("<Q", len(header) if length is None else length) + header
+    try:
+        ends = [entry["data_offsets"][1] for entry in json.loads(header).values() if "data_offsets" in entry]
+        data = bytes(min(max(ends, default=0), 2**20))
+    except Exception:  # no header of tensors: nothing can follow it
+        data = b""
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
 
 
 def make_header(rng: random.Random) -> bytes:
@@ -366,7 +360,6 @@ class Parser:
 
 PARSERS = {
     "plan-json": Parser("plans as JSON", make_plan_json, check_plan_json, 50),
-    "plan-yaml": Parser("plans as YAML", make_plan_yaml, check_plan_yaml, 20, ("pyyaml",)),
     "layout-text": Parser("layouts and meshes as text", make_layout, check_layout, 120),
     "safetensors-header": Parser("safetensors headers", make_header, check_header, 30),
     "safetensors-index": Parser("indexes of checkpoints in several files", make_index, check_index, 20),

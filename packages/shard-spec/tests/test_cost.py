@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from shard_spec import AlphaBetaCostModel, CostModel, Link, Topology, topology_preset
-from shard_spec.estimate.cost import PRESETS
+from shard_spec import topology_preset
+from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Link, Topology
 
 MACHINE = Topology(
     hbm_bytes=80, ranks_per_host=8, intra_bw=400.0, inter_bw=50.0, latency=1.0, flops=100.0, inter_latency=3.0

@@ -1,4 +1,4 @@
-"""transformers' DistributedConfig: layouts as its own meshes put them, and the same plan after a round trip."""
+"""transformers' DistributedConfig: layouts as its own meshes put them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from shard_spec import Layout, MeshSpec, PlanError, ShardingPlan
+from shard_spec import PlanError, ShardingPlan
 from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -68,7 +68,7 @@ def boxes_of_transformers(config: Any, module: Any, name: str, shape: tuple[int,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layouts_are_those_of_transformers_and_survive_a_round_trip(family: str) -> None:
+def test_layouts_are_those_of_transformers(family: str) -> None:
     compared = 0
     for sizes in SIZES:
         own = dict(sizes)
@@ -89,11 +89,6 @@ def test_layouts_are_those_of_transformers_and_survive_a_round_trip(family: str)
                 wanted = boxes_of_transformers(config, theirs, name, shape, rank).flatten().sort().values
                 assert torch.equal(found, wanted), (sizes, name, rank)
                 compared += 1
-        exported = plan.to_distributed_config(net)
-        again = transformers.distributed.DistributedConfig(**exported)
-        for size in ("dp_replicate_size", "fsdp_size", "tp_size", "ep_size"):
-            assert getattr(again, size) == getattr(config, size), (sizes, exported)
-        assert ShardingPlan.from_distributed_config(again, net) == plan
         assert ShardingPlan.from_json(plan.to_json()) == plan
     assert compared > 400
 
@@ -104,13 +99,6 @@ def test_what_a_config_cannot_say_is_refused_by_name() -> None:
         ShardingPlan.from_distributed_config({"pp_size": 2}, llama)
     with pytest.raises(PlanError, match="unmatched-pattern"):
         ShardingPlan.from_distributed_config({"tp_size": 2, "tp_plan": {"layers.*.nothing": "colwise"}}, llama)
-    with pytest.raises(PlanError, match="the axes dp_replicate, fsdp"):
-        ShardingPlan({}, mesh={"tp": 2, "fsdp": 2}).to_distributed_config(llama)
-    mesh = MeshSpec({"fsdp": 2, "tp": 2})
-    partly = ShardingPlan({"lm_head.weight": Layout(mesh, "fsdp:S(0)")}, mesh=mesh)
-    with pytest.raises(PlanError, match=r"\[not-expressible\]") as error:
-        partly.to_distributed_config(llama)
-    assert "model.norm.weight" in {problem.name for problem in error.value.problems}  # FSDP shards all of them
 
 
 def test_expert_context_and_pipeline_axes() -> None:

@@ -86,16 +86,6 @@ def test_tricks_in_json_are_refused(trick: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.extra("pyyaml")
-@pytest.mark.parametrize("trick", TRICKS)
-def test_tricks_in_yaml_are_refused(trick: str) -> None:
-    text = TRICKS[trick]
-    with bounded(trick), pytest.raises(PlanError) as caught:
-        ShardingPlan.from_yaml(text)
-    assert {problem.code for problem in caught.value.problems} <= {"invalid-plan"}
-    assert len(str(caught.value)) < 1000
-
-
 @pytest.mark.parametrize("trick", [name for name in TRICKS if name not in ("too long", "deep lists")])
 def test_tricks_in_headers_are_refused(trick: str, tmp_path: Path, capsys: Any) -> None:
     text = TRICKS[trick]

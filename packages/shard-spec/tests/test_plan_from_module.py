@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from shard_spec import PlanError, Shard, ShardingPlan, layout_of_tensor
+from shard_spec import PlanError, Shard, ShardingPlan
+from shard_spec.plan.from_module import layout_of_tensor
 from torch import nn
 from torch.distributed.tensor import Replicate
 

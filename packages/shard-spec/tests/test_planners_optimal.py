@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from shard_spec import AlphaBetaCostModel, Link, MeshSpec, PlanError, Topology
+from shard_spec import MeshSpec, PlanError
+from shard_spec.estimate.cost import AlphaBetaCostModel, Link, Topology
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.optimal.model import RECIPES
 from shard_spec.optimal.operations import moving

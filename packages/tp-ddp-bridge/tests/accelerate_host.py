@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.test_utils.scripts import test_ddp_comm_hook as hook_script
+from accelerate.test_utils.scripts import test_script as basic_script
 from accelerate.test_utils.scripts import test_sync as sync_script
 from accelerate.utils import DDPCommunicationHookType as Hook
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
@@ -22,8 +24,9 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from tp_ddp_bridge import PlanError
+from tp_ddp_bridge import PlanError, check_replicas
 from tp_ddp_bridge.accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
 
 ROWS = 44  # 5 full batches of 2 x 4 rows, and one of 4
 
@@ -201,6 +204,92 @@ def test_other_configurations_are_refused(ranks: Ranks) -> None:
         Accelerator(3, cpu=True)
 
 
+@pytest.mark.ranks(4)
+def test_a_trigger_of_any_rank_reaches_all(ranks: Ranks) -> None:
+    accelerator = accelerator_of()
+    answers = []
+    for guilty in range(4):
+        answers.append(accelerator.check_trigger())
+        if ranks.rank == guilty:
+            accelerator.set_trigger()
+        answers.append(accelerator.check_trigger())
+    assert answers == [False, True] * 4
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_dropout_is_one_for_tensor_parallel_ranks_whatever_their_seeds(ranks: Ranks, when: str) -> None:
+    accelerator = accelerator_of()
+    if when == "before prepare":
+        set_seed(42, device_specific=True)
+    model = nn.Sequential(model_of(accelerator), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=4))
+    if when == "after prepare":
+        set_seed(42, device_specific=True)
+    outputs = []
+    for rows, _ in loader:
+        out = model(rows)
+        accelerator.backward(out.pow(2).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(float(out.detach().sum()))
+    everyone = ranks.gather(str(outputs))
+    assert len(outputs) == 6 and everyone[0] == everyone[1] != everyone[2] == everyone[3]
+    assert check_replicas(model, accelerator.mesh["tp"].get_group()) == 3
+
+
+@pytest.mark.ranks(4)
+def test_an_optimizer_may_be_prepared_after_its_model(ranks: Ranks) -> None:
+    states = []
+    for together in (True, False):
+        set_seed(0)
+        accelerator = accelerator_of()
+        model = model_of(accelerator)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if together:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        else:
+            model = accelerator.prepare(model)
+            optimizer = accelerator.prepare(optimizer)
+        for rows in data().tensors[0].chunk(6):
+            accelerator.backward(loss_of(model, rows))
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(full_state(model.module))
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+    assert len(states[0]) == 6 and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["up.weight"], models.seeded(models.MLP).double().up.weight)
+
+
+@pytest.mark.ranks(4)
+def test_save_pretrained_without_a_state_dict_saves_full_weights(ranks: Ranks, tmp_path: Path) -> None:
+    folder = Path(ranks.gather(str(tmp_path))[0])
+    accelerator = accelerator_of()
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    mlp = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    parallelize_module(model.model.layers[0].mlp, accelerator.mesh["tp"], mlp)
+    prepared = accelerator.prepare(model)
+    for index, saver in enumerate((accelerator.unwrap_model(prepared), copy.deepcopy(prepared.module))):
+        saver.save_pretrained(folder / str(index), is_main_process=accelerator.is_main_process)
+        accelerator.wait_for_everyone()
+        saved = LlamaForCausalLM.from_pretrained(folder / str(index)).state_dict()
+        assert len(wanted) == len(saved) > 9 and all(torch.equal(saved[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.ranks(4)
+def test_a_model_that_is_not_tensor_parallel_is_named(ranks: Ranks) -> None:
+    accelerator = accelerator_of()
+    with pytest.warns(UserWarning, match="MLP is not tensor parallel"):
+        accelerator.prepare(model_of(None))
+
+
 # ---- accelerate's own scripts, with a tensor-parallel model where they build theirs ----------------------------------
 
 
@@ -235,9 +324,10 @@ class Regression(nn.Module):
 
     def __init__(self, width: int = 2) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.scale = nn.Parameter(torch.ones(width))
-        self.pair = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width))
+        with torch.random.fork_rng([]):  # samplers start from the seed that a script has set
+            torch.manual_seed(0)
+            self.pair = nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, width))
 
     def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
         rows = self.scale * x.view(len(x), -1) ** (1 + rank)  # [rows, width]; the regression's x has one number a row
@@ -311,3 +401,49 @@ def test_script_of_communication_hooks(ranks: Ranks, hook: str) -> None:
         patch.setattr(torch.nn.parallel, "DistributedDataParallel", ReferenceOfAScript)
         for wrapper in ["NO", "FP16"] if "POWER" in hook else ["NO"]:  # torch's bfloat16 hook is for NCCL
             hook_script.test_ddp_comm_hook(Hook[hook], Hook[wrapper], {})
+
+
+class Line(Regression):
+    """As the scripts' regression, with its two numbers beside sharded layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Parameter(torch.zeros(2))
+
+    @property
+    def a(self) -> torch.Tensor:
+        return self.line[0]
+
+    @property
+    def b(self) -> torch.Tensor:
+        weight: Any = self.pair[0].weight  # of one process, or a DTensor
+        full: torch.Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return full
+
+    def forward(self, x: torch.Tensor, rank: int = 0) -> torch.Tensor:
+        return self.line[0] * x + self.line[1] + super().forward(x)
+
+
+class StateOfReplicas:
+    """The scripts count processes where they mean replicas."""
+
+    num_processes = 2
+    _reset_state = AcceleratorState._reset_state
+
+
+@pytest.mark.ranks(4)
+def test_script_of_training_samplers_and_triggers(ranks: Ranks) -> None:
+    GradientState._reset_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(basic_script, "Accelerator", OfAScript)
+        patch.setattr(basic_script, "RegressionModel", Line)
+        patch.setattr(basic_script, "AcceleratorState", StateOfReplicas)
+        # These parts compare with float32, bit for bit: the scripts' models have no layer that autocast rounds.
+        patch.setattr(basic_script, "is_bf16_available", lambda: False)
+        patch.setattr(basic_script, "is_fp16_available", lambda: False)
+        OfAScript()  # the script's main() makes one
+        basic_script.test_trigger()
+        basic_script.check_seedable_sampler()
+        basic_script.check_seedable_sampler_with_data_seed()
+        for use_seedable_sampler in (False, True):
+            basic_script.training_check(use_seedable_sampler)

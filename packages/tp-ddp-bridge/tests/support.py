@@ -1,6 +1,6 @@
-"""The support table of the README: what works, what is refused, and the test that shows it.
+"""The support table, `SUPPORT.md`: what works, what is refused, and the test that shows it.
 
-`python tests/support.py` writes the table into the README; a test compares them.
+`python tests/support.py` writes it; a test compares.
 """
 
 from __future__ import annotations
@@ -24,6 +24,31 @@ ROWS: list[tuple[str, str, str]] = [
     ("`join()` where a rank has no input", RIGHT, "test_ddp.py::test_join_where_a_rank_has_no_input_at_all"),
     ("`join()` with uneven inputs", RIGHT, "test_ddp.py::test_join_with_uneven_inputs"),
     ("fp16, bf16 and PowerSGD hooks", RIGHT, "test_ddp.py::test_communication_hooks"),
+    (
+        "communication hooks of users, tried when they are registered",
+        RIGHT,
+        "test_ddp.py::test_a_right_hook_of_a_user_trains_as_one_process",
+    ),
+    (
+        "a hook of a user that averages over other ranks, or does not average",
+        "refused: `invalid-hook`, on all ranks",
+        "test_ddp.py::test_hooks_of_users_are_tried_when_they_are_registered",
+    ),
+    (
+        "torch's `clip_grad_norm_` on leaves, at the optimizer's step",
+        "refused: `gradients-differ`",
+        "optim/test_elementwise.py::test_torchs_clip_raises_at_the_step",
+    ),
+    (
+        "`norm()` of a leaf",
+        "refused: `local-shard-as-full`",
+        "module/test_transform.py::test_norms_of_shards_are_refused",
+    ),
+    (
+        "`undo()` of what sharded the model while it is bridged",
+        "refused: `parameter-replaced`",
+        "module/test_transform.py::test_full_parameters_are_refused_in_the_place_of_leaves",
+    ),
     (
         "a hook state over other ranks than DDP's",
         "refused: `mesh-mismatch`",
@@ -128,12 +153,12 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "state dicts: full tensors or DTensors of any placement in, `assign=True`",
         RIGHT,
-        "state_dict/test_loading.py::test_in_from_everything",
+        "module/test_loading.py::test_in_from_everything",
     ),
     (
         "a state dict of one rank's shards",
         "refused: `size mismatch`",
-        "state_dict/test_loading.py::test_wrong_shapes_are_named_and_change_nothing",
+        "module/test_loading.py::test_wrong_shapes_are_named_and_change_nothing",
     ),
     (
         "checkpoint at 2x2, loaded at 1x4, 4x1, 1x1 with Adam's state, bit for bit",
@@ -148,7 +173,7 @@ ROWS: list[tuple[str, str, str]] = [
     (
         "optimizer state of fused and kv-copied weights (tp-styles), from any mesh to any",
         RIGHT,
-        "state_dict/test_sections.py::test_adam_goes_through_a_checkpoint_to_every_mesh",
+        "optim/test_sections.py::test_adam_goes_through_a_checkpoint_to_every_mesh",
     ),
     (
         "`get_model_state_dict`, `set_model_state_dict`",
@@ -196,30 +221,34 @@ ROWS: list[tuple[str, str, str]] = [
         "test_api.py::test_torchs_own_transform_is_refused",
     ),
     (
-        'parameters that are local shards already (tp-styles, `params="local"`)',
+        "parameters that are local shards already (fused and kv-copied weights of tp-styles)",
         RIGHT,
         "test_layout.py::test_local_parameters_of_others_train_beside_leaves",
     ),
 ]
 
-BEGIN = "<!-- support table: written by tests/support.py -->"
-END = "<!-- end of the support table -->"
+PAGE = Path(__file__).parent.parent / "SUPPORT.md"
 
 
 def table() -> str:
     """Return the tables in Markdown: what is right, and what is refused."""
-    lines: list[str] = []
+    lines = [
+        "# What tp-ddp-bridge supports and refuses",
+        "",
+        "Written by `tests/support.py`; each row names its test.",
+        "",
+    ]
     for title, rows in (
         ("Supported", [row for row in ROWS if row[1] == RIGHT]),
         ("Refused", [row for row in ROWS if row[1] != RIGHT]),
     ):
         third = "" if title == "Supported" else " error |"
-        lines += [f"### {title}", "", f"| what |{third} shown by |", "|---|---|" + ("---|" if third else "")]
+        lines += [f"## {title}", "", f"| what |{third} shown by |", "|---|---|" + ("---|" if third else "")]
         for what, outcome, test in rows:
             error = f" {outcome.removeprefix('refused: ')} |" if third else ""
             lines.append(f"| {what} |{error} `{test}` |")
         lines.append("")
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines)
 
 
 def tests_of(folder: Path) -> set[str]:
@@ -232,12 +261,5 @@ def tests_of(folder: Path) -> set[str]:
     }
 
 
-def replaced(text: str) -> str:
-    """The README with the table as it should be."""
-    start, end = text.index(BEGIN), text.index(END)
-    return f"{text[:start]}{BEGIN}\n{table()}\n{text[end:]}"
-
-
 if __name__ == "__main__":
-    readme = Path(__file__).parent.parent / "README.md"
-    readme.write_text(replaced(readme.read_text()))
+    PAGE.write_text(table())

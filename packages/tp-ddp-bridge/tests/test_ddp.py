@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import bridge_models as models
 import pytest
@@ -112,6 +112,63 @@ def test_hooks_over_the_wrong_ranks_are_refused(ranks: Ranks) -> None:
     local = post_localSGD_hook.PostLocalSGDState(ddp.process_group, pairs, 2)
     with pytest.raises(ValueError, match=r"mesh-mismatch.*subgroup"):
         ddp.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
+
+
+def average_over(group: Any, divide: bool = True) -> Any:
+    """A hook as users write it; ``None`` is the default group, whose ranks hold different shards."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch takes no annotation that is a text
+        size = dist.get_world_size(group) if divide else 1
+        work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0] / size)
+
+    return hook
+
+
+@pytest.mark.ranks(4)
+def test_hooks_of_users_are_tried_when_they_are_registered(ranks: Ranks) -> None:
+    mesh, model = sharded(ranks)
+    group = mesh["dp"].get_group()
+    pairs = [
+        (average_over(None), "does it name the group"),
+        (default_hooks.fp16_compress_wrapper(average_over(None)), "does it name the group"),
+        (average_over(group, divide=False), "does it name the group"),
+        (average_over(mesh["tp"].get_group()), "does it name the group"),
+        (lambda state, bucket: 1 / 0, "ZeroDivisionError"),
+    ]
+    pre_dp_module_transform(model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for hook, reason in pairs:
+        ddp: Any = wrap_ddp(model, mesh=mesh)
+        with pytest.raises(PlanError, match=rf"invalid-hook.*{reason}"):
+            ddp.register_comm_hook(None, hook)
+        plain: Any = DistributedDataParallel(model, process_group=group)  # asks nobody: tried in its first forward
+        plain.register_comm_hook(None, hook)
+        with pytest.raises(PlanError, match=rf"invalid-hook.*{reason}"):
+            plain(torch.ones(1, 16))
+    assert sum(torch.equal(before[name], parameter) for name, parameter in model.named_parameters()) == 6
+    by_design = average_over(None)
+    by_design.is_data_parallel = True
+    wrap_ddp(model, mesh=mesh).register_comm_hook(None, by_design)
+
+
+@pytest.mark.ranks(4)
+def test_a_right_hook_of_a_user_trains_as_one_process(ranks: Ranks) -> None:
+    class Counter:
+        calls = 0
+        seen: ClassVar[dict[int, int]] = {}
+
+    for make in (average_over, lambda group: default_hooks.fp16_compress_wrapper(average_over(group))):
+        mesh, model = sharded(ranks)
+        reference, state = models.seeded(models.MLP), Counter()
+        ddp: Any = wrap_ddp(model, mesh=mesh)
+        ddp.register_comm_hook(state, make(ddp.process_group))
+        assert state.calls == 0 and state.seen == {}
+        index = mesh["dp"].get_local_rank()
+        models.train(ddp, torch.optim.SGD(ddp.parameters(), 0.1), models.vectors(), index=index, count=2)
+        models.train(reference, torch.optim.SGD(reference.parameters(), 0.1), models.vectors())
+        atol = 5e-7 if make is average_over else 1e-3  # float16 on the wire
+        models.assert_same_state(model.state_dict(), reference.state_dict(), count=6, atol=atol)
 
 
 @pytest.mark.ranks(4)

@@ -8,7 +8,8 @@ import torch
 from ranktest import fake_cuda, fake_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from tp_ddp_bridge import bridge_plan, clip_grad_norm_, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge import clip_grad_norm_, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge.module.survey import survey
 
 
 def test_bridging_reading_clipping_and_state() -> None:
@@ -28,5 +29,5 @@ def test_bridging_reading_clipping_and_state() -> None:
         assert norm.device == device and norm.dim() == 0
         state = model.state_dict()
         assert isinstance(state["0.weight"], DTensor) and state["0.weight"].device == device
-        assert len(bridge_plan(model).entries) == 2
+        assert len(survey(model).bridgeable) == 2
         undo_dp_transform(model)

@@ -1,14 +1,17 @@
-"""The README's examples run, and its support table is the one that the tests give."""
+"""The README's examples run, the support table is the one that the tests give."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import support
 import torch.distributed as dist
+import tp_ddp_bridge
 from ranktest import Ranks
 
 HERE = Path(__file__).parent
@@ -32,7 +35,16 @@ def test_examples(ranks: Ranks) -> None:
 def test_support_table() -> None:
     shown = {test for _, _, test in support.ROWS}
     assert shown <= support.tests_of(HERE), shown - support.tests_of(HERE)
-    text = README.read_text()
-    assert support.replaced(text) == text, "run: python tests/support.py"
+    assert support.PAGE.read_text() == support.table(), "run: python tests/support.py"
     refused = [row for row in support.ROWS if row[1] != support.RIGHT]
     assert all("refused: `" in outcome for _, outcome, _ in refused)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    names = "', '".join(tp_ddp_bridge.__all__)
+    code = f"""
+import sys, tp_ddp_bridge
+assert 'torch' not in sys.modules
+assert [hasattr(tp_ddp_bridge, name) for name in ('{names}',)] == [True] * {len(tp_ddp_bridge.__all__)}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -61,14 +61,13 @@ def applying(mesh: DeviceMesh) -> Series:
     styles = {"*.up": tp.ColwiseParallel(), "*.down": tp.RowwiseParallel()}
     theirs = {"*.up": torch_tp.ColwiseParallel(), "*.down": torch_tp.RowwiseParallel()}
     bench_styles.WIDTH = bench_styles.HIDDEN = 64
-    series: Series = {'apply_plan, params="dtensor"': [], 'apply_plan, params="local"': [], "torch": []}
+    series: Series = {"apply_plan": [], "torch": []}
     for layers in (1, 4, 16, 64):
         whole = nn.Sequential(*(bench_styles.MLP() for _ in range(layers)))
         times: dict[str, list[float]] = {name: [] for name in series}
         for _ in range(3):
             calls: dict[str, Any] = {
-                'apply_plan, params="dtensor"': lambda model: tp.apply_plan(model, mesh, styles, params="dtensor"),
-                'apply_plan, params="local"': lambda model: tp.apply_plan(model, mesh, styles, params="local"),
+                "apply_plan": lambda model: tp.apply_plan(model, mesh, styles),
                 "torch": lambda model: torch_tp.parallelize_module(model, mesh, theirs),  # type: ignore[arg-type]  # a dict of styles
             }
             for name, call in calls.items():

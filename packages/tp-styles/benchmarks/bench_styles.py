@@ -100,9 +100,8 @@ def overhead(mesh: DeviceMesh) -> dict[str, Any]:
     ours = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
     theirs = {"up": torch_tp.ColwiseParallel(), "down": torch_tp.RowwiseParallel()}
     kinds: dict[str, nn.Module] = {"hand-written": HandWritten(whole, mesh)}
-    for mode in ("local", "dtensor"):
-        kinds[f"tp-styles, {mode}"] = copy.deepcopy(whole)
-        tp.apply_plan(kinds[f"tp-styles, {mode}"], mesh, ours, params=mode)  # type: ignore[arg-type]
+    kinds["tp-styles"] = copy.deepcopy(whole)
+    tp.apply_plan(kinds["tp-styles"], mesh, ours)
     kinds["torch"] = torch_tp.parallelize_module(copy.deepcopy(whole), mesh, theirs)
     x = torch.randn(TOKENS, WIDTH)
     wanted = whole(x)
@@ -219,7 +218,7 @@ def undo(mesh: DeviceMesh) -> dict[str, Any]:
     model = models.seeded(lambda: models.GPT(tied=True))
     before, state = fingerprint(model), {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(100):
-        handle = tp.apply_plan(model, mesh, random_plan(rng), params=rng.choice(["dtensor", "local"]))
+        handle = tp.apply_plan(model, mesh, random_plan(rng))
         handle.undo()
         assert fingerprint(model) == before
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -260,8 +259,8 @@ def graph(mesh: DeviceMesh) -> dict[str, Any]:
     model = nn.Sequential(models.GroupedAttention(16, 4, 2), nn.Linear(16, 18, bias=False))
     attention = nn.MultiheadAttention(16, 4, batch_first=True)
     grouped = tp.GQAParallel(q="q", k="k", v="v", o="o", norms=("q_norm", "k_norm"))
-    tp.apply_plan(model, mesh, {"0": grouped, "1": tp.ColwiseParallel(use_local_output=True)}, params="local")
-    tp.apply_plan(attention, mesh, tp.MultiheadAttentionParallel(), params="local")
+    tp.apply_plan(model, mesh, {"0": grouped, "1": tp.ColwiseParallel(use_local_output=True)})
+    tp.apply_plan(attention, mesh, tp.MultiheadAttentionParallel())
     x, target = torch.randn(2, 6, 16), torch.randint(0, 18, (2, 6))
     model(x), attention(x, x, x)
 
@@ -283,21 +282,16 @@ def _row(what: str, target: str, measured: str, peer: str) -> Row:
 
 
 def overhead_rows() -> list[Row]:
-    """Four rows: forward, and forward and backward, for both kinds of parameters."""
+    """Two rows: forward, and forward and backward."""
     result = on_ranks(overhead, 2)
-    targets = {
-        ("forward", "local"): "<= 1.10x",
-        ("forward", "dtensor"): "<= 1.10x",
-        ("forward and backward", "local"): "<= 1.15x",
-        ("forward and backward", "dtensor"): "<= 1.30x",
-    }
+    targets = {"forward": "<= 1.10x", "forward and backward": "<= 1.25x"}
     rows = []
-    for (what, mode), target in targets.items():
+    for what, target in targets.items():
         times = result[what]
-        own, hand, torchs = (times[name] for name in (f"tp-styles, {mode}", "hand-written", "torch"))
+        own, hand, torchs = (times[name] for name in ("tp-styles", "hand-written", "torch"))
         rows.append(
             {
-                "what": f'host time, MLP d={WIDTH}, {TOKENS} tokens, tp=2, {what}, `params="{mode}"`',
+                "what": f"host time, MLP d={WIDTH}, {TOKENS} tokens, tp=2, {what}",
                 "target": f"{target} of hand-written collectives",
                 "measured": f"{own['median'] / hand['median']:.2f}x (min {own['min'] / hand['min']:.2f}x); "
                 f"{own['median']:.0f} us, min {own['min']:.0f} us",

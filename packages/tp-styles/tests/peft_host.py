@@ -80,7 +80,7 @@ def test_five_steps_are_those_of_one_process(ranks: Ranks, family: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_adapters_after_the_plan_are_refused(ranks: Ranks) -> None:
-    """peft sizes A and B by the shard that it finds: trained without a word, as another model on each rank."""
+    """Peft sizes A and B by the shard that it finds: trained without a word, as another model on each rank."""
     model = model_of("llama")
     tp.apply_plan(model, ranks.mesh((2,), ("tp",)), tp.from_hf_tp_plan(model))
     with pytest.raises(tp.PlanError, match=r"model-changed.*lora_A.*LoRAParallel"):

@@ -134,11 +134,11 @@ ON_SEQUENCE_SHARDS = {
 def test_styles_pass_strict_mode(ranks: Ranks, plan: dict[str, Any]) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     model = models.seeded(Net)
-    tp.apply_plan(model, mesh, plan, params="local")
+    tp.apply_plan(model, mesh, plan)
     x = torch.randn(2, 4, 16)
     model(x)  # equal to the original
     unchecked = models.seeded(Net)
-    tp.apply_plan(unchecked, mesh, plan, params="local", check="never")
+    tp.apply_plan(unchecked, mesh, plan, check="never")
     typed(unchecked, mesh, x)
 
 
@@ -190,7 +190,7 @@ def test_twenty_mistakes_are_refused_by_both(ranks: Ranks) -> None:
         for by_types in (True, False):
             model = models.seeded(Net)
             more = mistake if isinstance(mistake, dict) else {}
-            tp.apply_plan(model, mesh, {**PLAN, **more}, params="local", check="never" if by_types else "first")
+            tp.apply_plan(model, mesh, {**PLAN, **more}, check="never" if by_types else "first")
             if not isinstance(mistake, dict):
                 mistake(model)
             kind: type[Exception] = spmd.types.SpmdTypeError if by_types else tp.PlanError

@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_undo_of_random_plans(ranks: Ranks) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     for _ in range(25):
-        handle = tp.apply_plan(model, mesh, random_plan(rng), params=rng.choice(["dtensor", "local"]), check="never")
+        handle = tp.apply_plan(model, mesh, random_plan(rng), check="never")
         assert [name for name, p in model.named_parameters() if not p.requires_grad] == frozen
         handle.undo()
         assert fingerprint(model) == before
@@ -165,24 +165,22 @@ def test_values_of_the_source_rank_count(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_copies_and_pickles_of_a_parallel_model(ranks: Ranks) -> None:
-    """torch cannot `torch.save` a module with its styles: their hooks are closures."""
+    """Torch cannot `torch.save` a module with its styles: their hooks are closures."""
     mesh = ranks.mesh((2,), ("tp",))
     x = torch.randn(2, 8)
-    modes: tuple[Literal["dtensor", "local"], ...] = ("dtensor", "local")
-    for params in modes:
-        model = models.seeded(models.Gated)
-        tp.apply_plan(model, mesh, {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}, params=params)
-        wanted = model(x)
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert torch.equal(other(x), wanted)
-            assert not any(a is b for a, b in zip(other.parameters(), model.parameters(), strict=True))
-            infos = [hasattr(p, "_sharding_info") for p in other.parameters()]
-            assert infos == [hasattr(p, "_sharding_info") for p in model.parameters()]
-            with torch.no_grad():
-                for parameter in other.parameters():
-                    parameter.zero_()
-            assert torch.equal(model(x), wanted)
-            assert torch.equal(other(x), torch.zeros_like(wanted))
+    model = models.seeded(models.Gated)
+    tp.apply_plan(model, mesh, {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
+    wanted = model(x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), wanted)
+        assert not any(a is b for a, b in zip(other.parameters(), model.parameters(), strict=True))
+        infos = [hasattr(p, "_sharding_info") for p in other.parameters()]
+        assert infos == [hasattr(p, "_sharding_info") for p in model.parameters()]
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert torch.equal(model(x), wanted)
+        assert torch.equal(other(x), torch.zeros_like(wanted))
 
 
 @pytest.mark.ranks(2)
@@ -196,13 +194,11 @@ def test_meta_models(ranks: Ranks) -> None:
     assert set(log.ops) <= {"all_gather"}  # the plans are compared, no weights are sent
     model.to_empty(device=ranks.device)
     reference = models.seeded(models.MLP)
-    handle = tp.apply_plan(
-        local, mesh, {"up": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}, params="local"
-    )
+    handle = tp.apply_plan(local, mesh, {"up": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
     local.to_empty(device=ranks.device).load_state_dict(reference.state_dict())
     state = tp.full_state_dict(local.double().float())
     assert all(torch.equal(value, reference.state_dict()[name]) for name, value in state.items())
-    assert all(type(p).__name__ == "ShardParameter" for p in local.parameters())
+    assert [type(p).__name__ for p in local.parameters()] == ["ShardParameter"] * 2 + ["DTensor"] * 2
     handle.undo()
     assert "_apply" not in vars(local.up)
     from torch.distributed.tensor import distribute_tensor

@@ -118,8 +118,7 @@ class FastFeedForward(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_no_fast_path_past_a_style(ranks: Ranks, params: Any) -> None:
+def test_no_fast_path_past_a_style(ranks: Ranks) -> None:
     """In evaluation a module would read one rank's rows itself: in later calls too, and where no plan knows of it."""
     mesh = ranks.mesh((2,), ("tp",))
 
@@ -142,7 +141,7 @@ def test_no_fast_path_past_a_style(ranks: Ranks, params: Any) -> None:
     for called, root, plan in cases:
         with torch.no_grad():
             wanted = called(x)
-            tp.apply_plan(root, mesh, plan, params=params)
+            tp.apply_plan(root, mesh, plan)
             for _ in range(7):
                 torch.testing.assert_close(called(x), wanted, atol=EXACT, rtol=0)
 

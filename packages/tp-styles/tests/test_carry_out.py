@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -159,3 +160,46 @@ def test_a_plan_that_one_rank_cannot_carry_out_raises_on_all(ranks: Ranks) -> No
         assert code in {problem.code for problem in caught.value.problems}
     assert len(refused) == 2
     assert not any(isinstance(p, DTensor) for p in net.parameters())
+
+
+@pytest.mark.extra("transformers")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.ranks(4)
+def test_a_mixture_of_experts_beside_data_parallel(ranks: Ranks) -> None:
+    """Gate and up of all experts in one fused weight, which no DTensor describes: its gradient is averaged apart."""
+    from shard_spec import MegatronPlanner, MeshSpec
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    axes = {"dp": 2, "tp": 2}
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_experts": 4}
+    config = OlmoeConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"  # grouped kernels take no float64
+    net = OlmoeForCausalLM(config).double().eval()
+    reference = copy.deepcopy(net)
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    apply_sharding_plan(net, mesh, MegatronPlanner(MeshSpec(axes)).build_plan(net))
+    fused = [name for name, p in net.named_parameters() if hasattr(p, "_sharding_info")]
+    assert fused == ["model.layers.0.mlp.experts.gate_up_proj"]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.2, foreach=False) for each in (net, reference)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        ids = torch.randint(0, 16, (4, 5), generator=generator)
+        for each, optimizer, rows in zip(
+            (net, reference), optimizers, (ids.chunk(2)[mesh.get_local_rank("dp")], ids), strict=True
+        ):
+            optimizer.zero_grad()
+            logits = each(input_ids=rows, use_cache=False).logits
+            nn.functional.cross_entropy(logits.flatten(0, 1), rows.flatten()).backward()
+            optimizer.step()
+    local = dict(net.named_parameters())
+    compared = 0
+    for name, expected in reference.named_parameters():
+        got = full(local[name])
+        if name in fused:
+            rank, half = mesh.get_local_rank("tp"), expected.shape[1] // 2
+            gate, up = expected.split(half, dim=1)
+            expected = torch.cat([part.chunk(2, dim=1)[rank] for part in (gate, up)], dim=1)
+        assert torch.allclose(got, expected, rtol=1e-6, atol=1e-8), name
+        compared += expected.numel()
+    assert compared > 2000

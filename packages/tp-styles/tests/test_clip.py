@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 # float64: sums in another order than one process has them.
 RTOL = 1e-12
@@ -52,22 +51,19 @@ ORDERS = (2.0, 1.0, math.inf)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("beside", ["fsdp", "fsdp-uneven", "ddp", "ddp-local", "nothing"])
+@pytest.mark.parametrize("beside", ["fsdp", "fsdp-uneven", "ddp", "nothing"])
 def test_two_dims(ranks: Ranks, beside: str) -> None:
     """FSDP2's `_StridedShard` is no `Shard`: taken for a replica, the norm was too small and differed by rank."""
     mesh = ranks.mesh((2, 2), ("dp", "tp"))
-    params: Literal["dtensor", "local"] = "local" if beside == "ddp-local" else "dtensor"
     width = 12 if beside == "fsdp-uneven" else 16
     for order in ORDERS:
         model: Any = models.seeded(lambda: models.GPT(width=width)).double()
         alone = copy.deepcopy(model)
-        tp.apply_plan(model, mesh["tp"], models.gpt_plan(), params=params)
+        tp.apply_plan(model, mesh["tp"], models.gpt_plan())
         if beside.startswith("fsdp"):
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
-        elif params == "local":
-            model = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
         batch = torch.randint(0, 17, (4, 6), generator=torch.Generator().manual_seed(3))
         own = batch.chunk(2)[mesh["dp"].get_local_rank()]
         models.next_token_loss(model(own), own).backward()

@@ -44,7 +44,6 @@ def test_names() -> None:
         assert name in TODAY or getattr(legacy, name) is getattr(tp, name)
     for name in ("ColwiseParallel", "RowwiseParallel"):
         assert issubclass(getattr(legacy, name), getattr(tp, name))
-    assert tp.PairwiseSequenceParallel is legacy.SequenceParallel
     assert not issubclass(legacy.SequenceParallel, tp.SequenceParallel)
     assert issubclass(legacy.SequenceParallel, tp.PairwiseParallel)
 

@@ -161,7 +161,7 @@ def mutated(op: str, backward: bool, change: Callable[..., torch.Tensor]) -> Ite
 
 def is_found(make: Callable[[], Any], plan: Any, batch: torch.Tensor, mesh: Any) -> bool:
     model: Any = models.seeded(make).double()
-    tp.apply_plan(model, mesh, plan, params="local")
+    tp.apply_plan(model, mesh, plan)
     try:
         out = model(batch.requires_grad_() if batch.is_floating_point() else batch)
         out.square().sum().backward()

@@ -78,7 +78,6 @@ FAULTS: list[tuple[Call, Call, str, str]] = [
     ),
     (apply(plan=[1]), apply(), "wrong-type", ".wrong-type. on rank {}"),
     (apply(plan={"up": Raises()}), apply(), "out_features", "on rank {}: KeyError: 'out_features'"),
-    (apply(params="ours"), apply(), r"\[invalid-argument\]", r"\[invalid-argument\] params: on rank {}"),
     (
         apply(src_data_rank=2),
         apply(),
@@ -114,7 +113,6 @@ DIFFERENT: list[tuple[Call, str]] = [
     (apply(lambda: models.MLP(8, 14)), r"ranks-disagree.*up.weight: .14, 8."),
     (apply(frozen), "ranks-disagree.*6, 8.*frozen"),
     (apply(src_data_rank=1), "ranks-disagree.*src_data_rank=1"),
-    (apply(params="local"), "ranks-disagree.*params='local'"),
 ]
 
 
@@ -158,22 +156,24 @@ def test_whole_tensors_again(ranks: Ranks) -> None:
     model = mlp()
     with pytest.raises(tp.PlanError, match="ranks-disagree"):
         tp.parallelize_module(model, mesh, PLAN if ranks.rank else None)
-    handle = tp.apply_plan(model, mesh, PLAN, params="local")
-    part = model.up.weight
+    fused: Any = models.seeded(models.Gated)
+    wanted = fused.both.weight.detach().clone()
+    handle = tp.apply_plan(fused, mesh, {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()})
+    part = fused.both.weight
     if ranks.rank:
-        model.up.weight = nn.Parameter(part.detach().clone())
-    for call in (lambda: tp.full_state_dict(model), handle.undo):
+        fused.both.weight = nn.Parameter(part.detach().clone())
+    for call in (lambda: tp.full_state_dict(fused), handle.undo):
         lost = "local-shard-as-full"
         if call == handle.undo:
-            lost = "ranks-disagree. undo: rank 0: up.weight: ShardParameter.*rank 1: up.weight: Parameter"
+            lost = "ranks-disagree. undo: rank 0: both.weight: ShardParameter.*rank 1: both.weight: Parameter"
         with pytest.raises(tp.PlanError, match=lost):
             call()
-    model.up.weight = part
-    assert torch.equal(tp.full_state_dict(model)["up.weight"], mlp().up.weight)
+    fused.both.weight = part
+    assert torch.equal(tp.full_state_dict(fused)["both.weight"], wanted)
     if ranks.rank:
         changes, handle._changes = handle._changes, []
     with pytest.raises(tp.PlanError, match=r"\[already-applied\] on rank 1"):
         handle.undo()
     if ranks.rank:
         handle._changes = changes
-    assert torch.equal(handle.undo().get_parameter("up.weight"), mlp().up.weight)
+    assert torch.equal(handle.undo().get_parameter("both.weight"), wanted)

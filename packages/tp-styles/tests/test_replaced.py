@@ -18,7 +18,6 @@ import tp_models as models
 import tp_styles as tp
 from ranktest import Ranks
 from torch import nn
-from tp_styles.runtime.parameters import Mode
 
 PLAN = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
 OPTIMIZERS: list[Any] = [
@@ -36,8 +35,7 @@ def told(call: Any) -> str:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_an_optimizer_made_before_is_told(ranks: Ranks, params: Mode) -> None:
+def test_an_optimizer_made_before_is_told(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     for make in OPTIMIZERS:
         model: Any = models.seeded(models.MLP)
@@ -45,7 +43,7 @@ def test_an_optimizer_made_before_is_told(ranks: Ranks, params: Mode) -> None:
         values = [p.detach().clone() for p in model.parameters()]
         held = list(model.parameters())
         before = make(held)
-        handle = tp.apply_plan(model, mesh, PLAN, params=params)
+        handle = tp.apply_plan(model, mesh, PLAN)
         model(x).square().sum().backward()
         assert told(before.step) == told(before.zero_grad) == "up.weight"
         assert told(partial(nn.utils.clip_grad_norm_, held, 1.0)) == "up.weight"
@@ -73,11 +71,10 @@ def test_another_module_that_is_not_part_of_the_plan_holds_the_weight(ranks: Ran
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_a_kept_handle_keeps_no_whole_weight(ranks: Ranks, params: Mode) -> None:
+def test_a_kept_handle_keeps_no_whole_weight(ranks: Ranks) -> None:
     model: Any = models.seeded(models.MLP)
     whole = [weakref.ref(p) for p in model.parameters()]
-    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), PLAN, params=params)
+    handle = tp.apply_plan(model, ranks.mesh((2,), ("tp",)), PLAN)
     gc.collect()
     assert [ref() for ref in whole] == [None] * 4
     del model.down.bias  # what the user took away stays away, and stops nobody

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tp_styles import Section, Split
+from tp_styles.values import Section, Split
 
 
 def random_splits(count: int) -> Iterator[tuple[Split, int]]:

@@ -56,12 +56,11 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, Any]) -> None
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_names_shapes_and_values(ranks: Ranks, params: Mode) -> None:
+def test_names_shapes_and_values(ranks: Ranks) -> None:
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
     model = models.seeded(Net)
     wanted = copy.deepcopy(model.state_dict())
-    tp.apply_plan(model, mesh, PLAN, params=params)
+    tp.apply_plan(model, mesh, PLAN)
     with ranks.record(allow_empty=True) as log:
         state = model.state_dict()
     assert log.count() == 0
@@ -79,10 +78,7 @@ def test_names_shapes_and_values(ranks: Ranks, params: Mode) -> None:
             model.load_state_dict(source, assign=assign)
             assert torch.equal(model(x), before)
             kinds = [type(p).__name__ for p in model.parameters()]
-            assert (
-                kinds[:6]
-                == (["DTensor"] * 4 if params == "dtensor" else ["ShardParameter"] * 4) + ["ShardParameter"] * 2
-            )
+            assert kinds[:6] == ["DTensor"] * 4 + ["ShardParameter"] * 2
     elsewhere = {
         name: DTensor.from_local(value, mesh, [Replicate()]).redistribute(placements=[Shard(0)])
         for name, value in wanted.items()
@@ -95,17 +91,16 @@ def test_names_shapes_and_values(ranks: Ranks, params: Mode) -> None:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_checkpoint_to_another_tp_size(ranks: Ranks, params: Mode, tmp_path: Path) -> None:
+def test_checkpoint_to_another_tp_size(ranks: Ranks, tmp_path: Path) -> None:
     """Saved at tp 4, loaded at tp 2 and at tp 1; and back."""
     folder = ranks.gather(str(tmp_path))[0]
     model = models.seeded(Net)
     wanted = copy.deepcopy(model.state_dict())
-    tp.apply_plan(model, ranks.mesh((4,), ("tp",)), plan_for(4), params=params)
+    tp.apply_plan(model, ranks.mesh((4,), ("tp",)), plan_for(4))
     save({"model": model.state_dict()}, checkpoint_id=f"{folder}/four")
     square = ranks.mesh((2, 2), ("dp", "tp"))
     other = models.seeded(Net, seed=ranks.rank + 1)
-    tp.apply_plan(other, square["tp"], plan_for(2), params=params)
+    tp.apply_plan(other, square["tp"], plan_for(2))
     state = {"model": other.state_dict()}
     load(state, checkpoint_id=f"{folder}/four")
     other.load_state_dict(state["model"])

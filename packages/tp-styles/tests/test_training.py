@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
 
 import pytest
 import torch
@@ -31,15 +30,14 @@ def vectors(width: int = 8, count: int = 5) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("params", ["dtensor", "local"])
-def test_gpt(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
-    """Both kinds of parameters, fused or not, tied or not, each with each over the two tp sizes."""
-    fused = tied = (params == "dtensor") == (ranks.world_size == 4)
+def test_gpt(ranks: Ranks) -> None:
+    """Fused and tied, or neither, over the two tp sizes."""
+    fused = tied = ranks.world_size == 4
     mesh = ranks.mesh((ranks.world_size,), ("tp",))
     model = models.seeded(lambda: models.GPT(fused=fused, tied=tied)).double()
     count = models.compare_training(
         model,
-        lambda m: tp.apply_plan(m, mesh, models.gpt_plan(fused), params=params),
+        lambda m: tp.apply_plan(m, mesh, models.gpt_plan(fused)),
         ids(),
         models.next_token_loss,
         mesh,
@@ -49,8 +47,8 @@ def test_gpt(ranks: Ranks, params: Literal["dtensor", "local"]) -> None:
     if tied:
         assert model.get_parameter("head.weight") is model.get_parameter("embed.weight")
     weight = model.get_parameter("layers.0.mlp.up.weight")
-    assert isinstance(weight, DTensor) == (params == "dtensor")
-    assert weight.numel() == (1024 if params == "dtensor" else 1024 // ranks.world_size)
+    assert isinstance(weight, DTensor)
+    assert weight.to_local().numel() == 1024 // ranks.world_size
 
 
 class Mixed(nn.Module):
@@ -89,7 +87,7 @@ def test_other_styles(ranks: Ranks) -> None:
     batches = [torch.randn(2, 8, 16, generator=generator, dtype=torch.float64) for _ in range(5)]
     count = models.compare_training(
         model,
-        lambda m: tp.apply_plan(m, mesh, plan, params="local" if ranks.world_size == 4 else "dtensor"),
+        lambda m: tp.apply_plan(m, mesh, plan),
         batches,
         models.square_loss,
         mesh,
@@ -303,7 +301,7 @@ def test_with_torchs_own_entry_and_styles(ranks: Ranks) -> None:
 def test_what_is_communicated(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
     model = models.seeded(lambda: models.MLP(8, 12))
-    tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}, params="local")
+    tp.apply_plan(model, mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
     x = torch.randn(2, 6, 8, requires_grad=True)
     model(x)  # the first call is checked
     with ranks.record() as log:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def x64(*shape: int) -> torch.Tensor:
 
 @pytest.mark.ranks(2)
 def test_a_key_that_matches_nothing(ranks: Ranks) -> None:
-    """torch warns and trains unsharded."""
+    """Torch warns and trains unsharded."""
     mesh = ranks.mesh((2,), ("tp",))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -40,7 +40,7 @@ def test_a_key_that_matches_nothing(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_two_stars_cross_levels(ranks: Ranks) -> None:
-    """torch takes `**` for one level: nothing of a deeper model is sharded."""
+    """Torch takes `**` for one level: nothing of a deeper model is sharded."""
     mesh = ranks.mesh((2,), ("tp",))
     model = models.GPT()
     tp.parallelize_module(model, mesh, {"**.up": tp.ColwiseParallel()})
@@ -49,7 +49,7 @@ def test_two_stars_cross_levels(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_rowwise_embedding(ranks: Ranks) -> None:
-    """torch takes the ids as sharded: with the same ids on every rank the output is doubled."""
+    """Torch takes the ids as sharded: with the same ids on every rank the output is doubled."""
     mesh = ranks.mesh((2,), ("tp",))
     ids = torch.tensor([[0, 3, 6, 2]])
     layer = models.seeded(lambda: nn.Embedding(7, 4, padding_idx=2))
@@ -69,7 +69,7 @@ def test_rowwise_embedding(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_sequence_parallel_keeps_frozen_parameters(ranks: Ranks) -> None:
-    """torch unfreezes them, and takes each rank's own values for equal."""
+    """Torch unfreezes them, and takes each rank's own values for equal."""
     mesh = ranks.mesh((2,), ("tp",))
     torch.manual_seed(ranks.rank)
     norm = nn.LayerNorm(4)
@@ -85,7 +85,7 @@ def test_sequence_parallel_keeps_frozen_parameters(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_sequence_parallel_on_an_uneven_sequence(ranks: Ranks) -> None:
-    """torch gives a DTensor with another global length on each rank (6 and 4 for 5)."""
+    """Torch gives a DTensor with another global length on each rank (6 and 4 for 5)."""
     mesh = ranks.mesh((2,), ("tp",))
     norm = nn.LayerNorm(4)
     tp.parallelize_module(norm, mesh, tp.SequenceParallel())
@@ -98,7 +98,7 @@ def test_sequence_parallel_on_an_uneven_sequence(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_the_empty_key_keeps_src_data_rank(ranks: Ranks) -> None:
-    """torch drops it for the key `""`, and sends rank 0's values."""
+    """Torch drops it for the key `""`, and sends rank 0's values."""
     mesh = ranks.mesh((2,), ("tp",))
     torch.manual_seed(ranks.rank)
     layer = nn.Linear(4, 4)
@@ -110,7 +110,7 @@ def test_the_empty_key_keeps_src_data_rank(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_prepare_input_of_a_dtensor_with_another_layout(ranks: Ranks) -> None:
-    """torch passes it through as if it had the declared layout."""
+    """Torch passes it through as if it had the declared layout."""
     mesh = ranks.mesh((2,), ("tp",))
     model = nn.Identity()
     style = tp.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
@@ -127,7 +127,7 @@ class Two(nn.Module):
 
 
 def test_wrong_names_of_keyword_arguments() -> None:
-    """torch redistributes nothing."""
+    """Torch redistributes nothing."""
     layouts: dict[str, Any] = {"scael": Shard(0)}
     style = tp.PrepareModuleInput(
         input_kwarg_layouts=layouts, desired_input_kwarg_layouts=dict.fromkeys(layouts, Replicate())
@@ -140,7 +140,7 @@ def test_wrong_names_of_keyword_arguments() -> None:
 
 @pytest.mark.ranks(2)
 def test_keyword_inputs_and_dict_outputs(ranks: Ranks) -> None:
-    """torch ignores an input that is passed by name, and breaks on a dict."""
+    """Torch ignores an input that is passed by name, and breaks on a dict."""
     mesh = ranks.mesh((2,), ("tp",))
     model = Two()
     style = tp.PrepareModuleInputOutput(
@@ -166,7 +166,7 @@ def test_keyword_inputs_and_dict_outputs(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_tuple_of_one_stays_a_tuple(ranks: Ranks) -> None:
-    """torch returns the bare tensor."""
+    """Torch returns the bare tensor."""
 
     class One(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -183,7 +183,7 @@ def test_a_tuple_of_one_stays_a_tuple(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_tied_weights(ranks: Ranks) -> None:
-    """torch unties them: two parameters drift apart."""
+    """Torch unties them: two parameters drift apart."""
     mesh = ranks.mesh((2,), ("tp",))
     model = models.GPT(tied=True)
     with pytest.raises(tp.PlanError, match=r"tied-weights.*embed.weight: dim 0; head.weight: no style"):
@@ -202,7 +202,7 @@ def test_tied_weights(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_replicated_parameters_in_a_sharded_region(ranks: Ranks) -> None:
-    """torch gives a q_norm the gradient of this rank's heads alone, 52 % off."""
+    """Torch gives a q_norm the gradient of this rank's heads alone, 52 % off."""
     mesh = ranks.mesh((2,), ("tp",))
 
     class Heads(nn.Module):
@@ -214,18 +214,16 @@ def test_replicated_parameters_in_a_sharded_region(ranks: Ranks) -> None:
             result: torch.Tensor = self.o(self.norm(self.q(x).unflatten(-1, (-1, 4))).flatten(-2))
             return result
 
-    modes: tuple[Literal["dtensor", "local"], ...] = ("dtensor", "local")
-    for params in modes:
-        model = models.seeded(Heads).double()
-        alone = copy.deepcopy(model)
-        plan = {"q": tp.ColwiseParallel(), "norm": tp.NoParallel(sum_gradient=True), "o": tp.RowwiseParallel()}
-        tp.apply_plan(model, mesh, plan, params=params)
-        x = x64(2, 3, 8)
-        for _ in range(2):  # accumulated gradients are summed once
-            model(x).square().sum().backward()
-            alone(x).square().sum().backward()
-        wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-        assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 148
+    model = models.seeded(Heads).double()
+    alone = copy.deepcopy(model)
+    plan = {"q": tp.ColwiseParallel(), "norm": tp.NoParallel(sum_gradient=True), "o": tp.RowwiseParallel()}
+    tp.apply_plan(model, mesh, plan)
+    x = x64(2, 3, 8)
+    for _ in range(2):  # accumulated gradients are summed once
+        model(x).square().sum().backward()
+        alone(x).square().sum().backward()
+    wanted = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    assert models.assert_close(models.full_gradients(model, mesh), wanted, atol=1e-11) == 148
     model, pair = models.seeded(Heads), {"q": tp.ColwiseParallel(), "o": tp.RowwiseParallel()}
     tp.apply_plan(model, mesh, pair)  # the norm is forgotten
     with torch.no_grad():
@@ -270,7 +268,7 @@ def test_unstyled_norms_outside_of_sharded_regions(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_dropout_on_shards(ranks: Ranks) -> None:
-    """torch's local dropout draws one mask for all ranks."""
+    """Torch's local dropout draws one mask for all ranks."""
     mesh = ranks.mesh((2,), ("tp",))
     sharded, whole = nn.Dropout(0.5), nn.Dropout(0.5)
     tp.parallelize_module(sharded, mesh, tp.SequenceParallel(use_local_output=True))
@@ -284,7 +282,7 @@ def test_dropout_on_shards(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_an_error_inside_the_loss_leaves_nothing_behind(ranks: Ranks) -> None:
-    """torch's `loss_parallel` keeps its handlers installed: ours is a function."""
+    """Torch's `loss_parallel` keeps its handlers installed: ours is a function."""
     mesh = ranks.mesh((2,), ("tp",))
     logits = torch.randn(3, 4)
     with pytest.raises(tp.PlanError, match="shape-mismatch"):
@@ -295,7 +293,7 @@ def test_an_error_inside_the_loss_leaves_nothing_behind(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_layouts_that_cannot_be(ranks: Ranks) -> None:
-    """torch notices `input_layouts=(Shard(0),)` at the first forward."""
+    """Torch notices `input_layouts=(Shard(0),)` at the first forward."""
     assert tp.ColwiseParallel(input_layouts=(Shard(0),)) == tp.ColwiseParallel(input_layouts=Shard(0))
     with pytest.raises(TypeError, match="wrong-type"):
         tp.ColwiseParallel(input_layouts=(Shard(0), Shard(1)))
@@ -309,7 +307,7 @@ def test_layouts_that_cannot_be(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_lora(ranks: Ranks) -> None:
-    """torch refuses a LoRA-wrapped linear layer."""
+    """Torch refuses a LoRA-wrapped linear layer."""
     mesh = ranks.mesh((2,), ("tp",))
 
     class LoRA(nn.Module):
@@ -339,7 +337,7 @@ def test_lora(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_own_forward_of_a_linear_subclass(ranks: Ranks) -> None:
-    """torch runs it on DTensors; here its own forward runs on local ones, the bias once and after the sum."""
+    """Torch runs it on DTensors; here its own forward runs on local ones, the bias once and after the sum."""
     mesh = ranks.mesh((2,), ("tp",))
 
     class Doubled(nn.Linear):
@@ -357,7 +355,7 @@ def test_own_forward_of_a_linear_subclass(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_fewer_layouts_than_inputs(ranks: Ranks) -> None:
-    """torch raises at the call; the other inputs passed as they were."""
+    """Torch raises at the call; the other inputs passed as they were."""
     mesh = ranks.mesh((2,), ("tp",))
 
     class Product(nn.Module):

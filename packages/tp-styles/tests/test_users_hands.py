@@ -20,11 +20,10 @@ from ranktest import Ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from tp_styles.runtime.parameters import Mode
 
 EXACT = 1e-12
-MODES: tuple[Mode, Mode] = ("dtensor", "local")
 PLAN = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+GATED = {"both": tp.FusedColwiseParallel(2), "down": tp.RowwiseParallel()}
 
 
 def x64(*shape: int) -> torch.Tensor:
@@ -32,11 +31,11 @@ def x64(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def pair(mesh: DeviceMesh, params: Mode) -> tuple[models.MLP, models.MLP]:
+def pair(mesh: DeviceMesh) -> tuple[models.MLP, models.MLP]:
     """A parallel MLP, and the same one alone."""
     model = models.seeded(lambda: models.MLP().double())
     alone = copy.deepcopy(model)
-    tp.apply_plan(model, mesh, PLAN, params=params)
+    tp.apply_plan(model, mesh, PLAN)
     assert isinstance(model, models.MLP)
     assert isinstance(alone, models.MLP)
     return model, alone
@@ -65,41 +64,39 @@ def swapping() -> Iterator[None]:
 def test_whole_weights_in_place_of_parts(ranks: Ranks) -> None:
     """Shapes fit from column to row: both ranks would compute everything, and the sum would be doubled."""
     mesh = ranks.mesh((2,), ("tp",))
-    for params in MODES:
-        model, alone = pair(mesh, params)
-        state = {name: value.clone() for name, value in alone.state_dict().items()}
-        with pytest.raises(tp.PlanError, match=r"shape-mismatch.*up\.weight, dim 0: 12 .* has 6"):
-            torch.func.functional_call(model, state, (x64(3, 8),))
-        replicated = {
-            name: DTensor.from_local(2 * value, mesh, [Replicate()], run_check=False) for name, value in state.items()
-        }
-        model.load_state_dict(replicated, assign=True)
-        alone.load_state_dict({name: 2 * value for name, value in state.items()})
-        torch.testing.assert_close(model(x64(3, 8)), alone(x64(3, 8)), atol=EXACT, rtol=1e-12)
-        for layer in (model.up, model.down):
-            layer.weight = nn.Parameter(torch.ones(layer.out_features, layer.in_features, dtype=torch.float64))
-        with pytest.raises(tp.PlanError, match="shape-mismatch"):
-            model(x64(3, 8))
+    model, alone = pair(mesh)
+    state = {name: value.clone() for name, value in alone.state_dict().items()}
+    with pytest.raises(tp.PlanError, match=r"shape-mismatch.*up\.weight, dim 0: 12 .* has 6"):
+        torch.func.functional_call(model, state, (x64(3, 8),))
+    replicated = {
+        name: DTensor.from_local(2 * value, mesh, [Replicate()], run_check=False) for name, value in state.items()
+    }
+    model.load_state_dict(replicated, assign=True)
+    alone.load_state_dict({name: 2 * value for name, value in state.items()})
+    torch.testing.assert_close(model(x64(3, 8)), alone(x64(3, 8)), atol=EXACT, rtol=1e-12)
+    for layer in (model.up, model.down):
+        layer.weight = nn.Parameter(torch.ones(layer.out_features, layer.in_features, dtype=torch.float64))
+    with pytest.raises(tp.PlanError, match="shape-mismatch"):
+        model(x64(3, 8))
 
 
 @pytest.mark.ranks(2)
 def test_gradients_of_gradients(ranks: Ranks) -> None:
     """A gradient penalty goes through the collectives of the backward pass; as no operation, they gave a part."""
     mesh = ranks.mesh((2,), ("tp",))
-    for params in MODES:
-        model, alone = pair(mesh, params)
-        found = []
-        for one in (model, alone):
-            x = x64(2, 4, 8).requires_grad_()
-            (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
-            (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
-            curve.square().sum().backward()
-            found.append((slope, curve, x.grad))
-        for ours, wanted in zip(*found, strict=True):
-            torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
-        assert_same_gradients(model, alone, mesh)
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"autograd\.Function"):  # no collective behind its back
-            torch.func.vmap(model)(x64(2, 4, 8))
+    model, alone = pair(mesh)
+    found = []
+    for one in (model, alone):
+        x = x64(2, 4, 8).requires_grad_()
+        (slope,) = torch.autograd.grad(one(x).pow(3).sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+        curve.square().sum().backward()
+        found.append((slope, curve, x.grad))
+    for ours, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=0, rtol=1e-9)
+    assert_same_gradients(model, alone, mesh)
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"autograd\.Function"):  # no collective behind its back
+        torch.func.vmap(model)(x64(2, 4, 8))
     # On sequence shards: gather, scatter, and the row-wise bias, whose gradient is summed.
     torch.manual_seed(0)
     model = models.MLP().double()
@@ -120,35 +117,29 @@ def test_gradients_of_gradients(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_new_values_of_local_parameters(ranks: Ranks) -> None:
-    """Drawn alike on every rank, in place of the same part twice; reset with the bounds of the whole weight."""
+def test_new_values_of_sharded_parameters(ranks: Ranks) -> None:
+    """A module resets its weights as the full ones; `nn.init` refuses a fused shard; swapped shards stay shards."""
     mesh = ranks.mesh((2,), ("tp",))
-    model, alone = pair(mesh, "local")
+    model: Any = models.seeded(lambda: models.Gated().double())
+    alone = copy.deepcopy(model)
+    tp.apply_plan(model, mesh, GATED)
     for one in (model, alone):
         torch.manual_seed(3)
-        one.up.reset_parameters()
+        one.both.reset_parameters()
         one.down.reset_parameters()
-        nn.init.normal_(one.up.weight, std=0.02)
-        nn.init.xavier_normal_(one.down.weight)
-        nn.init.kaiming_uniform_(one.up.weight)
     for name, value in tp.full_state_dict(model).items():
         assert torch.equal(value, alone.state_dict()[name]), name
-    on_dtensors, alone = pair(mesh, "dtensor")
-    for one in (on_dtensors, alone):
-        torch.manual_seed(3)
-        one.up.reset_parameters()
-        one.down.reset_parameters()
-    for name, value in tp.full_state_dict(on_dtensors).items():
-        assert torch.equal(value, alone.state_dict()[name]), name
+    for draw in (nn.init.normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_, nn.init.trunc_normal_):
+        with pytest.raises(tp.PlanError, match="local-shard-as-full"):
+            draw(model.both.weight)
     with torch.device("meta"):
-        later = models.MLP()
-    tp.apply_plan(later, mesh, PLAN, params="local")
+        later: Any = models.Gated()
+    tp.apply_plan(later, mesh, GATED)
     later.to_empty(device="cpu")
     torch.manual_seed(3)
-    later.up.reset_parameters()
+    later.both.reset_parameters()
     torch.manual_seed(3)
-    assert torch.equal(tp.full_state_dict(later)["up.weight"], nn.Linear(8, 12).weight)
-    # Swapped parameters stay parts: `.to()` and loading under torch's newer setting.
+    assert torch.equal(tp.full_state_dict(later)["both.weight"], type(later)().both.weight)
     with swapping():
         model.float().double()
         model.load_state_dict(alone.state_dict())
@@ -161,80 +152,32 @@ def test_new_values_of_local_parameters(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_who_takes_a_part_for_the_whole(ranks: Ranks) -> None:
-    """A norm of its own on each rank parts replicated parameters for good; so do numbers drawn until they fit."""
+def test_optimizers_that_need_full_matrices_or_one_kind_of_tensor(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("tp",))
-    model, _ = pair(mesh, "local")
+    model: Any = models.seeded(lambda: nn.Sequential(models.Gated(), nn.LayerNorm(8)).double())
+    tp.apply_plan(model, mesh, {f"0.{name}": style for name, style in GATED.items()})
     model(x64(3, 8)).square().sum().backward()
-    weights = [model.up.weight, model.down.weight]
+    weight = model[0].both.weight
+    values = weight.detach().clone()
     optimizers: list[Callable[[], object]] = [
-        torch.optim.Muon(weights).step,
-        torch.optim.Adafactor(weights).step,
-        lambda: torch.optim.LBFGS(weights).step(lambda: model(x64(3, 8)).sum()),
+        torch.optim.Muon([weight]).step,
+        torch.optim.Adafactor([weight]).step,
+        lambda: torch.optim.LBFGS([weight]).step(lambda: model(x64(3, 8)).sum()),
     ]
-    values = [weight.detach().clone() for weight in weights]
     for call in optimizers:
         with pytest.raises(tp.PlanError, match="not-elementwise"):
             call()
-    assert all(torch.equal(weight, value) for weight, value in zip(weights, values, strict=True))
-    callers: list[Callable[[], object]] = [
-        lambda: nn.init.orthogonal_(model.up.weight),
-        lambda: nn.init.eye_(model.up.weight),
-        lambda: nn.init.sparse_(model.down.weight, 0.5),
-    ]
-    if torch.__version__ > "2.12":  # torch 2.11 draws once, not until all numbers fit
-        callers.append(lambda: nn.init.trunc_normal_(model.up.weight))
-    for call in callers:
-        with pytest.raises(tp.PlanError, match="local-shard-as-full"):
-            call()
-    nn.utils.clip_grad_norm_(model.down.bias, 1.0)  # replicated
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    assert torch.equal(weight, values)
     torch.optim.AdamW(model.parameters()).step()
-    # torch's norm is that of one rank's shards, at any step, with replicas beside them or not.
-    step = torch.optim.SGD(model.parameters(), lr=0.1).step
-    for count in range(5):
-        model.zero_grad(set_to_none=count % 2 == 0)
-        model(x64(3, 8)).square().sum().backward()
-        before = [parameter.grad.clone() for parameter in weights if parameter.grad is not None]
-        for clip in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
-            for held in (list(model.parameters()), weights):
-                given = held if clip is nn.utils.clip_grad_norm_ else [p.grad for p in held]
-                with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*tp_styles\.clip_grad_norm_"):
-                    clip(given, 1e-3)  # type: ignore[arg-type]  # gradients are there
-        assert len(before) == 2
-        assert all(torch.equal(p.grad, value) for p, value in zip(weights, before, strict=True))  # type: ignore[arg-type]  # it is there
-        tp.clip_grad_norm_(model.parameters(), 1e-3)
-        step()
-
-    def closure() -> float:
-        return float(nn.utils.clip_grad_norm_(weights, 1e-3))
-
-    with pytest.raises(tp.PlanError, match="local-shard-as-full"):
-        step(closure)
-    # After a step that raised, gradients refuse norms again.
-    failing = _Failing(model.parameters(), lr=0.1)
-    for forgets in (True, False):
-        failing.fails = False
-        failing.step()
-        failing.fails = True
-        with pytest.raises(RuntimeError, match="out of memory"):
-            failing.step()
-        model.zero_grad(set_to_none=forgets)
-        model(x64(3, 8)).square().sum().backward()
-        with pytest.raises(tp.PlanError, match="local-shard-as-full"):
-            nn.utils.clip_grad_norm_(weights, 1e-3)
-    # A norm written out is seen at steps 1, 2, 4 ...
-    model.zero_grad()
-    model(x64(3, 8)).square().sum().backward()
-    total = torch.stack([p.grad.pow(2).sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad *= 1e-3 / total
-    with pytest.raises(tp.PlanError, match=r"gradients-differ.*tp_styles\.clip_grad_norm_"):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert (model.up.weight.size(0), model.up.weight.size(1)) == (12, 8)  # as of a DTensor; `nn.init` asks this
-    assert model.up.weight.size() == model.up.weight.shape == (6, 8)
-    nn.utils.parametrizations.spectral_norm(model.up)
+    norm, down = model[1].weight, model[0].down.weight
+    for kernels in ("fused", "foreach"):
+        for held, remedy in (([down, norm], r"rest=\"replicated\""), ([down, weight], "a group of their own")):
+            optimizer = torch.optim.AdamW(held, fused=kernels == "fused", foreach=kernels == "foreach")
+            for _ in range(2):
+                with pytest.raises(tp.PlanError, match=f"mixed-parameters.*{kernels}=True.*{remedy}"):
+                    optimizer.step()
+    torch.optim.AdamW([down], foreach=True).step()
+    nn.utils.parametrizations.spectral_norm(model[0].both)
     with pytest.raises(tp.PlanError, match=r"local-shard-as-full.*weight.*ParametrizedLinear"):
         model(x64(3, 8))
 
@@ -245,9 +188,8 @@ class Weight(nn.Parameter):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("params", MODES)
 @pytest.mark.parametrize("check", ["first", "never"])
-def test_ordinary_parameters_in_place_of_shards(ranks: Ranks, params: Mode, check: Literal["first", "never"]) -> None:
+def test_ordinary_parameters_in_place_of_shards(ranks: Ranks, check: Literal["first", "never"]) -> None:
     """Outputs stay right, and norms go wrong without a word: at any call, however they came there."""
 
     def replaced(layer: nn.Module, values: torch.Tensor) -> None:
@@ -263,14 +205,11 @@ def test_ordinary_parameters_in_place_of_shards(ranks: Ranks, params: Mode, chec
         replaced(layer, values)
         nn.utils.weight_norm(layer)
 
-    def normed_before(layer: nn.Module, values: torch.Tensor) -> None:
-        nn.utils.weight_norm(layer)
-
     mesh = ranks.mesh((2,), ("tp",))
     for calls in (0, 3):
-        for act in (replaced, written, of_another_class, normed, *[normed_before] * (params == "local")):
+        for act in (replaced, written, of_another_class, normed):
             model = models.seeded(lambda: models.MLP().double())
-            tp.apply_plan(model, mesh, PLAN, params=params, check=check)
+            tp.apply_plan(model, mesh, PLAN, check=check)
             assert isinstance(model, models.MLP)
             for _ in range(calls):
                 model(x64(3, 8))

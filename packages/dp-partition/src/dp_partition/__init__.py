@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from dp_partition import legacy as legacy
     from dp_partition._shared.problems import PlanError as PlanError
     from dp_partition._shared.problems import Problem as Problem
-    from dp_partition.analysis.timeline import Link as Link
-    from dp_partition.analysis.timeline import Machine as Machine
     from dp_partition.api import Step as Step
     from dp_partition.api import compile as compile
     from dp_partition.capture.phases import gradients_tagging as gradients_tagging
@@ -28,46 +26,28 @@ if TYPE_CHECKING:
     from dp_partition.legacy.graph_interface import mark_data_parallel_shardings as mark_data_parallel_shardings
     from dp_partition.legacy.graph_interface import partition_data_parallel as partition_data_parallel
     from dp_partition.legacy.graph_interface import partitioner as partitioner
-    from dp_partition.passes.reduction import GradientGroup as GradientGroup
-    from dp_partition.passes.reduction import bf16_compress as bf16_compress
-    from dp_partition.passes.reduction import fp16_compress as fp16_compress
     from dp_partition.plan.placements import DataParallelStrategy as DataParallelStrategy
     from dp_partition.plan.placements import DataParallelStyle as DataParallelStyle
     from dp_partition.plan.placements import NodeType as NodeType
     from dp_partition.plan.placements import PlacementSpec as PlacementSpec
     from dp_partition.plan.placements import PlacementStrategy as PlacementStrategy
-    from dp_partition.plan.placements import RankLocal as RankLocal
     from dp_partition.plan.placements import TupleStrategy as TupleStrategy
-    from dp_partition.plan.plan import ParamPlan as ParamPlan
     from dp_partition.plan.plan import PartitionPlan as PartitionPlan
-    from dp_partition.plan.plan import TensorInfo as TensorInfo
-    from dp_partition.plan.plan import plan_placements as plan_placements
     from dp_partition.plan.settings import Batch as Batch
     from dp_partition.runtime.rollback import StepInterrupted as StepInterrupted
-    from dp_partition.testing.verification import Verified as Verified
-    from dp_partition.testing.verification import verify as verify
 
 __all__ = [
     "__version__",
     "compile",
-    "verify",
-    "Verified",
     "Step",
     "Batch",
-    "GradientGroup",
-    "bf16_compress",
-    "fp16_compress",
-    "plan_placements",
     "PartitionPlan",
-    "ParamPlan",
-    "TensorInfo",
     "DataParallelStyle",
     "NodeType",
     "PlacementSpec",
     "PlacementStrategy",
     "DataParallelStrategy",
     "TupleStrategy",
-    "RankLocal",
     "gradients_tagging",
     "build_data_parallel_strategies",
     "mark_data_parallel_shardings",
@@ -77,8 +57,6 @@ __all__ = [
     "legacy",
     "estimate",
     "Estimate",
-    "Link",
-    "Machine",
     "StepInterrupted",
     "PlanError",
     "Problem",
@@ -86,18 +64,14 @@ __all__ = [
 
 _HOMES = {
     "api": "compile Step",
-    "testing.verification": "verify Verified",
     "plan.settings": "Batch",
-    "passes.reduction": "GradientGroup bf16_compress fp16_compress",
-    "plan.plan": "plan_placements PartitionPlan ParamPlan TensorInfo",
-    "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy "
-    "DataParallelStrategy TupleStrategy RankLocal",
+    "plan.plan": "PartitionPlan",
+    "plan.placements": "DataParallelStyle NodeType PlacementSpec PlacementStrategy DataParallelStrategy TupleStrategy",
     "capture.phases": "gradients_tagging",
     "legacy.graph_interface": "build_data_parallel_strategies mark_data_parallel_shardings partitioner "
     "partition_data_parallel",
     "legacy.batch_dim": "BatchDimAnalyzer",
     "cost_estimate": "estimate Estimate",
-    "analysis.timeline": "Link Machine",
     "runtime.rollback": "StepInterrupted",
     "_shared.problems": "PlanError Problem",
 }

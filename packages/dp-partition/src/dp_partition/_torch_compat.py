@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +17,11 @@ import torch.optim.optimizer as optimizers
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = [
@@ -30,20 +30,26 @@ __all__ = [
     "OpOverload",
     "ShapeEnv",
     "TorchDispatchMode",
+    "after_backward",
     "c10d",
     "collectives",
     "current_trace_nodes",
     "decomposition_of",
     "failed_node",
     "global_modes",
+    "flat_group",
+    "has_accumulate_hooks",
+    "has_gradient_hooks",
     "inductor_compile",
     "inductor_problem",
     "is_gloo",
     "known_size",
-    "latest_trace_nodes",
     "make_fx",
     "new_fake_mode",
     "pytree",
+    "FSDP_HOOKS",
+    "remove_fsdp",
+    "without_hooks_of",
     "storage_key",
     "storage_keys",
     "symbolic_scalar",
@@ -51,7 +57,9 @@ __all__ = [
     "tensor_metadata",
     "trace_options",
     "without_autocast",
+    "without_modes",
     "without_onednn",
+    "without_validation",
 ]
 
 collectives: Any = torch.ops._c10d_functional
@@ -108,6 +116,23 @@ def known_size(size: Any) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 0
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Within the block operators run as if no dispatch mode was on: neither recorded nor fake."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def without_validation() -> Iterator[None]:
+    """Within the block distributions do not look at the values of their arguments."""
+    kind = torch.distributions.Distribution
+    enabled = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind._validate_args = enabled
 
 
 @contextlib.contextmanager
@@ -174,12 +199,6 @@ def failed_node(module: fx.GraphModule, error: BaseException) -> fx.Node | None:
     return None if index is None else list(module.graph.nodes)[index]
 
 
-def latest_trace_nodes(count: int = 8) -> list[str]:
-    """Names of the nodes that make_fx has recorded last."""
-    tracer: Any = getattr(get_proxy_mode(), "tracer", None)
-    return [] if tracer is None else [node.name for node in itertools.islice(reversed(tracer.graph.nodes), count)]
-
-
 def trace_options() -> dict[str, Any]:
     """Options of make_fx: no names of torch functions on nodes, which take a mode of their own."""
     name = "_disable_torch_fn_metadata_mode"
@@ -198,6 +217,64 @@ def storage_keys(tensors: Iterable[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         keys.append(tensor.untyped_storage()._cdata)
     return keys
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Run ``call`` at the end of the backward pass that runs now; its errors are those of ``backward()``."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def has_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks run when a leaf's gradient has been accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def flat_group(mesh: DeviceMesh) -> c10d.ProcessGroup:
+    """Return one group over all ranks of a mesh; a collective the first time for a mesh of several axes."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+@contextlib.contextmanager
+def without_hooks_of(root: torch.nn.Module, *sources: str) -> Iterator[None]:
+    """Take the hooks that some packages have put on modules off for the block, and put them back in their order."""
+    tables = [t for m in root.modules() for key, t in vars(m).items() if "_hooks" in key and isinstance(t, dict)]
+    before = [(table, dict(table)) for table in tables if any(_is_from(hook, sources) for hook in table.values())]
+    for table, hooks in before:
+        for key in [key for key, hook in hooks.items() if _is_from(hook, sources)]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            new = {key: hook for key, hook in table.items() if key not in hooks}
+            table.clear()
+            table.update(hooks | new)
+
+
+def _is_from(hook: Any, sources: tuple[str, ...]) -> bool:
+    inner = getattr(hook, "hook", hook)  # torch wraps hooks of load_state_dict
+    return (getattr(inner, "__module__", None) or "").startswith(sources)
+
+
+FSDP_HOOKS = "torch.distributed.fsdp"
+
+
+def remove_fsdp(unit: torch.nn.Module, *sources: str) -> None:
+    """Take FSDP2's hooks and class off a module, and hooks from ``sources``; its parameters stay shards."""
+    unit.reshard()  # type: ignore[operator]
+    for module in unit.modules():
+        for key, table in vars(module).items():
+            if "_hooks" in key and isinstance(table, dict):
+                for number in [n for n, hook in table.items() if _is_from(hook, (FSDP_HOOKS, *sources))]:
+                    del table[number]
+    unit.__class__ = type(unit).__mro__[2]  # the class before `fully_shard`
+    for key in [key for key in vars(unit) if key.startswith("__composable_api")]:
+        del vars(unit)[key]
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether hooks run on a leaf's gradient before it is accumulated."""
+    return bool(tensor._backward_hooks)
 
 
 def tensor_metadata(tensor: torch.Tensor) -> Any:

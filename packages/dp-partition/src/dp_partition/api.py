@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -14,16 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition.analysis.analyze import analyze
 from dp_partition.analysis.comms import explain_messages, messages_of
-from dp_partition.analysis.page import write_page
-from dp_partition.analysis.printer import show_listing
-from dp_partition.analysis.timeline import Link, Machine
-from dp_partition.passes.reduction import CommHook
 from dp_partition.plan.placements import DataParallelStyle, parse_style
 from dp_partition.plan.plan import PartitionPlan
 from dp_partition.plan.settings import Backend, Batch, CommConfig, Semantics, Settings, Style
-from dp_partition.runner import Runner
+from dp_partition.runner import Runner, eager_plan
 from dp_partition.runtime.state import unsharded
 
 
@@ -35,19 +29,17 @@ def compile(
     semantics: Semantics = "local",
     batch: Batch | None = None,
     placements: Mapping[str, Placement] | None = None,
-    equal: str = "broadcast",
     bucket_mb: float = 25,
     prefetch: int = 1,
-    reshard_after_forward: str | bool = "auto",
+    reshard_after_forward: bool | Collection[str] = True,
     accumulate: int = 1,
-    rng: str | None = None,
     reduce_dtype: torch.dtype | None = None,
-    comm_hook: CommHook | None = None,
     backend: Backend = "eager",
     check: str = "sampled",
+    capture: Literal["auto", "always", "never"] = "auto",
+    full: Literal["keep", "refuse"] = "keep",
     mark_dynamic: int | Sequence[int] = (),
     share: Step | None = None,
-    progress: TextIO | None = None,
 ) -> Step:
     """Make a train step, written for one device, run data-parallel.
 
@@ -66,27 +58,25 @@ def compile(
         batch: Which dim of tensor arguments is the batch, for global semantics and accumulation. Under global
             semantics every rank passes as many rows.
         placements: Name patterns -> ``Replicate()`` or ``Shard(0)``, for parameters that shall not follow the style.
-        equal: Ranks must start from equal values: ``"broadcast"`` takes rank 0's, ``"check"`` raises if they differ.
         bucket_mb: Greatest size of a bucket of parameters or gradients, in MiB; 0 sends every tensor by itself.
         prefetch: How many buckets of parameters are on their way ahead of compute, and of gradients behind it.
-        reshard_after_forward: Whether sharded parameters are let go after forward and gathered again for backward:
-            ``True`` all, ``False`` none, ``"auto"`` those that are idle where most memory is live.
+        reshard_after_forward: Whether sharded parameters are freed after forward and gathered again for backward:
+            ``True`` all, ``False`` none, or the full names of those that are.
         accumulate: Number of micro-batches that a call's batch is worked through in; one reduction per call.
-        rng: Random numbers of the step: ``None`` draws from the rank's default generator, as DDP does; ``"same"`` and
-            ``"per_rank"`` draw from a stream of the step's own that starts from rank 0's seed.
         reduce_dtype: The dtype in which gradients are reduced: they are cast before they are sent, averaged by the
             collective (in float16 divided before and after the sum), and cast back; None reduces in their own.
-        comm_hook: What averages a bucket of gradients instead of the plain collective: a function of a flat bucket and
-            a `GradientGroup`, traced into the graph; `bf16_compress` and `fp16_compress` are such.
         backend: ``"eager"`` runs the graph as it is; ``"inductor"`` compiles what it computes between collectives.
         check: How often the step is compared with its own eager run on a copy of everything it works on: ``"sampled"``
-            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)) up to 1,024, ``"first"`` at calls 1 and 2, ``"never"``;
+            at calls 1, 2 and one drawn from each [2^k, 2^(k+1)), ``"first"`` at calls 1 and 2, ``"never"``;
             but for ``"never"`` also at the first call of a trace that all ranks make at once.
+        capture: ``"auto"``: a step that traces and passes its check runs as a graph, any other one eagerly on the same
+            ranks, with a warning that says why; ``"always"`` raises instead; ``"never"`` runs it eagerly at once.
+            Eagerly parameters are replicated, or in FSDP2's shards under every style but ``"replicate"``.
+        full: Where a step runs eagerly in shards: ``"keep"`` leaves full what FSDP2 cannot hold, ``"refuse"`` raises.
         mark_dynamic: Dims of the tensor arguments that change in length: one trace then serves all lengths, and is
             compared with a trace for the second one. A trace that cannot do without numbers gives way, with a warning,
             to one for each length.
         share: Another step, whose placed parameters this one uses (evaluation); mesh, style and placements are its.
-        progress: Where to show how far tracing and compiling are, for example ``sys.stderr``.
 
     Raises:
         PlanError: For settings that cannot be carried out; at the first call, for steps that cannot.
@@ -99,11 +89,9 @@ def compile(
             problems.append(
                 Problem("conflicting-arguments", "share", found="mesh or placements beside share", hint=hint)
             )
-        if reduce_dtype is not None or comm_hook is not None:
+        if reduce_dtype is not None:
             hint = "a step that shares has no gradients; leave them out"
-            problems.append(
-                Problem("conflicting-arguments", "share", found="reduce_dtype or comm_hook beside share", hint=hint)
-            )
+            problems.append(Problem("conflicting-arguments", "share", found="reduce_dtype beside share", hint=hint))
         mesh, style = base.mesh, base.settings.style
     if semantics == "local" and batch is not None and accumulate == 1:
         hint = "local semantics runs the step on each rank's own arguments; leave batch out"
@@ -113,19 +101,25 @@ def compile(
         parsed = parse_style(style)
     except PlanError as error:
         problems += error.problems
+    reshard = reshard_after_forward
+    if not isinstance(reshard, bool):
+        if isinstance(reshard, str):
+            hint = "pass True, False, or a list of full names"
+            problems.append(Problem("invalid-argument", "reshard_after_forward", found=repr(reshard), hint=hint))
+        reshard = frozenset(reshard)
     settings = Settings(
         parsed,
         semantics,
         dict(placements or {}),
-        equal,
         (batch or Batch()).dim,
-        CommConfig(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype, comm_hook, in_place=backend == "eager"),
+        CommConfig(int(bucket_mb * (1 << 20)), prefetch, reduce_dtype),
         accumulate,
-        rng,
-        reshard_after_forward,
+        reshard,
         backend,
         check,
         (mark_dynamic,) if isinstance(mark_dynamic, int) else tuple(mark_dynamic),
+        capture,
+        full,
     )
     problems += settings.problems()
     problems += _mesh_problems(mesh, parsed)
@@ -134,7 +128,7 @@ def compile(
         problems.append(Problem("wrong-type", "train_step", found=type(train_step).__name__, hint=hint))
     if problems or mesh is None:
         raise PlanError(problems, "dp_partition.compile")
-    return Step(Runner(train_step, mesh, settings, base, progress=progress))
+    return Step(Runner(train_step, mesh, settings, base))
 
 
 def _mesh_problems(mesh: DeviceMesh | None, style: DataParallelStyle) -> list[Problem]:
@@ -180,38 +174,32 @@ class Step:
     @property
     def plan(self) -> PartitionPlan:
         """Placement of parameters, gradients and state; there after the first call."""
+        eager = self._runner.eager
+        if eager is not None:
+            return eager_plan(eager, self._runner.settings.style)
         return replace(self._runner.bound().plan, checks=self._runner.checks())
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The partitioned graph of the last call; ``print`` shows it with local shapes and node types."""
+        """The partitioned graph of the last call, with local shapes in ``node.meta["val"]``."""
+        if self._runner.eager is not None:
+            hint = "capture='always' raises what keeps it from being traced"
+            raise PlanError(Problem("not-traceable", self.name, found="the step runs eagerly", hint=hint))
         if self._runner.latest is None:
             raise self._runner.not_started()
         module = self._runner.latest.with_local_values()
         module.recompile()
-        return show_listing(module)
+        return module
 
     def explain(self, name: str | None = None) -> str:
         """Text about one parameter, by its full name, or about all."""
         text = self.plan.explain(name)
-        if name is None:
+        if name is None or self._runner.eager is not None:
             program = self._runner.latest
             lowered = None if program is None else program.lowered
             return text if lowered is None else f"{text}\n{lowered.explain()}"
         messages = messages_of(self.graph.graph, self.plan.world)
         return "\n".join([text, *explain_messages(messages, self.plan[name].info.name)])
-
-    def report(self, path: str | os.PathLike[str], link: Link | None = None, machine: Machine | None = None) -> None:
-        """Write a page that loads nothing: messages over time, memory over nodes, placement of every parameter.
-
-        Args:
-            path: The file to write.
-            link: The network that times are modelled for; default ``Link()``.
-            machine: The device that times are modelled for; default ``Machine()``.
-        """
-        plan, chosen = self.plan, (link or Link(), machine or Machine())
-        rank = self._runner.bound().rank
-        write_page(path, self.name, plan, rank, analyze(self.graph.graph, plan, rank, *chosen), *chosen)
 
     def unsharded(self, writeback: bool = True) -> AbstractContextManager[None]:
         """Within the block the model holds full plain parameters, for eager code on every rank alike.
@@ -222,8 +210,11 @@ class Step:
         Args:
             writeback: Keep what the block writes into the parameters. A block within a block leaves that to the outer.
         """
+        owner = self._runner.owner
+        if owner.eager is not None:
+            return owner.eager.unsharded(writeback=writeback)
         self._runner.bound()  # not before the first call
-        return unsharded(self._runner.owner.bound(), writeback)
+        return unsharded(owner.bound(), writeback)
 
     def release(self) -> None:
         """Give model and optimizer back: full plain parameters and state, for good. Not for a step that shares."""

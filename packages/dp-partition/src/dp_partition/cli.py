@@ -55,8 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser(
         "estimate",
-        help="bytes, collectives, live memory and time of a step on ranks that do not exist",
-        description="Say what a train step would hold, send and wait for on one of many ranks.",
+        help="bytes, collectives and live memory of a step on ranks that do not exist",
+        description="Say what a train step would hold and send on one of many ranks.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -68,18 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument("--rank", type=int, default=0, help="the rank that numbers are of (default 0)")
     estimate.add_argument("--bucket-mb", type=float, default=25, help="size of buckets, 0 for none (default 25)")
     estimate.add_argument("--prefetch", type=int, default=1, help="buckets gathered ahead of compute (default 1)")
-    again = ["auto", "always", "never"]
-    estimate.add_argument("--reshard-after-forward", default="auto", choices=again, help="gather twice (default auto)")
+    again = ["always", "never"]
+    estimate.add_argument("--reshard-after-forward", default="always", choices=again, help="gather twice (default)")
     estimate.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default 1)")
     estimate.add_argument("--device", help="where tensors seem to be, for example cuda (default cpu)")
-    estimate.add_argument("--gbps", type=float, help="bandwidth of a rank's link, in gigabits per second")
-    estimate.add_argument("--us", type=float, help="latency of a round of messages, in microseconds")
-    estimate.add_argument("--tflops", type=float, help="speed of matrix products, in 10^12 operations per second")
-    estimate.add_argument("--memory-gbs", type=float, help="bandwidth of the device's memory, in gigabytes per second")
     estimate.add_argument("--name", help="explain one parameter, by its full name")
     estimate.add_argument("--json", action="store_true", help="machine-readable output")
-    estimate.add_argument("--html", metavar="FILE", help="also write a page with pictures")
-    estimate.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    estimate.add_argument("--svg", metavar="FILE", help="also write a picture of live memory")
     return parser
 
 
@@ -91,40 +86,30 @@ def _estimate(options: argparse.Namespace) -> Any:
     from dp_partition._shared.problems import PlanError
 
     try:
-        return _run(step, _made(factory, where), options)
+        return _run(step, _arguments(factory, where), options)
     except PlanError as error:
         return error
 
 
 def _run(step: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> Any:
-    from dp_partition.analysis.timeline import Link, Machine
     from dp_partition.cost_estimate import estimate
 
-    link = {}
-    if options.gbps is not None:
-        link["bytes_per_second"] = options.gbps * 1e9 / 8
-    if options.us is not None:
-        link["latency_seconds"] = options.us * 1e-6
-    machine = {key: value for key in ("tflops", "memory_gbs") if (value := getattr(options, key)) is not None}
     return estimate(
         step,
         *arguments,
         world=options.world,
         style=options.style,
         rank=options.rank,
-        link=Link(**link),
-        machine=Machine(**machine),
         device=options.device,
-        progress=None if options.quiet else sys.stderr,
         semantics=options.semantics,
         bucket_mb=options.bucket_mb,
         prefetch=options.prefetch,
-        reshard_after_forward={"auto": "auto", "always": True, "never": False}[options.reshard_after_forward],
+        reshard_after_forward=options.reshard_after_forward == "always",
         accumulate=options.accumulate,
     )
 
 
-def _made(factory: Any, where: str) -> tuple[Any, ...]:
+def _arguments(factory: Any, where: str) -> tuple[Any, ...]:
     """The step's arguments, made on the meta device."""
     import torch
 
@@ -153,13 +138,13 @@ def _load(where: str, what: str) -> Any:
 
 
 def _show(found: Any, options: argparse.Namespace) -> int:
-    if options.html:
+    if options.svg:
         try:
-            found.report(options.html)
+            found.picture(options.svg)
         except OSError as error:
-            print(f"dp-partition: cannot write {options.html}: {error}", file=sys.stderr)
+            print(f"dp-partition: cannot write {options.svg}: {error}", file=sys.stderr)
             return USAGE
-        print(f"wrote {options.html}", file=sys.stderr)
+        print(f"wrote {options.svg}", file=sys.stderr)
     try:
         print(found.to_json() if options.json else found.explain(options.name))
     except KeyError:

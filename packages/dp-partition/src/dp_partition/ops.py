@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from dp_partition._shared.execution_check import is_random as call_is_random
 from dp_partition._torch_compat import OpOverload, pytree
 
 aten = torch.ops.aten
@@ -85,7 +86,7 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def is_random(node: fx.Node) -> bool:
     """Return whether the operator draws random numbers; attention kernels do with dropout only."""
-    return is_op(node) and draws(node.target, node.args, node.kwargs)
+    return is_op(node) and call_is_random(node.target, node.args, node.kwargs)
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -151,18 +152,6 @@ def place_of(node: fx.Node) -> Any:
     bits = value.is_conj(), value.is_neg()  # views that differ in nothing else: what is read of them is another number
     # Symbols by their text: comparing sizes that depend on values would ask for the values.
     return str((*value.shape, *value.stride(), value.storage_offset())), value.dtype, bits
-
-
-def draws(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a call of an operator draws random numbers, from its arguments as they are."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
-    named = [argument.name for argument in op._schema.arguments]
-    if "dropout_p" not in named:
-        return True
-    position = named.index("dropout_p")
-    default = op._schema.arguments[position].default_value
-    return bool((args[position] if position < len(args) else kwargs.get("dropout_p", default)) != 0.0)
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -28,7 +28,7 @@ from dp_partition.passes.local_shapes import local_inputs
 from dp_partition.passes.microbatch import repeat_for_microbatches
 from dp_partition.passes.moves import Mover
 from dp_partition.passes.normalize import normalize
-from dp_partition.passes.peephole import compute_grads_in_buckets, make_contiguous_for_fused, remove_redundant_views
+from dp_partition.passes.peephole import make_contiguous_for_fused, remove_redundant_views, send_alone
 from dp_partition.passes.reshard_after_forward import reshard_after_forward
 from dp_partition.passes.zero import update_own_rows
 from dp_partition.plan.placements import NodeType, RankLocal
@@ -57,14 +57,14 @@ def build_program(
     batch_dim: int = 0,
     comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
     accumulate: int = 1,
-    reshard: str | bool | frozenset[str] = False,
+    reshard: bool | frozenset[str] = False,
     device: str | None = None,
     marked: tuple[int, ...] = (),
     keep_views: bool = False,
 ) -> Program:
     """Trace a step and partition it for this rank."""
     capture = capture_single_device(function, args, kwargs, step_state, plan, batch_dim, accumulate, device, marked)
-    homes, plans = plan_nodes(capture, plan, batch_dim, comm, reshard)
+    homes, plans = plan_nodes(capture, plan, batch_dim, reshard)
     output = next(node for node in plans if node.op == "output")
     values: Any = output.args[0]
     returned = [plans[output].inputs.get(value) if isinstance(value, fx.Node) else None for value in values]
@@ -126,14 +126,13 @@ def plan_nodes(
     capture: Capture,
     plan: PartitionPlan,
     batch_dim: int,
-    comm: CommConfig = CommConfig(),  # noqa: B008 - a frozen value
-    reshard: str | bool | frozenset[str] = False,
+    reshard: bool | frozenset[str] = False,
 ) -> tuple[StoragePlacements, dict[fx.Node, NodePlan]]:
     """Place every value of a single-device graph on ``plan.world`` ranks."""
     local = plan.semantics == "local"
     homes = home_placements(capture, plan, RankLocal() if local else Shard(batch_dim))
     # Needs phases. Marks parameters that are gathered again for backward, and gives backward its own views of them.
-    reshard_after_forward(capture.module.graph, homes.placements, reshard, comm, plan.world, local=local)
+    reshard_after_forward(capture.module.graph, homes.placements, reshard)
     # Gives a placement of each output, and of each input where its node wants it.
     plans = propagate(capture.module.graph, homes, plan.world, local=local)
     # What the step puts in place is returned where it is to lie.
@@ -182,8 +181,8 @@ def partition_for_rank(
     bucket_and_schedule(graph, inserter.moves, mover, comm)
     # Tags give way to notes: buckets had to know when a gradient has its final value.
     erase_tags(graph)
-    # Needs a graph without tags. Matrix products write their gradients into the bucket.
-    compute_grads_in_buckets(graph, comm.in_place)
+    # Needs a graph without tags. A gradient that travels alone is not packed.
+    send_alone(graph)
     # Erases views that equal an earlier node.
     remove_redundant_views(graph, set() if keep_views else traced)
     graph.lint()

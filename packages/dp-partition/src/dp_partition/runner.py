@@ -4,40 +4,57 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from dp_partition._shared.consensus import all_gather_objects
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import without_autocast
+from dp_partition._torch_compat import pytree, without_autocast
 from dp_partition.backends.inductor import check_inductor, lower
 from dp_partition.capture.arguments import CallArguments, check_arguments, closing, read_arguments
 from dp_partition.capture.fingerprint import FunctionReads, program_key
 from dp_partition.capture.hyperparameters import OptimizerReads, read_optimizers
 from dp_partition.capture.lengths import first_difference
-from dp_partition.capture.node_meta import meta_of
+from dp_partition.capture.python_state import PythonState
 from dp_partition.capture.state import StepState, check_traceable, find_step_state
-from dp_partition.capture.tracer import asks_for_values, line_of_node, trace_problem
-from dp_partition.check.checked_call import CheckedCall, CheckSchedule
+from dp_partition.capture.tracer import asks_for_values, trace_problem
+from dp_partition.check.checked_call import CheckedCall, CheckMismatch, CheckSchedule
+from dp_partition.eager.reach import Reach
+from dp_partition.eager.step import EagerStep
 from dp_partition.mesh import num_replicas, shard_world
-from dp_partition.ops import is_collective, is_wait
-from dp_partition.pipeline import batch_scale, build_program
-from dp_partition.plan.plan import PartitionPlan, TensorInfo, check_plan, plan_placements
+from dp_partition.ops import is_collective
+from dp_partition.pipeline import build_program
+from dp_partition.plan.placements import DataParallelStyle
+from dp_partition.plan.plan import ParamPlan, PartitionPlan, TensorInfo, check_plan, plan_placements
 from dp_partition.plan.settings import CommConfig, Settings
-from dp_partition.progress import Progress, counted
 from dp_partition.runtime.consensus import agree_on, all_announced, announce, batch_text, collectives_digest
 from dp_partition.runtime.io import bind_inputs, check_no_gradients, reconcile, store_outputs
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.rng import Stream
 from dp_partition.runtime.rollback import guarded
 from dp_partition.runtime.state import Binding, release
 
+# Errors of what the caller chose, or of ranks that differ: another way to run the step does not mend them.
+_SETTINGS = {
+    "ranks-disagree",
+    "missing-dependency",
+    "conflicting-arguments",
+    "invalid-argument",
+    "invalid-layout",
+    "unmatched-pattern",
+    "invalid-mesh",
+    "already-applied",
+    "model-changed",
+    "model-mismatch",
+    "unsharded-now",
+}
 MANY_TRACES = 8  # after as many a warning says what a trace is taken for, as torch.compile does
 MOST_PROGRAMS = 64  # that are kept
 
@@ -50,11 +67,12 @@ class Runner:
         mesh: The data-parallel ranks.
         settings: What the caller chose.
         share: The runner whose placed parameters this one uses.
-        passes: A pass over every partitioned graph.
-        progress: Where to show how far tracing and compiling are.
 
     Attributes:
         binding: The placed model and optimizers; None before the first call.
+        eager: The step where it runs eagerly; None where it runs as a graph.
+        may_switch: Whether no choice of the caller needs a graph.
+        before_trace: Python values as they were before the first call's trace; None once that is checked.
         latest: The program of the last call.
         num_traces: How many programs were traced.
         num_compiled: How many pieces of programs were compiled.
@@ -71,17 +89,17 @@ class Runner:
         mesh: DeviceMesh,
         settings: Settings,
         share: Runner | None = None,
-        passes: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-        progress: TextIO | None = None,
     ) -> None:
-        self.function, self.mesh, self.settings = closing(function), mesh, settings
-        self.share, self.passes, self.progress = share, passes, Progress(progress)
+        self.original, self.mesh, self.settings = function, mesh, settings
+        self.function = closing(function)
+        self.eager: EagerStep | None = None
+        self.before_trace: PythonState | None = None
+        self.may_switch = share is None and not settings.needs_graph()
+        self.share = share
         self.reads = FunctionReads(function)
-        self.stream: Stream | None = None
         self.binding: Binding | None = None
         self.programs: dict[Any, list[Program]] = {}
         self.agreed: list[Mapping[str, str]] = []
-        self.reshard_names: frozenset[str] | None = None
         self.latest: Program | None = None
         self.num_traces = self.num_compiled = self.num_checked = 0
         self.schedule = CheckSchedule(settings.check)
@@ -98,7 +116,7 @@ class Runner:
     @property
     def comm(self) -> CommConfig:
         """Arrangement of communication, as far as it changes no result: what `verify` simulates."""
-        return replace(self.settings.comm, reduce_dtype=None, hook=None)
+        return replace(self.settings.comm, reduce_dtype=None)
 
     def checks(self) -> str:
         """Return the checked calls as text for the plan."""
@@ -107,15 +125,75 @@ class Runner:
         text = f"{self.num_checked} of {self.schedule.calls} calls checked against the eager step"
         return "; unchecked: ".join([text, *self.unchecked])
 
-    @property
-    def resharding(self) -> str | bool | frozenset[str]:
-        """Parameters to gather again for backward; once chosen, a rank that retraces alone does as all."""
-        return self.settings.reshard if self.reshard_names is None else self.reshard_names
-
     # ---- a call -----------------------------------------------------------------------------------------------------
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one step on this rank's batch."""
+        """Run one step on this rank's batch, as a graph or eagerly."""
+        if self.eager is not None:
+            return self.eager(args, kwargs)
+        if self.share is not None and self.share.owner.eager is not None:
+            return pytree.tree_map_only(DTensor, DTensor.full_tensor, self.original(*args, **kwargs))
+        if self.settings.capture == "never":
+            return self.call_eagerly("capture='never'", args, kwargs)
+        is_first = self.binding is None
+        if self.settings.capture == "auto" and self.may_switch and is_first:
+            # What only this rank sees (an iterator in its arguments) must move all ranks, before any of them traces.
+            reasons = [reason for reason in self.gather(self.untraceable(args, kwargs)) if reason]
+            if reasons:
+                return self.call_eagerly(reasons[0], args, kwargs)
+        try:
+            result = self.call_graph(args, kwargs)
+            self.before_trace = None  # it holds the step's objects
+            return result
+        except PlanError as error:
+            codes = {problem.code for problem in error.problems}
+            if not self.may_switch or codes & _SETTINGS:
+                raise
+            # All ranks raise together in the first call, and where a check finds a mismatch; else a rank may be alone.
+            if self.settings.capture != "auto" or not (is_first or isinstance(error, CheckMismatch)):
+                error.add_note("capture='never' runs the step eagerly, on the same ranks")
+                raise
+            reason = str(error.problems[0]).split(" -> ")[0][:300]
+            if is_first and self.before_trace is not None:
+                self.before_trace.restore(is_placed=True)  # the check has found a mismatch: the call begins anew
+        # Behind the handler: the error's frames hold parameters that are about to be replaced.
+        return self.call_eagerly(reason, args, kwargs)
+
+    def gather(self, value: str) -> list[str]:
+        """Return every rank's value."""
+        return all_gather_objects(self.mesh, value, self.name) if self.mesh.size() > 1 else [value]
+
+    def untraceable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return why a call cannot be traced, found before anything runs; empty where it may be."""
+        iterators = Reach(self.original, args, kwargs).iterators
+        if iterators:
+            return f"a trace would take a value of its own from a {iterators[0]}"
+        try:
+            read_arguments(self.name, args, kwargs)
+        except PlanError as error:
+            return str(error.problems[0]).split(" -> ")[0]
+        return ""
+
+    def call_eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give back what is placed, and run this call and all later ones eagerly; on all ranks together."""
+        self.before_trace = None
+        if self.binding is not None:
+            self.release()
+        style = self.settings.style
+        is_sharded = style is not DataParallelStyle.REPLICATE
+        if style in (DataParallelStyle.DEFAULT, DataParallelStyle.ZERO1, DataParallelStyle.ZERO2):
+            reason = f"{reason} ({style.name.lower()} runs as fully_shard)"
+        bucket = self.settings.comm.bucket_bytes
+        made = (self.original, self.mesh, self.name, bucket, reason)
+        eager = EagerStep(*made, is_sharded=is_sharded, full=self.settings.full)
+        try:
+            return eager(args, kwargs)
+        finally:
+            if eager.reducer is not None:  # it has started; else nothing was changed, and the next call tries again
+                self.eager = eager
+
+    def call_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph of a call."""
         is_checked = self.schedule.is_due()
         call = read_arguments(self.name, args, kwargs)
         binding = self.binding
@@ -142,39 +220,26 @@ class Runner:
     ) -> Any:
         """Run the graph and put new state in place; gradients are noted for a caller that passes a dict for them."""
         check_no_gradients(binding.step_state, program.capture.cleared)
-        inputs = bind_inputs(binding, program, call.leaves, optimizers)
-        try:
-            with self.guarded(program, inputs):
-                if gradients is None:
-                    values = program.run(inputs)
-                else:
-                    values, noted = program.run_noting_gradients(inputs)
-                    gradients.update(noted)
-        except Exception as error:
-            self.note_line(error, binding, program, call)
-            raise
+        leaves = call.leaves
+        if self.settings.accumulate > 1 or self.settings.semantics == "global":
+            # Traced at another number of rows, so on a tensor without gaps; views of a strided one may not exist.
+            leaves = [leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs = bind_inputs(binding, program, leaves, optimizers)
+        with self.guarded(program, inputs):
+            if gradients is None:
+                values = program.run(inputs)
+            else:
+                values, noted = program.run_noting_gradients(inputs)
+                gradients.update(noted)
         store_outputs(binding, program, values, call.leaves)
         return program.capture.returned.result(values)
 
-    def note_line(self, error: Exception, binding: Binding, program: Program, call: CallArguments) -> None:
-        """Add the line of the step to the error of a node that was traced from it."""
-        node, program.failed = program.failed, None
-        if node is None or is_collective(node) or is_wait(node):
-            return
-        scale = batch_scale(binding.plan, self.settings.batch_dim, self.settings.accumulate)
-        with suppress(Exception):  # the error stays the graph's own
-            marked = self.marked if program.capture.sizes else ()
-            name = meta_of(node).get("traced_as", node.name)
-            line = line_of_node(name, self.function, call.args, call.kwargs, binding.step_state, scale, marked)
-            error.add_note(f"raised by node {node.name} ({node.target}) of the graph{line}")
-
     @contextmanager
     def guarded(self, program: Program, inputs: list[Any]) -> Iterator[None]:
-        """Run the block without autograd and autocast, on the step's random stream; take back what a failure left."""
+        """Run the block without autograd and autocast; take back what a failure left."""
         kept = {label: inputs[position] for label, position in program.labels(("param", "state"))}
         buffers = {label: inputs[position] for label, position in program.labels(("buffer",))}
-        drawing = self.stream.drawing() if self.stream is not None else nullcontext()
-        with torch.no_grad(), without_autocast(), guarded(self.subject, kept, buffers), drawing:
+        with torch.no_grad(), without_autocast(), guarded(self.subject, kept, buffers):
             yield
 
     @property
@@ -210,8 +275,12 @@ class Runner:
         if self.share is not None:
             hint = f"call release() on {self.owner.name}, or let go of this step"
             raise PlanError(Problem("model-changed", self.name, found="shares what another step placed", hint=hint))
+        if self.eager is not None:
+            self.eager.release()
+            self.eager = None
+            return
         release(self.bound())
-        self.binding, self.latest, self.reshard_names = None, None, None
+        self.binding, self.latest = None, None
         self.programs.clear()
         self.agreed.clear()
 
@@ -221,15 +290,11 @@ class Runner:
         """Plan, trace and partition; only when all that succeeded, on every rank, place the tensors."""
         binding, program, facts = agree_on(self.mesh, self.name, lambda: self.prepare(call))
         if self.share is None:
-            binding.place(self.settings.equal)
-            if self.settings.rng is not None:
-                self.stream = Stream(self.mesh, self.settings.rng)
+            binding.place()
         else:
             binding.hold_storages()
         self.binding = binding
         self.agreed.append(facts)
-        if self.settings.reshard == "auto" and self.settings.semantics == "local":
-            self.reshard_names = program.reshard_names()
         optimizers = reconcile(binding)
         self.programs[self.key_of(binding.step_state, call, optimizers)] = [program]
         self.latest = program
@@ -284,14 +349,11 @@ class Runner:
 
     def build_compiled(self, step_state: StepState, plan: PartitionPlan, call: CallArguments) -> Program:
         """Return a program that is ready to run: traced, partitioned and compiled."""
-        self.progress.begin("tracing")
         program = self.build(step_state, plan, call)
         if self.settings.backend == "inductor":
-            self.progress.begin("compiling")
             module = program.with_local_values()
-            program.lowered = lower(program.for_backend(), module, self.name, self.progress)
+            program.lowered = lower(program.for_backend(), module, self.name)
             self.num_compiled += program.lowered.num_compiled
-        self.progress.end()
         return program
 
     def build(
@@ -305,9 +367,6 @@ class Runner:
         program = self.build_with_symbols(step_state, plan, call, device) if self.marked else None
         if program is None:
             program = self.trace(step_state, plan, call, device)
-        if self.passes is not None:
-            program.module.recompile()
-            program.capture.module = self.passes(program.module)
         return program
 
     def build_with_symbols(
@@ -344,20 +403,23 @@ class Runner:
             self.settings.batch_dim,
             self.settings.comm,
             self.settings.accumulate,
-            self.resharding,
+            self.settings.reshard,
             device,
             marked,
         )
-        function = counted(self.function, self.progress)
         before = self.python_state(step_state, call)
-        arguments = (function, call.args, call.kwargs, step_state, plan, self.mesh)
+        contents = PythonState(self.function, call.args, call.kwargs)
+        arguments = (self.function, call.args, call.kwargs, step_state, plan, self.mesh)
         try:
             program = build_program(*arguments, *settings, keep_views=keep_views or bool(marked))
+            self.check_python_state(before, self.python_state(step_state, call), contents.changes())
         except Exception as error:
+            contents.restore()
             if isinstance(error, PlanError) or marked or not asks_for_values(error):
                 raise
             raise PlanError(trace_problem(self.name, error), "a shape depends on values of tensors") from error
-        self.check_python_state(before, self.python_state(step_state, call))
+        contents.restore_hooks()
+        self.before_trace = contents
         return program
 
     def python_state(self, step_state: StepState, call: CallArguments) -> Any:
@@ -368,10 +430,11 @@ class Runner:
         """Return all that a trace for this call depends on."""
         return program_key(step_state, call, self.reads, optimizers, self.marked)
 
-    def check_python_state(self, before: Any, after: Any) -> None:
+    def check_python_state(self, before: Any, after: Any, changes: list[str]) -> None:
         """Raise if running the step changed what it reads."""
         if before != after:
-            found = "running it changes Python values that it reads: a counter, a flag, an entry of a list or dict"
+            names = ", ".join(changes) or "a counter, a flag, an entry of a list or dict"
+            found = f"running it changes Python values that it reads: {names}"
             hint = "keep what changes from step to step in a buffer, or pass it to the step in a tensor"
             raise PlanError(Problem("python-state", self.name, found=found, hint=hint))
 
@@ -487,3 +550,17 @@ class Runner:
                 Problem("model-mismatch", self.name, found="called with another model or optimizer", hint=hint)
             )
         binding.check_in_place()
+
+
+def eager_plan(eager: EagerStep, style: DataParallelStyle) -> PartitionPlan:
+    """Return the placements of a step that runs eagerly, with what it says about itself."""
+    params = []
+    for name, param in eager.parameters.items():
+        info = TensorInfo(name, tuple(param.shape), param.dtype, param.requires_grad)
+        placement = Shard(0) if isinstance(param, DTensor) else Replicate()
+        reason = eager.units.full.get(name, "eager, style")
+        params.append(ParamPlan(info, placement, placement, placement, reason))
+    mesh = eager.mesh
+    return PartitionPlan(
+        style, "local", shard_world(mesh), tuple(params), replicas=num_replicas(mesh), checks=eager.explain()
+    )

@@ -60,7 +60,7 @@ def test_what_a_step_says_and_what_it_sends(ranks: Ranks) -> None:
     """The graph names reduce_scatter on any backend; on gloo an all_to_all travels, in the buckets' own bytes."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="zero2")
+    step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="zero2")
     x = torch.ones(4, 8, device=ranks.device)
     with ranks.record() as log:
         step(model, optim, x)

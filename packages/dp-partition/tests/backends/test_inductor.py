@@ -96,7 +96,7 @@ def trained(ranks: Ranks, backend: Any, style: Any, optimizer: Any, settings: di
         function = models.mean_step
     mesh = ranks.mesh((2,), ("dp",))
     torch.manual_seed(5)
-    step = dp.compile(function, mesh=mesh, style=style, backend=backend, check="first", **settings)
+    step = dp.compile(function, capture="always", mesh=mesh, style=style, backend=backend, check="first", **settings)
     generator = torch.Generator().manual_seed(3)
     found, compiled = [], set()
     for number in range(5):
@@ -138,7 +138,11 @@ def test_cut_graphs_are_equal_to_whole_ones(ranks: Ranks, monkeypatch: pytest.Mo
 @pytest.mark.ranks(2, timeout=400)  # a C++ compiler runs on each rank: minutes where the machine is busy
 def test_compiled(ranks: Ranks) -> None:
     """Fused kernels round differently: five steps in float32 stay within 1e-5."""
-    case: tuple[str, Any, dict[str, Any]] = "fully_shard", partial(torch.optim.SGD, lr=1e-2, momentum=0.9), {}
+    case: tuple[str, Any, dict[str, Any]] = (
+        "fully_shard",
+        partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+        {"reshard_after_forward": False},
+    )
     expected, sent, _, _ = trained(ranks, "eager", *case, make=models.mlp)
     found, own_sent, pieces, _ = trained(ranks, "inductor", *case, make=models.mlp)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -153,19 +157,20 @@ def test_a_rank_without_a_compiler_stops_all(ranks: Ranks, monkeypatch: pytest.M
     monkeypatch.setattr(lowered, "inductor_problem", lambda device: "no g++" if ranks.rank == 1 else None)
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", backend="inductor")
+    step = dp.compile(
+        models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", backend="inductor"
+    )
     before = list(model.parameters())
     with pytest.raises(dp.PlanError, match=r"missing-dependency.*no g\+\+") as caught:
         step(model, optim, torch.ones(4, 8, device=ranks.device))
     assert caught.value.problems[0].code == "missing-dependency"
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(dp.PlanError, match="invalid-argument"):
-        dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), backend="nothing")  # type: ignore[arg-type]
+        dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), backend="nothing")  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_fails_says_what_it_wrote(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code does not count versions: nothing would be known of a half-done update."""
+def test_a_compiled_step_that_fails_leaves_all_as_it_was(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     broken: list[int] = []
     made: list[int] = []
 
@@ -184,18 +189,16 @@ def test_a_step_that_fails_says_what_it_wrote(ranks: Ranks, monkeypatch: pytest.
     monkeypatch.setattr(lowered, "inductor_problem", lambda device: None)
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="replicate", backend="inductor")
+    step = dp.compile(
+        models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="replicate", backend="inductor"
+    )
     x = torch.ones(4, 8, device=ranks.device)
     step(model, optim, x)
-    assert made == [0, 1]
+    assert made == [0]  # the optimizer runs as it is
     broken.append(0)
     with pytest.raises(MemoryError) as caught:
         step(model, optim, x)
     assert "as they were before the step" in "".join(caught.value.__notes__)
-    broken[:] = [1]
-    with pytest.raises(dp.StepInterrupted) as interrupted:
-        step(model, optim, x)
-    assert len(interrupted.value.written) == 8
 
 
 def test_a_missing_compiler_is_found() -> None:

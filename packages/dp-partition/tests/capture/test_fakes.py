@@ -70,7 +70,7 @@ def test_what_was_made_before_the_first_call(ranks: Ranks) -> None:
         held = list(model.parameters())
         values = [p.detach().clone() for p in held]
         optim, other = (torch.optim.SGD(held, lr=0.1) for _ in range(2))
-        step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style)
+        step = dp.compile(models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style=style)
         x = torch.ones(2, 8, device=ranks.device)
         for _ in range(5):
             step(model, optim, x)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import dp_models as models
 import dp_partition as dp
+import planted_mistakes as planted
 import pytest
 import torch
 from dp_partition import runner as runner_module
@@ -65,7 +66,9 @@ def started(ranks: Ranks, style: Any, **settings: Any) -> tuple[dp.Step, Any, An
     """A step after three calls: the fourth is due on no rank."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = dp.compile(weighted, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **settings)
+    step = dp.compile(
+        weighted, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style=style, **settings
+    )
     for call in range(3):
         step(model, optim, batch(ranks, call), 1)
     runner_of(step).schedule.next = 7
@@ -79,7 +82,7 @@ def test_a_new_trace_is_checked_at_once(ranks: Ranks, style: Any) -> None:
         for semantics in ("local", "global"):
             with models.case(f"{kind} {semantics}"):
                 step, model, optim = started(ranks, style, semantics=semantics)
-                runner_of(step).passes = with_sine
+                planted.change_graphs(step, with_sine)
                 before = [p.full_tensor().clone() for p in model.parameters()]
                 model.train(kind != "mode")
                 model[0].weight.requires_grad_(kind != "frozen")
@@ -148,7 +151,9 @@ def test_checked_calls_without_collectives_do_not_part_the_ranks(ranks: Ranks) -
         model = models.seeded(models.mlp).to(ranks.device)
         plain = models.seeded(models.mlp).to(ranks.device)
         optims = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
-        step = dp.compile(trains_or_not, mesh=ranks.mesh((ranks.world_size,), ("dp",)), style="replicate")
+        step = dp.compile(
+            trains_or_not, capture="always", mesh=ranks.mesh((ranks.world_size,), ("dp",)), style="replicate"
+        )
         torch.manual_seed(5 + ranks.rank)
         for call in range(36):
             x = batch(ranks, 0) * 0 + call / 10  # equal on all ranks: one device's training

@@ -31,7 +31,7 @@ def test_decorated_steps_on_four_ranks(ranks: Ranks) -> None:
     train_decorated(ranks, "fully_shard", "momentum")
 
 
-def train_decorated(ranks: Ranks, style: str, optim: str) -> None:
+def train_decorated(ranks: Ranks, style: Any, optim: str) -> None:
     make: Any = {
         "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
@@ -40,13 +40,7 @@ def train_decorated(ranks: Ranks, style: str, optim: str) -> None:
     model = models.seeded(models.mlp, ranks.rank).double().to(ranks.device)
     reference = models.seeded(models.mlp).double()
     own, theirs = make(model.parameters()), make(reference.parameters())
-    seen: list[fx.GraphModule] = []
-
-    def look(graph: fx.GraphModule) -> fx.GraphModule:
-        seen.append(graph)
-        return graph
-
-    step = dp.legacy.compile(gm_transformation=look, parallel_mode=dp.legacy.DataParallel(style))(models.mean_step)
+    step = dp.legacy.compile(parallel_mode=dp.legacy.DataParallel(style))(models.mean_step)
     generator = torch.Generator().manual_seed(3)
     for i in range(6):
         (batch,) = models.vectors(generator)
@@ -55,7 +49,7 @@ def train_decorated(ranks: Ranks, style: str, optim: str) -> None:
         torch.testing.assert_close(
             losses.mean(), models.mean_step(reference, theirs, batch).detach(), rtol=1e-11, atol=0
         )
-    assert len(seen) == 1
+    assert step.step.num_traces <= 2  # type: ignore[attr-defined]  # an optimizer may make its state in a first one
     whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     assert sum(p.numel() for p in whole) == sum(p.numel() for p in reference.parameters()) > 0
     for one, other in zip(whole, reference.parameters(), strict=True):
@@ -87,30 +81,13 @@ def test_gradients_of_a_sum_are_averaged_as_torch_2_1_did(ranks: Ranks) -> None:
             torch.testing.assert_close(one.full_tensor(), other.detach(), rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
 
 
-class Scaled(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * torch.as_tensor(self.inner(x))
-
-
-class DoubleReLU(dp.legacy.Override):
-    def replacement(self, fqn: str, orig_submodule: nn.Module) -> nn.Module:
-        return Scaled(orig_submodule) if isinstance(orig_submodule, nn.ReLU) else orig_submodule
-
-
-@pytest.mark.ranks(2)
-def test_module_override_and_wrong_modes(ranks: Ranks) -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU()).double().to(ranks.device)
-    step = dp.legacy.compile(module_override=[DoubleReLU()])(models.mean_step)
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(4, 8, dtype=torch.float64, device=ranks.device))
-    assert isinstance(model[3], Scaled)
+def test_wrong_modes_are_refused() -> None:
     with pytest.raises(TypeError, match="DataParallel"):
         dp.legacy.compile(parallel_mode="replicate")  # type: ignore[arg-type]
     with pytest.raises(dp.PlanError, match="invalid-argument"):
-        dp.legacy.DataParallel("zero4")
+        dp.legacy.DataParallel("zero4")  # type: ignore[arg-type]
+    with pytest.raises(dp.PlanError, match="invalid-mesh"):
+        dp.legacy.DataParallel("hybrid")
 
 
 def test_without_process_group_there_is_one_clear_error() -> None:
@@ -201,7 +178,7 @@ def test_strategies_and_markings(ranks: Ranks) -> None:
     dp.mark_data_parallel_shardings(graph, 4, 4, strategies, dp.DataParallelStyle.DEFAULT)
     specs = [node.meta["sharding"].output_spec.placements[0] for node in placeholders[:4]]
     assert specs == [Shard(0), Shard(0), Replicate(), Replicate()]  # 16 rows, 3 rows
-    with pytest.raises(dp.PlanError, match="unsupported-wrapper"):
+    with pytest.raises(dp.PlanError, match="conflicting-arguments"):
         dp.mark_data_parallel_shardings(graph, 4, 4, strategies, dp.DataParallelStyle.ZERO1)
     analyzer = dp.BatchDimAnalyzer(0)
     with pytest.raises(RuntimeError, match="init_batch_dim_size"):

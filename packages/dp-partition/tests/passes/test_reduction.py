@@ -1,4 +1,4 @@
-"""How gradients are reduced: `reduce_dtype` and `comm_hook`."""
+"""How gradients are reduced: `reduce_dtype`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 import torch
 from dp_partition.passes.reduction import division
 from ranktest import Ranks
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 SGD = partial(torch.optim.SGD, lr=0.5)
@@ -24,7 +22,15 @@ def trained(ranks: Ranks, style: Any, **settings: Any) -> tuple[Any, list[torch.
     """Three steps on 8 x 16 + 16 + 16 x 3 + 3 elements: the step, the parameters, what the last step sent."""
     model = models.seeded(models.mlp).to(ranks.device)
     optim = SGD(model.parameters())
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style=style, check="first", **settings)
+    step = dp.compile(
+        models.mean_step,
+        capture="always",
+        mesh=ranks.mesh((2,), ("dp",)),
+        style=style,
+        check="first",
+        reshard_after_forward=False,
+        **settings,
+    )
     generator = torch.Generator().manual_seed(3)
     for _ in range(3):
         batch = models.rows_of(ranks, torch.randn(8, 8, generator=generator))
@@ -78,78 +84,6 @@ def test_a_sum_in_float16_is_divided_in_two_parts() -> None:
     }  # fmt: skip
 
 
-def partial_of(hook: Any) -> Any:
-    """The hook under a name that DDP does not know: it refuses its own bfloat16 hook without NCCL."""
-    return lambda group, bucket: hook(group, bucket)
-
-
-@pytest.mark.ranks(2)
-def test_hooks_are_those_of_ddp(ranks: Ranks) -> None:
-    """The original has none; DDP's run beside the graph. Ours are part of it, and equal to DDP's bit for bit."""
-    pairs = [(dp.bf16_compress, default_hooks.bf16_compress_hook), (dp.fp16_compress, default_hooks.fp16_compress_hook)]
-    for ours, theirs in pairs:
-        model = models.seeded(models.mlp).to(ranks.device)
-        mesh = ranks.mesh((2,), ("dp",))
-        ddp = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
-        ddp.register_comm_hook(mesh.get_group(), partial_of(theirs))
-        optim = SGD(model.parameters())
-        generator = torch.Generator().manual_seed(3)
-        for _ in range(3):
-            models.mean_step(ddp, optim, models.rows_of(ranks, torch.randn(8, 8, generator=generator)))
-        for style, bucket_mb in (("replicate", 25), ("fully_shard", 25), ("zero2", 0)):
-            step, found, log = trained(ranks, style, comm_hook=ours, bucket_mb=bucket_mb)
-            assert [torch.equal(a, b) for a, b in zip(found, model.parameters(), strict=True)] == [True] * 4
-            (dtype,) = {str(event.dtype) for event in log.events if event.op != "all_gather"}
-            assert dtype.endswith("bfloat16" if ours is dp.bf16_compress else ".float16")
-            assert f"by {ours.__name__}" in step.explain()
-
-
-def largest_only(bucket: torch.Tensor, group: dp.GradientGroup) -> torch.Tensor:
-    kept = torch.where(bucket.abs() >= bucket.abs().mean(), bucket, 0.0)
-    return group.average(kept) * 2
-
-
-@pytest.mark.ranks(2)
-def test_a_hook_of_ones_own(ranks: Ranks) -> None:
-    _, found, log = trained(ranks, "replicate", comm_hook=largest_only)
-    model = models.seeded(models.mlp).to(ranks.device)
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(3):
-        batch = torch.randn(8, 8, generator=generator)
-        total: list[Any] = []
-        for rank in range(2):
-            model(batch[4 * rank : 4 * rank + 4].to(ranks.device)).square().mean().backward()
-            flat = torch.cat([p.grad.reshape(-1) for p in reversed(list(model.parameters()))])  # type: ignore[union-attr]
-            total.append(torch.where(flat.abs() >= flat.abs().mean(), flat, 0.0))
-            model.zero_grad()
-        mean = (total[0] + total[1]) / 2 * 2
-        with torch.no_grad():
-            for p in reversed(list(model.parameters())):
-                p.sub_(0.5 * mean[: p.numel()].view_as(p))
-                mean = mean[p.numel() :]
-    for one, other in zip(found, model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert log.ops == ("all_reduce",)
-
-
-STATE = torch.zeros(195)
-
-
-def test_hooks_and_dtypes_that_are_refused() -> None:
-    def estimate(**settings: Any) -> None:
-        dp.estimate(models.mean_step, *arguments(), world=2, style="replicate", **settings)
-
-    hooks: dict[str, Any] = {
-        "python-state": lambda bucket, group: group.average(bucket + STATE),
-        "cannot-accumulate": lambda bucket, group: group.average(bucket)[:-1],
-        "not-traceable": lambda bucket, group: bucket if bucket.sum() > 0 else -bucket,
-    }
-    for code, hook in hooks.items():
-        with pytest.raises(dp.PlanError, match=code):
-            estimate(comm_hook=hook)
+def test_a_dtype_that_cannot_be_averaged_is_refused() -> None:
     with pytest.raises(dp.PlanError, match="invalid-argument"):
-        estimate(reduce_dtype=torch.int32)
-    with pytest.raises(dp.PlanError, match="conflicting-arguments"):
-        estimate(reduce_dtype=torch.bfloat16, comm_hook=dp.bf16_compress)
-    with pytest.raises(dp.PlanError, match="cannot-accumulate"):
-        estimate(comm_hook=dp.bf16_compress, semantics="global")
+        dp.estimate(models.mean_step, *arguments(), world=2, style="replicate", reduce_dtype=torch.int32)

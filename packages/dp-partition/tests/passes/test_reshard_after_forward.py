@@ -10,6 +10,7 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition.mesh import fake_mesh
+from dp_verification import verify
 from ranktest import Ranks
 from torch import nn
 
@@ -35,13 +36,13 @@ def test_equal_bit_for_bit_with_a_second_gather(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     results: dict[Any, list[torch.Tensor]] = {}
     gathered: dict[Any, int] = {}
-    for reshard in (False, True, "auto"):
+    for reshard in (False, True, [f"{i}.0.weight" for i in (0, 1, 2)]):
         model = models.seeded(deep).to(ranks.device)
         optim = ADAMW(model.parameters())
         settings: dict[str, Any] = {
             "style": "fully_shard", "bucket_mb": SMALL, "reshard_after_forward": reshard
         }  # fmt: skip
-        step = dp.compile(models.mean_step, mesh=mesh, check="first", **settings)
+        step = dp.compile(models.mean_step, capture="always", mesh=mesh, check="first", **settings)
         x = rows().to(ranks.device) + ranks.rank
         found = dp.estimate(models.mean_step, model, optim, x, world=2, rank=ranks.rank, **settings)
         losses = [step(model, optim, x) for _ in range(5)]
@@ -49,17 +50,18 @@ def test_equal_bit_for_bit_with_a_second_gather(ranks: Ranks) -> None:
             losses.append(step(model, optim, x))
         assert tuple(m.kind for m in found.messages) == models.kinds_of(log)
         assert [m.sent_bytes for m in found.messages] == [sum(event.bytes_sent) for event in log.events]
-        results[reshard] = [*losses, *(p.to_local() for p in model.parameters())]  # type: ignore[attr-defined]
-        gathered[reshard] = log.bytes_sent("all_gather")
-    for reshard in (True, "auto"):
-        pairs = list(zip(results[False], results[reshard], strict=True))
+        results[str(reshard)] = [*losses, *(p.to_local() for p in model.parameters())]  # type: ignore[attr-defined]
+        gathered[str(reshard)] = log.bytes_sent("all_gather")
+    assert len(results) == 3
+    for name in results:
+        pairs = list(zip(results["False"], results[name], strict=True))
         assert [torch.equal(a, b) for a, b in pairs] == [True] * (6 + 12)
     whole = layer_bytes(step.plan, {p.info.name for p in step.plan.params}) // 2
     # Backward needs no bias again, nor the first layer's weight, whose input wants no gradient.
     again = layer_bytes(step.plan, {f"{i}.0.weight" for i in range(1, 6)}) // 2
-    assert gathered[False] == whole
-    assert gathered[True] == whole + again
-    assert whole < gathered["auto"] < gathered[True], "the last layers have no time to be idle in"
+    assert gathered.pop("False") == whole
+    assert gathered.pop("True") == whole + again
+    assert list(gathered.values()) == [whole + layer_bytes(step.plan, {"1.0.weight", "2.0.weight"}) // 2]
 
 
 def predicted(reshard: Any, **settings: Any) -> dp.Estimate:
@@ -73,26 +75,18 @@ def predicted(reshard: Any, **settings: Any) -> dp.Estimate:
 
 @pytest.mark.parametrize("semantics", ["local", "global"])
 def test_the_peak_is_lower(semantics: str) -> None:
-    peaks = {reshard: predicted(reshard, semantics=semantics).peak_bytes for reshard in (False, True, "auto")}
+    peaks = {reshard: predicted(reshard, semantics=semantics).peak_bytes for reshard in (False, True)}
     whole = sum(p.numel() * 4 for p in deep(layers=8).parameters())
     assert peaks[True] < peaks[False] - 0.25 * whole, peaks
-    assert peaks["auto"] <= 1.02 * peaks[True], peaks
-
-
-def test_auto_gathers_once_what_would_come_back_in_one_bucket() -> None:
-    plain, auto = (predicted(reshard, bucket_mb=25) for reshard in (False, "auto"))
-    assert auto.count("all_gather") == plain.count("all_gather") == 1
-    assert auto.peak_bytes == plain.peak_bytes
-    assert predicted("auto").count("all_gather") > predicted(False).count("all_gather")
 
 
 @pytest.mark.parametrize("semantics", ["local", "global"])
 def test_every_node_is_verified(semantics: str) -> None:
     settings: dict[str, Any] = {"style": "fully_shard", "semantics": semantics, "reshard_after_forward": True}
     model = models.seeded(partial(models.GPT, tied=True))
-    step = dp.compile(models.token_step, mesh=fake_mesh(1, 0, "cpu"), **settings)
+    step = dp.compile(models.token_step, capture="always", mesh=fake_mesh(1, 0, "cpu"), **settings)
     (batch,) = models.tokens(torch.Generator().manual_seed(0), rows=2)
-    assert dp.verify(step, model, ADAMW(model.parameters()), batch, world=(3,)).num_nodes > 120
+    assert verify(step, model, ADAMW(model.parameters()), batch, world=(3,)).num_nodes > 120
 
 
 class WritesItsCast(nn.Module):
@@ -116,9 +110,11 @@ def test_a_cast_that_forward_writes_is_kept(ranks: Ranks) -> None:
     for reshard in (False, True):
         model = models.seeded(WritesItsCast).to(ranks.device)
         optim = ADAMW(model.parameters())
-        step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard", reshard_after_forward=reshard)
+        step = dp.compile(
+            models.mean_step, capture="always", mesh=mesh, style="fully_shard", reshard_after_forward=reshard
+        )
         results.append([step(model, optim, torch.ones(3, 8, device=ranks.device)) for _ in range(5)])
-        dp.verify(step, model, optim, torch.ones(3, 8, device=ranks.device))
+        verify(step, model, optim, torch.ones(3, 8, device=ranks.device))
     assert [torch.equal(a, b) for a, b in zip(*results, strict=True)] == [True] * 5
 
 

@@ -9,21 +9,22 @@ import dp_partition as dp
 import pytest
 import torch
 from dp_partition.plan.placements import chunk_bounds, local_shape
+from dp_partition.plan.plan import TensorInfo, plan_placements
 from dp_partition.sharding.op_rules.views import follow_dim
 from torch.distributed.tensor import Replicate, Shard
 
 PARAMS = [
-    dp.TensorInfo("embed.weight", (31, 8), torch.float32),
-    dp.TensorInfo("up.weight", (64, 8), torch.float32),
-    dp.TensorInfo("up.bias", (64,), torch.bfloat16),
-    dp.TensorInfo("scale", (), torch.float32),
+    TensorInfo("embed.weight", (31, 8), torch.float32),
+    TensorInfo("up.weight", (64, 8), torch.float32),
+    TensorInfo("up.bias", (64,), torch.bfloat16),
+    TensorInfo("scale", (), torch.float32),
 ]
 
 
 def test_every_element_lies_somewhere_once() -> None:
     for world in (1, 2, 3, 4, 1024):
         for style in dp.DataParallelStyle:
-            plan = dp.plan_placements(PARAMS, style, world)
+            plan = plan_placements(PARAMS, style, world)
             for param in plan.params:
                 for placement in (param.param, param.grad, param.state):
                     total = sum(param.local_numel(placement, world, rank) for rank in range(world))
@@ -39,7 +40,7 @@ def test_every_element_lies_somewhere_once() -> None:
 
 
 def test_default_shards_what_divides() -> None:
-    plan = dp.plan_placements(PARAMS, dp.DataParallelStyle.DEFAULT, 4)
+    plan = plan_placements(PARAMS, dp.DataParallelStyle.DEFAULT, 4)
     assert [p.param for p in plan.params] == [Replicate(), Shard(0), Shard(0), Replicate()]
     assert "does not divide by 4" in plan.explain("embed.weight")
     assert plan.param_bytes() == 31 * 8 * 4 + 16 * 8 * 4 + 16 * 2 + 4
@@ -50,7 +51,7 @@ def test_default_shards_what_divides() -> None:
 
 def test_problems_of_a_plan_come_together() -> None:
     overrides = {"nothing.*": Replicate(), "up.weight": Shard(1), "scale": Shard(0)}
-    plan = dp.plan_placements(PARAMS, dp.DataParallelStyle.REPLICATE, 2, overrides=overrides)
+    plan = plan_placements(PARAMS, dp.DataParallelStyle.REPLICATE, 2, overrides=overrides)
     assert sorted(p.code for p in plan.problems) == ["invalid-layout", "invalid-layout", "unmatched-pattern"]
     error = dp.PlanError(plan.problems, "summary")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -76,4 +77,4 @@ def test_bad_settings_are_refused_together() -> None:
     with pytest.raises(dp.PlanError, match="missing-mesh"):
         dp.compile(lambda: None)
     with pytest.raises(dp.PlanError, match="invalid-argument"):
-        dp.legacy.DataParallel("zero9")
+        dp.legacy.DataParallel("zero9")  # type: ignore[arg-type]

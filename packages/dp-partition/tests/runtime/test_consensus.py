@@ -33,7 +33,7 @@ def test_a_rank_that_cannot_trace_stops_all(ranks: Ranks) -> None:
             raise FileNotFoundError("the vocabulary of this host")
         return models.mean_step(model, optim, x)
 
-    step = dp.compile(train_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+    step = dp.compile(train_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
     x = torch.ones(4, 8, device=ranks.device)
     with pytest.raises(dp.PlanError, match="the vocabulary of this host") as caught:
         step(model, optim, x, ranks.rank == 1)
@@ -50,7 +50,7 @@ def test_batches_of_different_sizes(ranks: Ranks) -> None:
     """Under global semantics a mean would be over another number of rows on each rank: wrong, and nothing says so."""
     model, optim = started(ranks)
     mesh = ranks.mesh((2,), ("dp",))
-    step = dp.compile(models.mean_step, mesh=mesh, semantics="global", batch=dp.Batch(dim=0))
+    step = dp.compile(models.mean_step, capture="always", mesh=mesh, semantics="global", batch=dp.Batch(dim=0))
     for num_rows in (4, 6):  # at the first call, and when the size changes later
         with pytest.raises(dp.PlanError, match=r"ranks-disagree.*rows") as caught:
             step(model, optim, torch.ones(num_rows + ranks.rank, 8, device=ranks.device))
@@ -64,7 +64,9 @@ def test_a_rank_may_retrace_alone_where_batches_are_its_own(ranks: Ranks) -> Non
     """The last batch of an epoch is shorter on one rank: each gradient is still the mean of the ranks'."""
     model, optim = started(ranks)
     reference = models.seeded(models.mlp)
-    step = dp.compile(models.mean_step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never")
+    step = dp.compile(
+        models.mean_step, capture="always", mesh=ranks.mesh((2,), ("dp",)), style="fully_shard", check="never"
+    )
     generator = torch.Generator().manual_seed(7)
     logs = []
     for shorter in (0, 0, 1, 0, 1):
@@ -92,7 +94,7 @@ def test_steps_that_are_not_the_same(ranks: Ranks) -> None:
     mesh = ranks.mesh((2,), ("dp",))
     x = torch.ones(4, 8, device=ranks.device)
     model, optim = started(ranks)
-    step = dp.compile(models.mean_step, mesh=mesh, style="fully_shard" if ranks.rank else "replicate")
+    step = dp.compile(models.mean_step, capture="always", mesh=mesh, style="fully_shard" if ranks.rank else "replicate")
     with pytest.raises(dp.PlanError, match=r"rank 0: plan: .*; rank 1: plan: "):
         step(model, optim, x)
 
@@ -103,7 +105,7 @@ def test_steps_that_are_not_the_same(ranks: Ranks) -> None:
         optim.zero_grad()
         return loss
 
-    step = dp.compile(by_rank, mesh=mesh, style="replicate")
+    step = dp.compile(by_rank, capture="always", mesh=mesh, style="replicate")
     with pytest.raises(dp.PlanError, match=r"rank 0: collectives: .*; rank 1: collectives: "):
         step(model, optim, x, ranks.rank)
     step(model, optim, x, 0)

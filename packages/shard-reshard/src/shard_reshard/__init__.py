@@ -24,33 +24,22 @@ if TYPE_CHECKING:
         reshard_sharded_tensor,
         reshuffle_local_shard,
     )
-    from shard_reshard.checkpoint.load import LoadedStateDict, load_safetensors
-    from shard_reshard.checkpoint.plan import LoadPlan
-    from shard_reshard.checkpoint.safetensors import read_safetensors_header
-    from shard_reshard.checkpoint.stored import StoredTensor, layouts_from_dcp, layouts_from_safetensors
+    from shard_reshard.checkpoint.load import load_safetensors
+    from shard_reshard.checkpoint.stored import layouts_from_dcp
+    from shard_reshard.engines.record import record_layouts
     from shard_reshard.execution.mover import ReshardWork
-    from shard_reshard.layout.base import ShardMap
-    from shard_reshard.layout.boxes import BoxShardMap
-    from shard_reshard.layout.mesh import MeshShardMap
-    from shard_reshard.layout.parse import LayoutLike, OnRank
-    from shard_reshard.plan.copies import Copy
+    from shard_reshard.layout.parse import OnRank
     from shard_reshard.planning.analyze import ReshardPlan
     from shard_reshard.planning.planner import plan_reshard
-    from shard_reshard.state_dict.outputs import MovedStateDict, Progress
-    from shard_reshard.state_dict.plan import Part, StateDictPlan
-    from shard_reshard.state_dict.record import RecordedLayouts, record_layouts
-    from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict, state_version
+    from shard_reshard.state_dict.outputs import Progress
+    from shard_reshard.state_dict.plan import Part
+    from shard_reshard.state_dict.resharder import StateDictResharder, reshard_state_dict
     from shard_reshard.testing import simulate
 
 __all__ = [
     "plan_reshard",
     "ReshardPlan",
-    "Copy",
     "OnRank",
-    "LayoutLike",
-    "ShardMap",
-    "MeshShardMap",
-    "BoxShardMap",
     "simulate",
     "reshard",
     "Resharder",
@@ -59,25 +48,16 @@ __all__ = [
     "reshard_sharded_tensor",
     "reshard_state_dict",
     "StateDictResharder",
-    "state_version",
-    "record_layouts",
-    "RecordedLayouts",
-    "MovedStateDict",
-    "Progress",
     "Part",
-    "StateDictPlan",
+    "record_layouts",
+    "load_safetensors",
+    "Progress",
+    "layouts_from_dcp",
     "get_idx_from_placements",
     "build_reshard_metadata",
     "reshuffle_local_shard",
     "reshard_local_shard",
     "LocalShard",
-    "load_safetensors",
-    "LoadedStateDict",
-    "LoadPlan",
-    "layouts_from_dcp",
-    "layouts_from_safetensors",
-    "read_safetensors_header",
-    "StoredTensor",
     "PlanError",
     "Problem",
     "__version__",
@@ -88,11 +68,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "planning.planner": ("plan_reshard",),
         "planning.analyze": ("ReshardPlan",),
-        "plan.copies": ("Copy",),
-        "layout.parse": ("OnRank", "LayoutLike"),
-        "layout.base": ("ShardMap",),
-        "layout.mesh": ("MeshShardMap",),
-        "layout.boxes": ("BoxShardMap",),
+        "layout.parse": ("OnRank",),
         "testing": ("simulate",),
         "api.reshard": ("reshard", "Resharder"),
         "execution.mover": ("ReshardWork",),
@@ -105,14 +81,12 @@ __getattr__, __dir__ = lazy_exports(
             "reshard_sharded_tensor",
             "reshuffle_local_shard",
         ),
-        "state_dict.resharder": ("reshard_state_dict", "StateDictResharder", "state_version"),
-        "state_dict.outputs": ("MovedStateDict", "Progress"),
-        "state_dict.plan": ("Part", "StateDictPlan"),
-        "state_dict.record": ("record_layouts", "RecordedLayouts"),
-        "checkpoint.load": ("load_safetensors", "LoadedStateDict"),
-        "checkpoint.plan": ("LoadPlan",),
-        "checkpoint.stored": ("layouts_from_dcp", "layouts_from_safetensors", "StoredTensor"),
-        "checkpoint.safetensors": ("read_safetensors_header",),
+        "state_dict.resharder": ("reshard_state_dict", "StateDictResharder"),
+        "state_dict.outputs": ("Progress",),
+        "state_dict.plan": ("Part",),
+        "engines.record": ("record_layouts",),
+        "checkpoint.load": ("load_safetensors",),
+        "checkpoint.stored": ("layouts_from_dcp",),
         "_shared.problems": ("PlanError", "Problem"),
     },
 )

@@ -72,8 +72,9 @@ def memory_parts(memory: Memory) -> Parts:
     shown = rows if len(rows) <= 16 else [*rows[:15], [f"... {len(rows) - 15} more groups", *[""] * (len(parts) + 1)]]
     said: Parts = [Table(["ranks", *parts, "total"], shown, range(1, len(parts) + 2))]
     said.append(f"optimizer: {memory.optimizer.name}")
-    if "activations" in parts:
-        said.append("activations are an estimate")
+    if memory.moment:
+        said.append(f"peak: {memory.moment}; activations, logits and loss are an estimate")
+    said += [f"- {note}" for note in memory.notes]
     if memory.uncounted:
         said.append(f"not counted (sharded by a Sharder): {', '.join(memory.uncounted)}")
     return said

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import shard_spec.convert
-import shard_spec.plan
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import estimate_activations
 from shard_spec.estimate.communication import communication
@@ -14,9 +12,9 @@ from shard_spec.estimate.memory import memory_of
 from shard_spec.layout.mesh import MeshSpec, as_mesh
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.metadata import ModelMetadata
-from shard_spec.plan.read import from_json, from_yaml
+from shard_spec.plan.read import from_dict, from_json
 from shard_spec.plan.resolve import compact_rules, resolve
-from shard_spec.plan.serialize import to_json, to_yaml
+from shard_spec.plan.serialize import to_json
 from shard_spec.report.diff import diff
 from shard_spec.report.explain import explain
 from shard_spec.validation import validate
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
     from shard_spec.apply.handle import ShardHandle
     from shard_spec.apply.sources import Initializer, Source
-    from shard_spec.estimate.activations import ActivationEstimate
+    from shard_spec.estimate.activations import ActivationEstimate, Loss
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.cost import CostModel, Topology
     from shard_spec.estimate.memory import Memory, OptimizerLike
@@ -100,8 +98,8 @@ class ShardingPlan(PlanContent):
     def resolve(self, module: nn.Module | ModelMetadata) -> Resolution:
         """The layout of every parameter and buffer of ``module``, by FQN.
 
-        An exact rule beats a glob, a specific one a general one. Tied parameters are one tensor: a rule for one of the
-        names decides for all.
+        An exact rule beats a glob; globs that match one name have to agree. Tied parameters are one tensor: a rule for
+        one of the names decides for all.
 
         Raises:
             PlanError: With everything that :meth:`validate` finds.
@@ -136,18 +134,23 @@ class ShardingPlan(PlanContent):
         dtype: str | None = None,
         data_axes: Sequence[str] | None = None,
         checkpointing: bool = False,
+        loss: Loss = "causal-lm",
     ) -> Memory:
         """Bytes on each rank for parameters, buffers, gradients and optimizer state: to the byte, without a tensor.
 
+        With a batch also what the peak of a training step needs beside them: activations, logits and loss. Gradients
+        count from the start of the step, as they do where several backwards accumulate.
+
         Args:
             module: The model, or its metadata.
-            batch: As in :meth:`activations`, which are counted beside; they are an estimate. None: not counted.
+            batch: As in :meth:`activations`. None: the state alone is counted.
             optimizer: A name (``"sgd"``, ``"momentum"``, ``"adam"``, ``"adamw"``, ``"mixed-adamw"``, ...; see
                 :mod:`shard_spec.estimate.memory`), an ``OptimizerState``, a torch optimizer or its class, or None.
             grads: Whether gradients are counted, or their dtype where it is not the parameters'.
             dtype: Dtype that all floating tensors are converted to, as by ``module.to(dtype)``.
             data_axes: As in :meth:`communication`.
-            checkpointing: Count activations as if each block were recomputed in backward.
+            checkpointing: As in :meth:`activations`.
+            loss: As in :meth:`activations`.
 
         Raises:
             PlanError: When the plan does not fit the model, or a name is not known.
@@ -157,9 +160,8 @@ class ShardingPlan(PlanContent):
             return static
         if isinstance(module, ModelMetadata):
             raise PlanError(Problem("unverified", "batch", found="names and shapes alone", hint="pass the nn.Module"))
-        return static.with_activations(
-            estimate_activations(self, module, batch, data_axes=data_axes, dtype=dtype), checkpointing
-        )
+        settings = {"data_axes": data_axes, "dtype": dtype, "loss": loss, "checkpointing": checkpointing}
+        return static.with_activations(self.activations(module, batch, **settings))  # type: ignore[arg-type]  # mixed
 
     def activations(
         self,
@@ -168,20 +170,30 @@ class ShardingPlan(PlanContent):
         *,
         data_axes: Sequence[str] | None = None,
         dtype: str | None = None,
+        loss: Loss = "causal-lm",
+        checkpointing: bool = False,
     ) -> ActivationEstimate:
-        """An estimate of what autograd keeps between forward and backward on one rank.
+        """An estimate of what a training step keeps beside the model's state on one rank, and of its peak.
 
         Args:
-            module: The model, on any device; its forward runs once on shapes only (the meta device).
+            module: The model, on any device; forward, loss and backward run once on shapes only (the meta device).
             batch: ``(sequences, length)`` of token ids over all ranks; or what one rank passes to forward: a tensor,
                 a tuple of arguments or a mapping of keyword arguments, for example ``{"input_ids": ids}``.
             data_axes: As in :meth:`communication`.
             dtype: As in :meth:`memory`.
+            loss: With token ids of which forward makes logits: ``"causal-lm"``, the cross entropy of the next token,
+                on gathered logits; ``"vocab-parallel"``, the same on logits that stay sharded along the vocabulary.
+                Or a function ``loss(output, batch)``; or None: the loss is not counted. A loss that forward returns
+                itself (labels in ``batch``) is counted as it is.
+            checkpointing: Count as if each block, a child of a `ModuleList`, were recomputed in backward. Blocks that
+                the model checkpoints itself are counted so anyway.
 
         Raises:
             PlanError: When the plan does not fit the model.
         """
-        return estimate_activations(self, module, batch, data_axes=data_axes, dtype=dtype)
+        return estimate_activations(
+            self, module, batch, data_axes=data_axes, dtype=dtype, loss=loss, checkpointing=checkpointing
+        )
 
     def communication(
         self,
@@ -240,9 +252,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every problem of every rank, before anything moved.
         """
-        return shard_spec.apply_plan(
-            module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed
-        )
+        from shard_spec.apply.apply import apply_plan  # imports torch.distributed.tensor, which plans never need
+
+        return apply_plan(module, mesh, self, source=source, src_rank=src_rank, group=group, init=init, seed=seed)
 
     # ---- files and other forms --------------------------------------------------------------------------------
 
@@ -263,14 +275,16 @@ class ShardingPlan(PlanContent):
         """
         return cls._of(from_json(text))
 
-    def to_yaml(self) -> str:
-        """This plan as YAML, for people to read and change."""
-        return to_yaml(self)
-
     @classmethod
-    def from_yaml(cls, text: str | bytes) -> ShardingPlan:
-        """Read what :meth:`to_yaml` or a person wrote; needs ``shard-spec[yaml]``."""
-        return cls._of(from_yaml(text))
+    def from_dict(cls, document: Mapping[str, Any]) -> ShardingPlan:
+        """Read the document of :meth:`to_json` as values, for example ``yaml.safe_load(text)``.
+
+        Rules and axes may be mappings; keys that are null may be left out.
+
+        Raises:
+            PlanError: ``invalid-plan``.
+        """
+        return cls._of(from_dict(document))
 
     @classmethod
     def from_layouts(cls, layouts: Mapping[str, Layout], *, strict: bool = False) -> ShardingPlan:
@@ -291,7 +305,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: For each placement that a plan cannot say.
         """
-        return cls.from_layouts(shard_spec.plan.layouts_of_module(module, as_mesh(mesh)))
+        from shard_spec.plan.from_module import layouts_of_module
+
+        return cls.from_layouts(layouts_of_module(module, as_mesh(mesh)))
 
     # ---- conversions ------------------------------------------------------------------------------------------
 
@@ -303,7 +319,11 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each layout that DTensor has no placements for.
         """
-        return shard_spec.convert.to_dtensor_placements(self, module)
+        from shard_spec.convert.parallelize import (
+            to_dtensor_placements,  # imports torch.distributed.tensor: a second or more
+        )
+
+        return to_dtensor_placements(self, module)
 
     def to_parallelize_plan(
         self, module: nn.Module | ModelMetadata, axis: str | None = None
@@ -320,7 +340,11 @@ class ShardingPlan(PlanContent):
             PlanError: ``not-expressible`` for each module that no style fits, and for tied parameters, which
                 ``parallelize_module`` would untie.
         """
-        return shard_spec.convert.to_parallelize_plan(self, module, axis)
+        from shard_spec.convert.parallelize import (
+            to_parallelize_plan,  # imports torch.distributed.tensor: a second or more
+        )
+
+        return to_parallelize_plan(self, module, axis)
 
     def to_dcp(self, module: nn.Module | ModelMetadata, state_dict: Mapping[str, Any], rank: int) -> dict[str, Any]:
         """A state dict of local tensors as ``torch.distributed.checkpoint`` saves and loads it, under any layout.
@@ -336,7 +360,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: With every tensor that does not lie as this plan says.
         """
-        return shard_spec.convert.to_dcp(self, module, state_dict, rank)
+        from shard_spec.convert.dcp import to_dcp  # imports torch.distributed.tensor: a second or more
+
+        return to_dcp(self, module, state_dict, rank)
 
     def to_hf_tp_plan(self, module: nn.Module | ModelMetadata, axis: str | None = None) -> dict[str, str]:
         """The ``tp_plan`` for transformers along ``axis``: module name, ``*`` for layer numbers, to style.
@@ -344,7 +370,9 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for each module that no style fits, and where layers differ.
         """
-        return shard_spec.convert.to_hf_tp_plan(self, module, axis)
+        from shard_spec.convert.hf import to_hf_tp_plan  # imports torch.distributed.tensor: a second or more
+
+        return to_hf_tp_plan(self, module, axis)
 
     @classmethod
     def from_hf_tp_plan(
@@ -373,21 +401,9 @@ class ShardingPlan(PlanContent):
         """
         known = as_mesh(mesh)
         assert known is not None
-        return cls._of(shard_spec.convert.from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
+        from shard_spec.convert.hf import from_hf_tp_plan  # imports torch.distributed.tensor
 
-    def to_distributed_config(self, module: nn.Module) -> dict[str, Any]:
-        """Arguments of a transformers ``DistributedConfig`` that lays ``module`` out as this plan does.
-
-        Sizes, and a ``tp_plan`` where the model's own is not meant. The result was imported again and compared with
-        this plan, parameter by parameter. ``DistributedConfig(**arguments)`` makes the object.
-
-        Args:
-            module: A model of transformers (on meta).
-
-        Raises:
-            PlanError: ``not-expressible`` for each parameter that would lie otherwise, or for the axes of the mesh.
-        """
-        return shard_spec.convert.to_distributed_config(self, module)
+        return cls._of(from_hf_tp_plan(tp_plan, module, known, axis, prefix=prefix, forward=forward))
 
     @classmethod
     def from_distributed_config(cls, config: object, module: nn.Module) -> ShardingPlan:
@@ -404,4 +420,6 @@ class ShardingPlan(PlanContent):
         Raises:
             PlanError: ``not-expressible`` for pipeline stages and styles that cannot be read.
         """
-        return cls.from_layouts(shard_spec.convert.from_distributed_config(config, module)).compact(module)
+        from shard_spec.convert.distributed_config import from_distributed_config  # as above
+
+        return cls.from_layouts(from_distributed_config(config, module)).compact(module)

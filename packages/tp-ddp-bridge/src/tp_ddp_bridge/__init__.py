@@ -2,21 +2,27 @@
 
 A local *leaf* stands in the place of every DTensor parameter, for good, and is read as a DTensor; DDP and optimizers
 see leaves. ``api`` is the recipe: it surveys the module, compares the ranks, transforms the module (``module``) and
-puts DDP around it (``ddp``). ``optim``, ``state_dict`` and ``consistency`` do on shards what torch does on full
-tensors.
+puts DDP around it (``ddp``). ``optim`` does on shards what torch does on full tensors; ``consistency`` compares ranks.
+Importing the package does not import torch.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from tp_ddp_bridge.__about__ import __version__
-from tp_ddp_bridge._shared.norms import clip_grad_norm_, grad_norm
-from tp_ddp_bridge._shared.problems import PlanError, Problem
-from tp_ddp_bridge.api import _pre_dp_module_transform, dp_bridge, pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge.consistency.replicas import check_replicas
-from tp_ddp_bridge.module.survey import bridge_plan
-from tp_ddp_bridge.module.transform import is_bridged, undo_dp_transform
-from tp_ddp_bridge.optim.repoint import check_optimizer
-from tp_ddp_bridge.optim.scaler import GradScaler
-from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
-from tp_ddp_bridge.plan import BridgePlan, ViewEntry
+from tp_ddp_bridge._shared.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from tp_ddp_bridge._shared.norms import clip_grad_norm_, grad_norm
+    from tp_ddp_bridge._shared.problems import PlanError, Problem
+    from tp_ddp_bridge.api import _pre_dp_module_transform, dp_bridge, pre_dp_module_transform, wrap_ddp
+    from tp_ddp_bridge.consistency.replicas import check_replicas
+    from tp_ddp_bridge.module.survey import bridge_plan
+    from tp_ddp_bridge.module.transform import is_bridged, undo_dp_transform
+    from tp_ddp_bridge.optim.repoint import check_optimizer
+    from tp_ddp_bridge.optim.scaler import GradScaler
+    from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
 
 __all__ = [
     "pre_dp_module_transform",
@@ -33,9 +39,22 @@ __all__ = [
     "check_optimizer",
     "optimizer_state_to_dtensor",
     "optimizer_state_to_local",
-    "BridgePlan",
-    "ViewEntry",
     "PlanError",
     "Problem",
     "__version__",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "_shared.norms": ("clip_grad_norm_", "grad_norm"),
+        "_shared.problems": ("PlanError", "Problem"),
+        "api": ("_pre_dp_module_transform", "dp_bridge", "pre_dp_module_transform", "wrap_ddp"),
+        "consistency.replicas": ("check_replicas",),
+        "module.survey": ("bridge_plan",),
+        "module.transform": ("is_bridged", "undo_dp_transform"),
+        "optim.repoint": ("check_optimizer",),
+        "optim.scaler": ("GradScaler",),
+        "optim.state": ("optimizer_state_to_dtensor", "optimizer_state_to_local"),
+    },
+)

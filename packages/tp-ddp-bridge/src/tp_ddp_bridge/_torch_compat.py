@@ -12,35 +12,18 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map as tree_map
 
-__all__ = [
-    "DTensorSpec",
-    "LocalGradScaler",
-    "comm_hooks",
-    "default_axis_order",
-    "flatten_axes",
-    "foreach_norms",
-    "foreach_scale",
-    "is_joining",
-    "local_of",
-    "make_spec",
-    "post_accumulate_hooks",
-    "reduced_parameters",
-    "set_post_accumulate_hooks",
-    "set_tensor_hooks",
-    "tensor_hooks",
-    "top_saved_tensors_hooks",
-    "torch_bridge_hooks",
-    "torch_bridge_spec",
-    "tree_map",
-    "waited",
-    "wrap",
-]
+HOOK_TABLES = {
+    "register_hook": "_backward_hooks",
+    "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+}
+"""Method that registers a hook -> attribute with the dict that it fills; handles remove from this very dict."""
 
 
 def make_spec(
@@ -101,37 +84,6 @@ def top_saved_tensors_hooks() -> object:
     return None if hooks is None else hooks[0]
 
 
-def tensor_hooks(tensor: torch.Tensor) -> dict[int, Callable[..., Any]] | None:
-    """The dict of hooks that ``tensor.register_hook`` filled; handles remove from this very object."""
-    return tensor._backward_hooks
-
-
-def set_tensor_hooks(tensor: torch.Tensor, hooks: dict[int, Callable[..., Any]] | None) -> None:
-    """Make ``hooks`` the dict of hooks of ``tensor``."""
-    tensor._backward_hooks = hooks
-
-
-def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable[..., Any]] | None:
-    """The dict of hooks that ``tensor.register_post_accumulate_grad_hook`` filled."""
-    hooks: dict[int, Callable[..., Any]] | None = tensor._post_accumulate_grad_hooks
-    return hooks
-
-
-def set_post_accumulate_hooks(tensor: torch.Tensor, hooks: dict[int, Callable[..., Any]] | None) -> None:
-    """Make ``hooks`` the dict of post-accumulate hooks of ``tensor``."""
-    tensor._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]  # torch's stub forgets None
-
-
-def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The norm of each tensor in one horizontal pass, computed and returned in ``dtype``."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
-
-
-def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply every tensor by ``factor`` in place, in one horizontal pass."""
-    torch._foreach_mul_(tensors, factor)
-
-
 def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
     """The 1-D mesh that runs over several axes of ``mesh``."""
     return mesh[axes]._flatten()
@@ -159,6 +111,6 @@ class LocalGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        self._reduce_found_inf(optimizer, found)
-        return found
+        per_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self._reduce_found_inf(optimizer, per_device)
+        return per_device

@@ -1,15 +1,16 @@
 """DistributedDataParallel over tensor parallelism in Hugging Face accelerate.
 
 accelerate's own ``prepare_model`` refuses DTensor parameters, and its ``ParallelismConfig`` refuses tensor parallelism
-beside replicas (``_validate_accelerator`` of accelerate 1.15). This ``Accelerator`` overrides what
-depends on which ranks hold the same data: the wrapper, metrics, the norm, the loss scale, the scheduler, checkpoints.
+beside replicas (``_validate_accelerator`` of accelerate 1.15). This ``Accelerator`` overrides what depends on the ranks
+that hold the same data: the wrapper, metrics, the norm, the loss scale, the scheduler, random states, checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from zlib import crc32
 
@@ -22,14 +23,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.norms import clip_grad_norm_
 from tp_ddp_bridge._shared.problems import PlanError, Problem
 from tp_ddp_bridge.api import pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge.consistency.verdict import Jury
+from tp_ddp_bridge.consistency.replicas import raise_on_all_ranks
+from tp_ddp_bridge.ddp import tensor_ranks
 from tp_ddp_bridge.optim.elementwise import parameters_of
+from tp_ddp_bridge.optim.repoint import repoint
 from tp_ddp_bridge.optim.scaler import GradScaler
 from tp_ddp_bridge.optim.state import optimizer_state_to_dtensor, optimizer_state_to_local
 
@@ -50,10 +52,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         mesh: The ranks as ``(dp_replicate, tp)``.
 
     Raises:
-        PlanError: ``tp_size`` does not divide the number of ranks, or another parallelism is configured.
+        PlanError: ``tp_size`` does not divide the ranks, or another parallelism is configured; in ``prepare``, an
+            optimizer holds parameters of no prepared model; where a loader's pass begins, tensor-parallel ranks hold
+            different batches.
     """
 
     scaler: Any
+    flag_tensor: torch.Tensor | None
     _models: list[Any]
     _optimizers: list[Any]
 
@@ -61,14 +66,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         super().__init__(**kwargs)
         ranks = self.num_processes
         if tp_size < 1 or ranks % tp_size or self.parallelism_config or self.is_fsdp2 or self.dispatch_batches:
-            found = f"tp_size={tp_size} on {ranks} ranks"
+            reason = f"tp_size={tp_size} on {ranks} ranks"
             hint = "a size that divides the ranks, without parallelism_config, FSDP and dispatch_batches"
-            raise PlanError(Problem("invalid-mesh", "tp_size", found=found, hint=hint))
+            raise PlanError(Problem("invalid-mesh", "tp_size", found=reason, hint=hint))
         self.dataloader_config.dispatch_batches = False  # dispatching sends other rows to each rank of the world
-        # accelerate's names: its data loaders read the axes.
-        axes = ("dp_replicate", "tp")
+        axes = ("dp_replicate", "tp")  # accelerate's names, which its data loaders read
         self.mesh = init_device_mesh(self.device.type, (ranks // tp_size, tp_size), mesh_dim_names=axes)
-        self._data_group = self.mesh["dp_replicate"].get_group()
+        self._data_group, self._tensor_group = self.mesh.get_group(axes[0]), self.mesh.get_group(axes[1])
         self._unbridged: list[Optimizer] = []
         if self.scaler is not None:
             handler = self.scaler_handler
@@ -87,38 +91,33 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
         return dist.get_world_size(self._data_group)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare as accelerate does; an optimizer that was built before follows the model's new parameters.
-
-        Raises:
-            PlanError: An optimizer holds parameters of no prepared model: it was built before tensor parallelism.
-        """
+        """Prepare as accelerate does; an optimizer of the model before it was prepared follows its new parameters."""
         self._unbridged = [each for each in args if isinstance(each, Optimizer)]
+        for optimizer in self._unbridged:
+            repoint(optimizer)  # its model may have been prepared before
         prepared = super().prepare(*args, device_placement=device_placement)
-        held = {id(parameter) for model in self._models for parameter in model.parameters()}
+        trained = {id(parameter) for model in self._models for parameter in model.parameters()}
+        listed = [each for optimizer in self._unbridged for each in parameters_of(optimizer)]
+        strays = [f"optimizer parameter of shape {tuple(each.shape)}" for each in listed if id(each) not in trained]
         hint = "build the optimizer after the model is tensor parallel"
-        problems = [
-            Problem("parameter-not-in-module", f"optimizer parameter of shape {tuple(each.shape)}", hint=hint)
-            for optimizer in self._unbridged
-            for each in parameters_of(optimizer)
-            if held and id(each) not in held
-        ]
+        problems = [Problem("parameter-not-in-module", name, hint=hint) for name in strays if trained]
         if self._unbridged:  # the ranks that prepare an optimizer raise together
-            Jury(self.mesh).agree("prepare", problems)
+            raise_on_all_ranks([self.mesh], "prepare", problems)
         return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Bridge ``model``, apply mixed precision as accelerate does, and wrap it in DDP over the data-parallel ranks.
-
-        Args:
-            model: A tensor-parallel model on ``mesh["tp"]``.
-            device_placement: As in accelerate.
-            evaluation_mode: Without DDP.
-        """
+        """Bridge ``model``, apply mixed precision as accelerate does, and wrap it in DDP over the replicas."""
         if getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement)  # type: ignore[no-any-return]
+        if self._tensor_group.size() > 1 and not tensor_ranks(model):
+            text = "is not tensor parallel, each rank holds all of it: parallelize it on accelerator.mesh['tp'] first"
+            warnings.warn(f"{type(model).__name__} {text}", stacklevel=2)
         pre_dp_module_transform(model, optimizers=self._unbridged)
+        if hasattr(model, "save_pretrained"):
+            model.__dict__["save_pretrained"] = MethodType(save_pretrained, model)
+        self._share_random_states()
         model = super().prepare_model(model, device_placement, evaluation_mode=True)
         if evaluation_mode or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -132,17 +131,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare as accelerate does, for the data-parallel ranks; those of one tensor-parallel group read the same.
-
-        Raises:
-            PlanError: Where iteration begins, the first batches of a tensor-parallel group differ.
-        """
+        """Prepare as accelerate does, for data-parallel ranks; the batches of tensor-parallel peers are compared."""
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if not isinstance(prepared, _SameBatches):
-            prepared.jury = Jury(self.mesh["tp"])
+            prepared.accelerator = self
             # Its own `__class__` is that of the loader within, and cannot be set.
             object.__dict__["__class__"].__set__(prepared, type("SameBatches", (_SameBatches, type(prepared)), {}))
         return prepared
+
+    def _share_random_states(self) -> None:
+        """Let tensor-parallel ranks draw the same dropout: ``set_seed(device_specific=True)`` seeds each apart."""
+        for module in (torch,) if self.device.type == "cpu" else (torch, torch.get_device_module(self.device)):
+            state = module.get_rng_state().to(self.device)  # NCCL takes no CPU tensors
+            dist.broadcast(state, group=self._tensor_group, group_src=0)
+            module.set_rng_state(state.cpu())
+
+    def check_trigger(self) -> bool:
+        """Return whether ``set_trigger`` was called on any rank since the last time; every rank calls this."""
+        flag = torch.tensor(0 if self.flag_tensor is None else int(self.flag_tensor), device=self.device)
+        dist.all_reduce(flag)  # over all ranks, as reduce() is not
+        self.flag_tensor = torch.zeros_like(flag)
+        return bool(flag)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare as accelerate does; it steps once for each data-parallel rank, not for each rank."""
@@ -159,18 +168,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
 
     def gather(self, tensor: Any) -> Any:
         """Gather over the data-parallel ranks alone."""
-        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
-    def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
-        own = tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach().contiguous()
-        rows = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
-        dist.all_gather(rows, own, group=self._data_group)
-        return torch.cat(rows)
+        def one(value: torch.Tensor) -> torch.Tensor:
+            own = value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
+            rows = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
+            dist.all_gather(rows, own, group=self._data_group)
+            return torch.cat(rows)
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather over the data-parallel ranks, without the samples that pad the last batch."""
         state = self.gradient_state
-        samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None  # without padding
+        samples = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         try:
             data = None if use_gather_object else self.gather(input_data)
         except TypeError:  # no tensors, as accelerate decides it
@@ -196,72 +206,74 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # the host has
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict on every rank; a collective of the tensor-parallel ranks."""
-        inner = self.unwrap_model(model) if unwrap else getattr(model, "module", model)
-        state = inner.state_dict()
-        return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+        return _full_state(self.unwrap_model(model) if unwrap else getattr(model, "module", model))
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as accelerate does, and shards of models and optimizers beside; on any mesh they load again."""
-        with self._apart():
-            return super().save_state(*args, **kwargs)
+        return self._apart(super().save_state, *args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """Load what ``save_state`` wrote, on this number of ranks or another."""
-        with self._apart():
-            return super().load_state(*args, **kwargs)
+        return self._apart(super().load_state, *args, **kwargs)
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _apart(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep accelerate from saving or loading one rank's shards as if they were full."""
         self._held = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
             self._models, self._optimizers = self._held
 
-    def _shards(self, template: bool) -> dict[str, Any]:
+    def _shards(self, template: bool) -> tuple[nn.ModuleList, dict[str, Any]]:
+        """Return all models as one module, and the state of it and of all optimizers."""
         models, optimizers = self._held
-        state: dict[str, Any] = {f"model_{i}": getattr(m, "module", m).state_dict() for i, m in enumerate(models)}
+        inner = nn.ModuleList(getattr(model, "module", model) for model in models)
+        state: dict[str, Any] = {"models": inner.state_dict()}
         for index, each in enumerate(optimizers):
-            owner = _owner(models, each.optimizer)
-            state[f"optimizer_{index}"] = optimizer_state_to_dtensor(owner, each.optimizer, template=template)
-        return state
+            state[f"optimizer_{index}"] = optimizer_state_to_dtensor(inner, each.optimizer, template=template)
+        return inner, state
 
     def _save_shards(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        save(self._shards(template=False), checkpoint_id=Path(output_dir) / "shards")
+        save(self._shards(template=False)[1], checkpoint_id=Path(output_dir) / "shards")
 
     def _load_shards(self, models: list[nn.Module], input_dir: str) -> None:
-        state = self._shards(template=True)
+        inner, state = self._shards(template=True)
         read_checkpoint(state, checkpoint_id=Path(input_dir) / "shards")
-        models, optimizers = self._held
-        for index, model in enumerate(models):
-            getattr(model, "module", model).load_state_dict(state[f"model_{index}"])
-        for index, each in enumerate(optimizers):
-            optimizer_state_to_local(_owner(models, each.optimizer), each.optimizer, state[f"optimizer_{index}"])
+        inner.load_state_dict(state["models"])
+        for index, each in enumerate(self._held[1]):
+            optimizer_state_to_local(inner, each.optimizer, state[f"optimizer_{index}"])
+
+
+def _full_state(model: nn.Module) -> dict[str, Any]:
+    state = model.state_dict().items()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
+
+
+def save_pretrained(model: Any, save_directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+    """Save the full weights where the model's own class would take one rank's shards; all ranks call it."""
+    state_dict = _full_state(model) if state_dict is None else state_dict
+    return type(model).save_pretrained(model, save_directory, *args, state_dict=state_dict, **kwargs)
 
 
 class _SameBatches:
     """A data loader that compares the first batch of each pass: a data set without a seed is another on each rank."""
 
-    jury: Jury
+    accelerator: Accelerator
 
     def __iter__(self) -> Iterator[Any]:
+        self.accelerator._share_random_states()
+        lines: list[str] = []
         for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]  # of the loader's own class
             if index == 0:
-                self.jury.agree("the first batch of a data loader", (), _summary(batch))
+                recursively_apply(lambda each: lines.append(_summary(each)), batch)
+                raise_on_all_ranks([self.accelerator.mesh["tp"]], "the first batch of a data loader", (), lines)
             yield batch
 
 
-def _summary(batch: Any) -> list[str]:
-    lines: list[str] = []
-
-    def one(tensor: torch.Tensor) -> None:
-        values = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
-        lines.append(f"batch: {tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(values.tobytes()):x}")
-
-    recursively_apply(one, batch)
-    return lines
+def _summary(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().flatten().view(torch.uint8).numpy()
+    return f"batch: {tensor.dtype} {tuple(tensor.shape)}, checksum {crc32(values.tobytes()):x}"
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # the host has no types here
@@ -275,9 +287,3 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]  # the host has no
         for _ in range(self.times if self.gradient_state.sync_gradients else 1):
             if total is None or self.scheduler._step_count <= total:  # OneCycleLR raises beyond its last step
                 super().step(*args, **kwargs)
-
-
-def _owner(models: list[nn.Module], optimizer: Optimizer) -> nn.Module:
-    """Return the model whose parameters ``optimizer`` holds."""
-    first = optimizer.param_groups[0]["params"][0]
-    return next(model for model in models if any(first is each for each in model.parameters()))

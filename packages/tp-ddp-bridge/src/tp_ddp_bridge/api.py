@@ -14,20 +14,22 @@ from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import flatten_axes
-from tp_ddp_bridge.consistency.axes import AxisRanks, data_axes, mixing_problems
+from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
 from tp_ddp_bridge.consistency.replicas import (
+    Scope,
     named_tensors,
+    raise_on_all_ranks,
     replicas_in,
     shard_problems,
     structure_lines,
     structure_problems,
     value_problems,
 )
-from tp_ddp_bridge.consistency.verdict import Jury
-from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, tensor_groups, tensor_ranks
+from tp_ddp_bridge.ddp import BridgedDDP, guard_ddp, tensor_ranks
+from tp_ddp_bridge.layout import tensor_groups
 from tp_ddp_bridge.module.survey import survey
 from tp_ddp_bridge.module.transform import bridging_problems, is_bridged, transform, undo_dp_transform
-from tp_ddp_bridge.optim.elementwise import check_at_first_step
+from tp_ddp_bridge.optim.elementwise import check_steps
 from tp_ddp_bridge.optim.repoint import as_list
 
 M = TypeVar("M", bound=nn.Module)
@@ -56,7 +58,7 @@ def pre_dp_module_transform(module: M, *, optimizers: Iterable[Optimizer] | Opti
         PlanError: All problems in one error; ``module`` and ``optimizers`` are unchanged.
     """
     guard_ddp()
-    check_at_first_step()
+    check_steps()
     return transform(module, as_list(optimizers), buffers=buffers)
 
 
@@ -115,18 +117,17 @@ def wrap_ddp(
     problems = bridging_problems(surveyed, listed)
     data_group, group_problems = _data_group(module, mesh, group)
     problems += group_problems
-    jury = _jury(module, mesh, data_group, problems)
+    scope = _scope(module, mesh, data_group, problems)
 
     # In this order: every exchange is one that all ranks make, because the one before has shown that they can.
-    jury.agree("wrap_ddp", problems, [*_settings(ddp_kwargs), *structure_lines(module)])
+    raise_on_all_ranks(scope, "wrap_ddp", problems, [*_settings(ddp_kwargs), *structure_lines(module)])
     assert data_group is not None  # else there were problems
-    jury.agree("wrap_ddp", shard_problems(module, data_group))
+    raise_on_all_ranks(scope, "wrap_ddp", shard_problems(module, data_group))
     differences = []
-    for tensor_group in tensor_groups(module):
+    for tensor_group in tensor_groups(module.parameters()):
         replicas = replicas_in(named_tensors(module), dist.get_process_group_ranks(tensor_group))
-        found = structure_problems(replicas, tensor_group)
-        differences += found or value_problems(replicas, tensor_group)
-    jury.agree("wrap_ddp", differences)
+        differences += structure_problems(replicas, tensor_group) or value_problems(replicas, tensor_group)
+    raise_on_all_ranks(scope, "wrap_ddp", differences)
 
     bridged_before = is_bridged(module)
     pre_dp_module_transform(module, optimizers=listed)
@@ -136,7 +137,7 @@ def wrap_ddp(
         if not bridged_before:
             undo_dp_transform(module, optimizers=listed)
         raise
-    ddp.guard.jury = jury
+    ddp.guard.scope = scope
     return ddp
 
 
@@ -145,37 +146,21 @@ def _check_arguments(mesh: DeviceMesh | None, group: dist.ProcessGroup | None, d
         if name in ddp_kwargs:
             raise TypeError(f"wrap_ddp() takes the data-parallel ranks as mesh= or group=, not as {name}=")
     if not dist.is_available() or not dist.is_initialized():
-        raise PlanError(
-            Problem(
-                "no-process-group",
-                "wrap_ddp",
-                found="torch.distributed is not initialized",
-                hint="init_process_group first",
-            )
-        )
+        reason = "torch.distributed is not initialized"
+        raise PlanError(Problem("no-process-group", "wrap_ddp", found=reason, hint="init_process_group first"))
     if (mesh is None) == (group is None):
-        given = "neither of them" if mesh is None else "both"
-        raise PlanError(
-            Problem(
-                "missing-mesh" if mesh is None else "conflicting-arguments",
-                "mesh, group",
-                found=f"{given} is given",
-                hint="name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them",
-            )
-        )
+        code, both = ("missing-mesh", "neither") if mesh is None else ("conflicting-arguments", "both")
+        hint = "name the data-parallel ranks: mesh= with a data axis (the 2-D mesh), or group=, one of them"
+        raise PlanError(Problem(code, "mesh, group", found=f"{both} of them given", hint=hint))
     fits = {"mesh": isinstance(mesh, DeviceMesh | None), "group": not isinstance(group, str | DeviceMesh)}
     for name, value in (("mesh", mesh), ("group", group)):
         if not fits[name]:
             hint = "mesh= takes a DeviceMesh, group= a process group, as mesh.get_group('dp') returns it"
             raise PlanError(Problem("wrong-type", name, found=f"{value!r:.100}", hint=hint))
     if mesh is not None and mesh.get_coordinate() is None:
+        reason = f"rank {dist.get_rank()} is not in it"
         raise PlanError(
-            Problem(
-                "rank-outside-mesh",
-                "mesh",
-                found=f"rank {dist.get_rank()} is not in it",
-                hint="call wrap_ddp on the mesh's ranks only",
-            )
+            Problem("rank-outside-mesh", "mesh", found=reason, hint="call wrap_ddp on the mesh's ranks only")
         )
 
 
@@ -197,27 +182,25 @@ def _data_group(
         assert group is not None
         mixing = mixing_problems(rank, frozenset(dist.get_process_group_ranks(group)), ranks_by_name)
         return (None if mixing else group), mixing
-    named = mesh.mesh_dim_names or tuple(f"axis{index}" for index in range(mesh.ndim))
-    members = [frozenset(dist.get_process_group_ranks(mesh.get_group(index))) for index in range(mesh.ndim)]
-    names, problems = data_axes(rank, map(AxisRanks, named, members), ranks_by_name)
+    groups = [mesh.get_group(index) for index in range(mesh.ndim)]
+    named = dict(zip(mesh.mesh_dim_names or (f"axis{index}" for index in range(mesh.ndim)), groups, strict=True))
+    axes = {name: frozenset(dist.get_process_group_ranks(each)) for name, each in named.items()}
+    names, problems = data_axes(rank, axes, ranks_by_name)
     if len(names) > 1 and mesh.mesh_dim_names is None:
-        problems += (
-            Problem("invalid-mesh", "mesh", found=f"{len(names)} data axes", hint="give the mesh mesh_dim_names"),
-        )
+        reason = f"{len(names)} data axes"
+        problems += (Problem("invalid-mesh", "mesh", found=reason, hint="give the mesh mesh_dim_names"),)
     if problems:
         return None, list(problems)
-    if len(names) > 1:
-        return flatten_axes(mesh, names).get_group(), []
-    return mesh.get_group(named.index(names[0])), []
+    return flatten_axes(mesh, names).get_group() if len(names) > 1 else named[names[0]], []
 
 
-def _jury(
+def _scope(
     module: nn.Module, mesh: DeviceMesh | None, data_group: dist.ProcessGroup | None, problems: list[Problem]
-) -> Jury:
+) -> Scope:
     """Return the ranks that raise together; they have to follow from what all ranks were given."""
     if mesh is not None and mesh.ndim > 1:
-        return Jury(mesh)
+        return [mesh]
     if data_group is None:  # the groups themselves are wrong, on every rank that was given them
         raise_problems(problems, "no data-parallel group")
     assert data_group is not None
-    return Jury([data_group, *tensor_groups(module)])
+    return [data_group, *tensor_groups(module.parameters())]

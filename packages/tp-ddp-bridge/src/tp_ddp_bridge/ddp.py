@@ -8,6 +8,7 @@ before the first synchronized forward it compares the ranks.
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -23,9 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._torch_compat import comm_hooks, is_joining, reduced_parameters
 from tp_ddp_bridge.consistency.axes import mixing_problems
-from tp_ddp_bridge.consistency.replicas import replicas_in, shard_problems, structure_lines, value_problems
-from tp_ddp_bridge.consistency.verdict import Jury
-from tp_ddp_bridge.layout import is_replicated_tag, is_tagged, layout_of
+from tp_ddp_bridge.consistency.replicas import (
+    Scope,
+    raise_on_all_ranks,
+    replicas_in,
+    shard_problems,
+    structure_lines,
+    value_problems,
+)
+from tp_ddp_bridge.layout import bridge_tag, is_replicated_tag, layout_of, tensor_groups
 
 
 class BridgedDDP(DistributedDataParallel):
@@ -48,9 +55,10 @@ class BridgedDDP(DistributedDataParallel):
             raise
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Register a communication hook, on the data-parallel group.
+        """Register a communication hook on the data-parallel group; a collective of all ranks.
 
-        Hooks take ``None`` for the default group, in which ranks hold different shards; here they get DDP's group.
+        A hook that is not torch's is tried on a small bucket, with other values on each rank. One that does not average
+        in each step, by design, is accepted with ``hook.is_data_parallel = True``.
 
         Args:
             state: As in DDP; ``None``, as the state or as its ``process_group``, becomes DDP's group. Another must have
@@ -58,38 +66,88 @@ class BridgedDDP(DistributedDataParallel):
             hook: As in DDP.
 
         Raises:
-            PlanError: The hook would average over other ranks than DDP's.
+            PlanError: The hook averages over other ranks than DDP's, or computes something else than their average.
         """
         if state is None:
             state = self.process_group
         elif getattr(state, "process_group", state) is None:
             state.process_group = self.process_group  # type: ignore[attr-defined]  # it has one
-        raise_problems(_hook_problems(self.process_group, hook, state))
+        scope = _scope_of(self)
+        raise_on_all_ranks(scope, "register_comm_hook", [*_hook_problems(self.process_group, hook, state)])
+        raise_on_all_ranks(scope, "register_comm_hook", _trial_problems(self, hook, state))
         super().register_comm_hook(state, hook)
 
 
-def _hook_problems(group: dist.ProcessGroup, hook: Callable[..., Any], state: object) -> Iterator[Problem]:
-    """Yield a problem for each group of a hook's state that runs over other ranks than DDP's."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
+def _is_torchs(hook: Callable[..., Any]) -> bool:
+    """Return whether this is a communication hook of torch itself, and not a wrapper around another."""
+    return hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks") and "." not in hook.__qualname__
+
+
+def _state_values(state: object) -> dict[str, Any]:
     names = [*getattr(state, "__slots__", ()), *getattr(state, "__dict__", ())]
-    held = {"state": state, **{name: getattr(state, name, None) for name in names}}
-    used = {
-        name: dist.get_process_group_ranks(each) for name, each in held.items() if isinstance(each, dist.ProcessGroup)
+    return {name: getattr(state, name, None) for name in names}
+
+
+def _hook_problems(group: dist.ProcessGroup, hook: Any, state: object) -> Iterator[Problem]:
+    """Yield a problem for each group of a hook's state that runs over other ranks than DDP's."""
+    groups = {
+        name: dist.get_process_group_ranks(each)
+        for name, each in {"state": state, **_state_values(state)}.items()
+        if isinstance(each, dist.ProcessGroup)
     }
     # Torch's hooks read None as the default group, in a state object as well.
-    is_torchs = hook.__module__.startswith("torch.distributed.algorithms.ddp_comm_hooks")
-    if (state is None and is_torchs) or getattr(state, "process_group", group) is None:
-        used["process_group"] = dist.get_process_group_ranks(None)
+    if (state is None and _is_torchs(hook)) or getattr(state, "process_group", group) is None:
+        groups["process_group"] = dist.get_process_group_ranks(None)
     own = dist.get_process_group_ranks(group)
-    for name, ranks in used.items():
+    for name, ranks in groups.items():
         if not set(ranks) <= set(own) or (name != "subgroup" and ranks != own):
-            yield Problem(
-                "mesh-mismatch",
-                f"{name} of {getattr(hook, '__name__', hook)}",
-                found=f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed",
-                hint="make the state with groups of ddp.process_group's ranks",
-            )
+            reason = f"its ranks are {ranks}, DDP averages over {own}: different shards would be mixed"
+            hint = "make the state with groups of ddp.process_group's ranks"
+            yield Problem("mesh-mismatch", f"{name} of {getattr(hook, '__name__', 'hook')}", found=reason, hint=hint)
+
+
+class _Probe(nn.Module):
+    """One parameter whose gradient is the input."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def _trial_problems(ddp: DistributedDataParallel, hook: Any, state: object) -> list[Problem]:
+    """Return what a hook of the user does to a small bucket but average it over DDP's group; a collective.
+
+    Only torch's reducer can make a bucket, so a small module gets a DDP of its own.
+    """
+    if _is_torchs(hook) or getattr(hook, "is_data_parallel", False):
+        return []
+    if not isinstance(state, dist.ProcessGroup | None):  # the trial leaves no trace in what it counts or remembers
+        values, state = _state_values(state), copy.copy(state)
+        for name, value in values.items():  # each one: PowerSGDState leaves its group out of copies
+            setattr(state, name, copy.copy(value) if isinstance(value, dict | list | set | torch.Tensor) else value)
+    group, device = ddp.process_group, next(ddp.module.parameters()).device
+    probe = DistributedDataParallel(_Probe(device), process_group=group)
+    probe.register_comm_hook(state, hook)
+    ranks, world = dist.get_process_group_ranks(group), dist.get_world_size()
+    ramp = torch.arange(1.0, 9.0, device=device)
+    scale = {rank: (1 + rank) ** 2 / world**2 for rank in range(world)}  # squares: no two groups have one average
+    expected = ramp * sum(scale[rank] for rank in ranks) / len(ranks)
+    try:
+        with torch.enable_grad():
+            probe(ramp * scale[dist.get_rank()]).backward()
+        error = float((probe.module.weight.grad - expected).abs().max() / expected.max())
+        reason = f"it is {error:.1%} off their average: does it name the group?" if not error < 0.02 else ""
+    except Exception as raised:
+        reason = f"{type(raised).__name__}: {raised}"
+    if not reason:
+        return []
+    name = getattr(hook, "__name__", "hook")
+    hint = "average over ddp.process_group; for a hook that does not average by design, hook.is_data_parallel = True"
+    reason = f"tried on a small bucket of ranks {ranks}, {reason}"
+    return [Problem("invalid-hook", name, found=reason, hint=hint)]
 
 
 # ---- the hook at construction --------------------------------------------------------------------------------------
@@ -105,7 +163,7 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     # DDP has set its process group by now, and has communicated nothing.
     if child is None or name != "module" or not isinstance(parent, DistributedDataParallel):
         return
-    if isinstance(parent, BridgedDDP) or any(map(is_tagged, child.parameters())):
+    if isinstance(parent, BridgedDDP) or any(bridge_tag(each) is not None for each in child.parameters()):
         raise_problems(_group_problems(child, parent.process_group), "DDP would mix shards")
         parent.register_forward_pre_hook(ReducerGuard(child, parent.parameters_to_ignore))
 
@@ -120,15 +178,10 @@ def tensor_ranks(module: nn.Module) -> dict[str, frozenset[int]]:
     return {name: frozenset(each.mesh.mesh.flatten().tolist()) for name, each in layouts.items() if each is not None}
 
 
-def tensor_groups(module: nn.Module) -> list[dist.ProcessGroup]:
-    """Return every group of several ranks along an axis of a parameter's mesh, in the order of parameters and axes."""
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for parameter in module.parameters():
-        layout = None if is_replicated_tag(parameter) else layout_of(parameter)
-        for axis in range(0 if layout is None else layout.mesh.ndim):
-            group = layout.mesh.get_group(axis)  # type: ignore[union-attr]  # no axes without a layout
-            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    return [group for ranks, group in groups.items() if len(ranks) > 1]
+def _scope_of(ddp: DistributedDataParallel) -> Scope:
+    """Return the ranks that raise together."""
+    guard = next(hook for hook in ddp._forward_pre_hooks.values() if isinstance(hook, ReducerGuard))
+    return guard.scope or [ddp.process_group, *tensor_groups(ddp.module.parameters())]
 
 
 # ---- the guard before each forward ---------------------------------------------------------------------------------
@@ -138,15 +191,14 @@ class ReducerGuard:
     """Forward pre-hook of a DDP around leaves.
 
     Attributes:
-        jury: The ranks that raise together at the first forward; by default those that the groups connect.
+        scope: The ranks that raise together at the first forward; by default those that the groups connect.
     """
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
-        self.jury: Jury | None = None
+        self.scope: Scope | None = None
         # DDP builds its reducer of these right afterwards.
-        self._reduced: dict[int, torch.Tensor] | None = {
-            id(p): p for name, p in module.named_parameters() if p.requires_grad and name not in ignored
-        }
+        named = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+        self._reduced: dict[int, torch.Tensor] | None = {id(each): each for name, each in named if name not in ignored}
         self._accepted: ParameterSet | None = None
         self._compared = False
 
@@ -174,14 +226,10 @@ class ReducerGuard:
                 "the module of this DDP was given its DTensor parameters back (undo_dp_transform), which DDP cannot "
                 "reduce: wrap it again with wrap_ddp"
             )
+        reason = "it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made"
+        hint = "DDP does not reduce it: do so before wrap_ddp, or call wrap_ddp and build the optimizer again"
         raise_problems(
-            Problem(
-                "parameter-replaced",
-                name,
-                found="it trains, but was added, replaced, loaded with assign=True or thawed after DDP was made: DDP "
-                "does not reduce it",
-                hint="do so before wrap_ddp, or call wrap_ddp and build the optimizer again",
-            )
+            Problem("parameter-replaced", name, found=reason, hint=hint)
             for name, parameter in named.items()
             if parameter.requires_grad and id(parameter) not in reduced and name not in ddp.parameters_to_ignore
         )
@@ -189,29 +237,30 @@ class ReducerGuard:
     def _compare_ranks(self, ddp: DistributedDataParallel) -> None:
         """Compare groups, shards and replicas of all ranks, which raise together."""
         module, group = ddp.module, ddp.process_group
+        scope, hooks = _scope_of(ddp), comm_hooks(ddp)
         problems = _group_problems(module, group)
-        for hook, state in comm_hooks(ddp):
-            problems += _hook_problems(group, hook, state)
-        raise_problems(problems, "DDP would mix shards")
-        jury = self.jury or Jury([group, *tensor_groups(module)])
-        jury.agree("first forward of DDP", (), structure_lines(module))
-        jury.agree("first forward of DDP", shard_problems(module, group))
+        problems += [problem for hook, state in hooks for problem in _hook_problems(group, hook, state)]
+        raise_on_all_ranks(scope, "first forward of DDP", problems, structure_lines(module))
+        if not isinstance(ddp, BridgedDDP):  # which has tried its hook
+            tried = [problem for hook, state in hooks for problem in _trial_problems(ddp, hook, state)]
+            raise_on_all_ranks(scope, "first forward of DDP", tried)
+        raise_on_all_ranks(scope, "first forward of DDP", shard_problems(module, group))
         # Buffers are synchronized by DDP itself, or are the rank's own.
         problems = [
             problem
-            for each in (group, *tensor_groups(module))
+            for each in (group, *tensor_groups(module.parameters()))
             for problem in value_problems(
                 replicas_in(module.named_parameters(), dist.get_process_group_ranks(each)), each
             )
         ]
-        jury.agree("first forward of DDP", problems)
+        raise_on_all_ranks(scope, "first forward of DDP", problems)
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A DDP that was copied or pickled makes a new reducer, of the parameters that it has then.
-        self.jury, self._accepted, self._compared = None, None, False
+        self.scope, self._accepted, self._compared = None, None, False
         self._reduced = None
 
 

@@ -14,77 +14,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
-from tp_ddp_bridge._shared.sharding_info import Section, ShardingInfo, sharding_info_of
+from tp_ddp_bridge._shared.problems import PlanError, Problem
+from tp_ddp_bridge._shared.sharding_info import ShardingInfo, sharding_info_of
 from tp_ddp_bridge._torch_compat import local_of, make_spec, wrap
 
 
-@dataclass(frozen=True)
-class LocalRange:
-    """One run of rows of a sectioned leaf.
+class Layout(ShardingInfo):
+    """Mesh, placements, global shape and stride of a tensor of which this rank holds a shard.
 
-    Attributes:
-        dim: Tensor dim of the rows.
-        start: First row in the global tensor.
-        offset: First row in the leaf.
-        length: Number of rows.
+    ``sections`` is empty where placements alone describe the shard.
     """
 
-    dim: int
-    start: int
-    offset: int
-    length: int
-
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return these rows of the leaf, sharing its memory."""
-        return local.narrow(self.dim, self.offset, self.length)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Mesh, placements, global shape and global stride of a tensor of which this rank holds a shard.
-
-    Attributes:
-        mesh: One placement per mesh axis.
-        placements: Torch's own ``Shard`` and ``Replicate`` objects.
-        shape: Global shape.
-        stride: Global stride, in elements.
-        sections: Sections of the sharded dim where placements alone would misdescribe it, else empty.
-    """
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
-    sections: tuple[Section, ...] = ()
+    __slots__ = ()
 
     @classmethod
     def of(cls, tensor: DTensor) -> Layout:
         """Return the layout of a DTensor."""
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
-    @classmethod
-    def from_info(cls, info: ShardingInfo) -> Layout:
-        """Return the layout that a local parameter carries."""
-        return cls(*info[:4], info.sections if info.needs_sections else ())
-
-    @property
-    def info(self) -> ShardingInfo:
-        """The tuple that a leaf carries as ``_sharding_info``."""
-        return ShardingInfo(self.mesh, self.placements, self.shape, self.stride, self.sections)
-
     @property
     def axes(self) -> tuple[str, ...]:
         """Names of the mesh axes; ``axis0``, ``axis1``, ... where the mesh has none."""
-        names = self.mesh.mesh_dim_names
-        return tuple(names) if names else tuple(f"axis{index}" for index in range(self.mesh.ndim))
+        return tuple(self.mesh.mesh_dim_names or (f"axis{index}" for index in range(self.mesh.ndim)))
 
     @property
     def is_replicated(self) -> bool:
@@ -93,20 +52,18 @@ class Layout:
 
     def sharded_axes(self) -> tuple[int, ...]:
         """Return the mesh axes along which ranks hold different shards, axes of one rank left out."""
-        return tuple(
-            axis
-            for axis, placement in enumerate(self.placements)
-            if not placement.is_replicate() and self.mesh.size(axis) > 1
-        )
+        # Not `is_shard()`: a shard that FSDP2 strides is no Shard.
+        sharded = (axis for axis, placement in enumerate(self.placements) if not placement.is_replicate())
+        return tuple(axis for axis in sharded if self.mesh.size(axis) > 1)
 
-    def local_ranges(self) -> tuple[LocalRange, ...]:
-        """Return what each section contributes to this rank's leaf, possibly no rows."""
-        axis, dim = self.info.section_axis()
-        rank, offset, found = self.mesh.get_local_rank(axis), 0, []
-        for start, stop in self.info.ranges(rank):
-            found.append(LocalRange(dim, start, offset, stop - start))
+    def section_views(self, local: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return for each section the first global row and this rank's rows, possibly none, as views of ``local``."""
+        axis, dim = self.section_axis()
+        offset, views = 0, []
+        for start, stop in self.ranges(self.mesh.get_local_rank(axis)):
+            views.append((start, local.narrow(dim, offset, stop - start)))
             offset += stop - start
-        return tuple(found)
+        return views
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Return ``local`` as a DTensor: same memory, no autograd, no communication. Not for sections."""
@@ -115,11 +72,17 @@ class Layout:
         spec = make_spec(self.mesh, self.placements, self.shape, self.stride, local.dtype)
         return wrap(local, spec, requires_grad=False)
 
-    def localize(self, tensor: DTensor) -> torch.Tensor:
+    def localize(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of ``tensor`` in this layout.
 
         Communicates only if ``tensor`` is laid out otherwise: a redistribution on the same mesh, a gather on another.
+
+        Raises:
+            TypeError: ``tensor`` is no DTensor of the global shape.
         """
+        if not isinstance(tensor, DTensor) or tensor.shape != self.shape:
+            reason = f"{type(tensor).__name__} of shape {tuple(getattr(tensor, 'shape', ()))}"
+            raise TypeError(f"a parameter is laid out as {self}: assign a DTensor of that global shape, not a {reason}")
         with torch.no_grad():
             if tensor.device_mesh != self.mesh or self.sections:
                 return self.shard(tensor.full_tensor())
@@ -133,12 +96,18 @@ class Layout:
         if self.is_replicated:
             return full
         if self.sections:
-            rows = [full.narrow(each.dim, each.start, each.length) for each in self.local_ranges()]
-            return torch.cat(rows, dim=self.info.section_axis()[1])
+            axis, dim = self.section_axis()
+            rows = [
+                full.narrow(dim, start, stop - start) for start, stop in self.ranges(self.mesh.get_local_rank(axis))
+            ]
+            return torch.cat(rows, dim)
         return local_of(distribute_tensor(full, self.mesh, self.placements, src_data_rank=None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self  # a value; and a copied DeviceMesh would equal no other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, tuple(self)
 
     def __str__(self) -> str:
         places = ", ".join(f"{axis}={placement}" for axis, placement in zip(self.axes, self.placements, strict=True))
@@ -150,20 +119,37 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
     """Return the layout of a DTensor, or of a tensor with ``_sharding_info``; ``None`` if it is unknown."""
     if isinstance(tensor, DTensor):
         return Layout.of(tensor)
-    tags = tensor.__dict__
-    tagged: Layout | None = tags.get("_dp_leaf") or tags.get("_dp_replicated")
+    tagged = bridge_tag(tensor)
     if tagged is not None:
         return tagged
     info = sharding_info_of(tensor)
-    return None if info is None else Layout.from_info(info)
+    return None if info is None else Layout(*info[:4], info.sections if info.needs_sections else ())
 
 
 def is_local_shard(tensor: torch.Tensor) -> bool:
     """Return whether this is a plain tensor that holds less than the full one."""
-    if isinstance(tensor, DTensor):
-        return False
-    layout = layout_of(tensor)
+    layout = None if isinstance(tensor, DTensor) else layout_of(tensor)
     return layout is not None and bool(layout.sharded_axes())
+
+
+def tensor_groups(parameters: Iterable[torch.Tensor], sharded: bool = False) -> list[dist.ProcessGroup]:
+    """Return every group of several ranks along an axis of a parameter's mesh.
+
+    Args:
+        parameters: Replicated plain ones do not count.
+        sharded: Only axes along which ranks hold different shards.
+
+    Returns:
+        Groups in the order of parameters and axes, the same on all ranks; an order by rank numbers is not.
+    """
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for parameter in parameters:
+        layout = None if is_replicated_tag(parameter) else layout_of(parameter)
+        if layout is not None:
+            for axis in layout.sharded_axes() if sharded else range(layout.mesh.ndim):
+                group = layout.mesh.get_group(axis)
+                groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return [group for ranks, group in groups.items() if len(ranks) > 1]
 
 
 # ---- tags. Torch drops attributes of parameters when it copies or replaces them, so modules set them again whenever
@@ -182,8 +168,15 @@ class ReplicatedOn:
 
 def tag_leaf(leaf: Any, layout: Layout) -> None:
     """Let a leaf carry its layout."""
-    leaf._sharding_info = tuple(layout.info[:4])  # no sections: the form that every version reads
+    leaf._sharding_info = tuple(layout[:4])  # no sections: the form that every version reads
     leaf._dp_leaf = layout  # tells it from local shards that others made
+    if layout.sharded_axes():
+        leaf.norm = _refuse_norm
+
+
+def _refuse_norm(*args: Any, **kwargs: Any) -> NoReturn:
+    hint = "module.weight.norm() is that of the full parameter, a DTensor; parameter.detach().norm() that of the shard"
+    raise PlanError(Problem("local-shard-as-full", "norm()", found="the norm of one rank's shard", hint=hint))
 
 
 def tag_replicated(parameters: Iterable[nn.Parameter], on: ReplicatedOn) -> None:
@@ -192,7 +185,7 @@ def tag_replicated(parameters: Iterable[nn.Parameter], on: ReplicatedOn) -> None
         if not isinstance(parameter, DTensor) and not hasattr(parameter, "_sharding_info"):
             tagged: Any = parameter
             layout = Layout(on.mesh, (Replicate(),) * on.mesh.ndim, parameter.shape, tuple(parameter.stride()))
-            tagged._sharding_info = tuple(layout.info[:4])
+            tagged._sharding_info = tuple(layout[:4])
             tagged._dp_replicated = layout
 
 
@@ -202,14 +195,15 @@ def untag_replicated(parameter: Any) -> None:
         del parameter._sharding_info
 
 
+def bridge_tag(parameter: torch.Tensor) -> Layout | None:
+    """Return the layout that a parameter of a bridged module carries; ``None`` for any other."""
+    tags = parameter.__dict__
+    return tags.get("_dp_leaf") or tags.get("_dp_replicated")
+
+
 def is_replicated_tag(parameter: torch.Tensor) -> bool:
     """Return whether ``tag_replicated`` set the layout of this parameter."""
     return "_dp_replicated" in parameter.__dict__
 
 
-def is_tagged(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter belongs to a bridged module."""
-    return "_dp_leaf" in parameter.__dict__ or "_dp_replicated" in parameter.__dict__
-
-
-LEAF_TAGS = frozenset({"_sharding_info", "_dp_leaf", "_dp_assigned"})
+LEAF_TAGS = frozenset({"_sharding_info", "_dp_leaf", "_dp_assigned", "norm"})

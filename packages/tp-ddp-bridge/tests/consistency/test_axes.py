@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from tp_ddp_bridge.consistency.axes import AxisRanks, data_axes, mixing_problems
+from tp_ddp_bridge.consistency.axes import data_axes, mixing_problems
 
 
-def mesh_axes(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> list[AxisRanks]:
+def mesh_axes(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> dict[str, frozenset[int]]:
     """The axes of a mesh over consecutive ranks, as ``rank`` sees them."""
     table = torch.arange(int(torch.tensor(shape).prod())).view(shape)
     place = (table == rank).nonzero()[0].tolist()
-    axes = []
+    axes = {}
     for index, name in enumerate(names):
         line = table[tuple(slice(None) if axis == index else at for axis, at in enumerate(place))]
-        axes.append(AxisRanks(name, frozenset(line.tolist())))
+        axes[name] = frozenset(line.tolist())
     return axes
 
 
@@ -31,7 +31,7 @@ def test_data_axes_of_every_rank_of_every_mesh() -> None:
     ):
         for rank in range(int(torch.tensor(shape).prod())):
             axes = mesh_axes(shape, names, rank)
-            held = {f"w_{axis.name}": axis.ranks for axis in axes if axis.name in tensor}
+            held = {f"w_{name}": ranks for name, ranks in axes.items() if name in tensor}
             if len(tensor) == 2:
                 held = {"w": frozenset(r for r in range(8) if r // 4 == rank // 4)}
             found, problems = data_axes(rank, axes, held)
@@ -47,6 +47,6 @@ def test_axes_that_mix() -> None:
     assert found == () and problems[0].code == "missing-mesh"
     only = mixing_problems(1, frozenset({1, 3}), {"w": frozenset({0, 1}), "v": frozenset({1, 2, 3})})
     assert [problem.name for problem in only] == ["v"] and only[0].code == "mesh-mismatch" and "[1, 3]" in only[0].found
-    wide = [AxisRanks("odd", frozenset({0, 1, 2}))]
+    wide = {"odd": frozenset({0, 1, 2})}
     found, problems = data_axes(1, wide, {"w": frozenset({0, 1})})
     assert found == () and problems[0].code == "mesh-mismatch" and problems[0].axis == "odd"

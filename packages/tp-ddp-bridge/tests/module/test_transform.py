@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 from tp_ddp_bridge import PlanError, bridge_plan, dp_bridge, is_bridged, pre_dp_module_transform, undo_dp_transform
 from tp_ddp_bridge import _pre_dp_module_transform as seed_name
+from tp_ddp_bridge.module.survey import survey
 
 
 @pytest.mark.ranks(2)
@@ -153,10 +154,11 @@ def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
     reference = copy.deepcopy(model)
     spread(model)
     pre_dp_module_transform(model)
-    plan = bridge_plan(model)
-    assert plan.entries[0].names == ("codes",)
-    tied = next(entry for entry in plan.entries if len(entry.names) > 1)
-    assert tied.names == ("a.weight", "b.weight")
+    surveyed = survey(model).bridgeable
+    assert surveyed[0].name == "codes"
+    tied = next(each for each in surveyed if len(each.registrations) > 1)
+    assert [each.fqns for each in tied.registrations] == [["a.weight"], ["b.weight"]]
+    assert "tied: b.weight" in bridge_plan(model) and "tp[2]=S(0)" in bridge_plan(model)
     names = [name for name, _ in model.named_parameters()]
     assert names == ["codes", "a.weight", "items.0", "items.1", "named.scale"]
     assert model.codes.dtype == torch.int64 and not dict(model.named_parameters())["codes"].requires_grad
@@ -169,6 +171,41 @@ def test_ties_frozen_integers_and_attributes(ranks: Ranks) -> None:
     torch.testing.assert_close(models.whole(model.a.weight.grad), reference.a.weight.grad, atol=1e-5, rtol=0)
     undo_dp_transform(model)
     assert model.a.weight is model.b.weight
+
+
+@pytest.mark.ranks(2)
+def test_full_parameters_are_refused_in_the_place_of_leaves(ranks: Ranks) -> None:
+    """A handle that shards and gives back writes into the table of parameters, past the module."""
+    model = models.bridged_mlp(ranks)
+    refused = 0
+    for name, leaf in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        full = nn.Parameter(models.whole(model.state_dict()[name]))
+        full.__dict__.update({key: value for key, value in vars(leaf).items() if key != "_sharding_info"})
+        with pytest.raises(PlanError, match="undo_dp_transform"):
+            owner._parameters[name.rpartition(".")[2]] = full
+        refused += 1
+    assert refused == 6 and is_bridged(model)
+    model.to(torch.float64)  # torch writes there as well
+    model.head.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.float64))
+    model(torch.ones(2, 16, dtype=torch.float64)).sum().backward()
+    undo_dp_transform(model)
+    assert {type(module._parameters) for module in model.modules()} == {dict}
+
+
+@pytest.mark.ranks(2)
+def test_norms_of_shards_are_refused(ranks: Ranks) -> None:
+    model = models.bridged_mlp(ranks)
+    leaves = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in ("up.weight", "up.bias", "down.weight"):
+            with pytest.raises(PlanError, match="local-shard-as-full"):
+                leaves[name].div_(leaves[name].norm())
+        full: Any = model.up.weight.norm()
+        assert float(full.full_tensor()) == pytest.approx(float(models.seeded(models.MLP).up.weight.norm()))
+        assert float(leaves["down.bias"].norm()) == pytest.approx(float(models.seeded(models.MLP).down.bias.norm()))
+    undo_dp_transform(model)
+    assert "norm" not in vars(model.up.weight)
 
 
 @pytest.mark.ranks(2)

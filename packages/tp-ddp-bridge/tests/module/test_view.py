@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from tp_ddp_bridge import clip_grad_norm_, pre_dp_module_transform, wrap_ddp
-from tp_ddp_bridge.module.view import live_views
+from tp_ddp_bridge.module.view import _forward
 
 
 class Region(nn.Module):
@@ -62,7 +62,7 @@ def test_views_do_not_cross_a_checkpointed_region(ranks: Ranks, kind: str) -> No
         assert first is not before and second is not before
         if kind == "non_reentrant":
             assert second is not first
-        assert live_views() == 0
+        assert not _forward.views
         loss.full_tensor().backward()
         assert len(model.seen) == 6 + 4  # recomputed
         torch.testing.assert_close(models.whole(model.w.grad), reference.grad, atol=1e-6, rtol=0)
@@ -80,7 +80,7 @@ def test_an_exception_leaves_nothing_behind(ranks: Ranks) -> None:
     with pytest.raises(KeyError, match="mine"):
         model(torch.ones(1, 16))
     handle.remove()
-    assert live_views() == 0
+    assert not _forward.views
     assert len(list(model.parameters())) == 6
     assert torch.equal(model(torch.ones(1, 16)), wanted)
 
@@ -101,7 +101,7 @@ def test_a_hundred_steps_leak_nothing(ranks: Ranks) -> None:
 
     def live() -> tuple[int, int, int]:
         gc.collect()
-        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]  # noqa: TID251
         return hooks(), sum(isinstance(tensor, DTensor) for tensor in tensors), len(tensors)
 
     def train(steps: int) -> None:

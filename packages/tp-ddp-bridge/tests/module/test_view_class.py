@@ -14,7 +14,8 @@ import torch
 from ranktest import Ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from tp_ddp_bridge import bridge_plan, is_bridged, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge import is_bridged, pre_dp_module_transform, undo_dp_transform
+from tp_ddp_bridge.module.survey import survey
 
 
 @pytest.mark.ranks(2)
@@ -102,11 +103,9 @@ def test_buffers(ranks: Ranks) -> None:
             return (self.w * self.mean).sum()
 
     model: Any = pre_dp_module_transform(WithBuffers())
-    assert [(entry.names, entry.kind) for entry in bridge_plan(model).entries] == [
-        (("w",), "parameter"),
-        (("mean",), "buffer"),
-        (("secret",), "buffer"),
-    ]
+    surveyed = survey(model).bridgeable
+    kinds = {each.name: each.kind for each in surveyed}
+    assert kinds == {"w": "parameter", "mean": "buffer", "secret": "buffer"}
     for _ in range(2):
         model()
     buffers = dict(model.named_buffers())

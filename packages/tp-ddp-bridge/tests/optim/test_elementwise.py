@@ -10,7 +10,7 @@ import torch
 from bridge_cells import zero_optimizer
 from ranktest import Ranks
 from torch.distributed.tensor import DTensor
-from tp_ddp_bridge import PlanError, check_optimizer, pre_dp_module_transform, wrap_ddp
+from tp_ddp_bridge import PlanError, check_optimizer, clip_grad_norm_, pre_dp_module_transform, wrap_ddp
 
 
 def sharded(ranks: Ranks) -> Any:
@@ -181,3 +181,32 @@ def test_zero_over_tensor_parallel_ranks_raises_at_its_first_step(ranks: Ranks) 
     assert all(map(torch.equal, before, ddp.parameters()))
     zero_optimizer(ddp.parameters(), process_group=ddp.process_group).step()
     assert not any(map(torch.equal, before, ddp.parameters()))
+
+
+@pytest.mark.ranks(4)
+def test_torchs_clip_raises_at_the_step(ranks: Ranks) -> None:
+    # It scales by the norm of one rank's shards: replicated weights of tensor-parallel ranks would drift apart.
+    mesh = ranks.mesh((2, 2), ("dp", "tp"))
+    ways: list[Any] = [
+        (torch.nn.utils.clip_grad_norm_, 0.01, True),
+        (torch.nn.utils.clip_grad_norm_, 1e6, False),  # nothing is scaled
+        (clip_grad_norm_, 0.01, False),
+    ]
+    for clip, limit, is_refused in ways:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            model = models.parallelize_mlp(models.seeded(models.MLP).to(dtype), mesh["tp"])
+            ddp = wrap_ddp(model, mesh=mesh)
+            optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+            steps = 0
+            for step in range(5):
+                x, y = models.vectors(dtype=dtype).part(step, mesh["dp"].get_local_rank(), 2)
+                optimizer.zero_grad()
+                torch.autograd.backward(torch.nn.functional.mse_loss(ddp(x), y))
+                clip(ddp.parameters(), limit)
+                if is_refused:
+                    with pytest.raises(PlanError, match="gradients-differ"):
+                        optimizer.step()
+                    break
+                optimizer.step()
+                steps += 1
+            assert steps == (0 if is_refused else 5)

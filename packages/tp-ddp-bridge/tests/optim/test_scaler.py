@@ -10,7 +10,8 @@ import pytest
 import torch
 from ranktest import Ranks
 from torch import nn
-from tp_ddp_bridge import GradScaler, wrap_ddp
+from tp_ddp_bridge import GradScaler, Problem, wrap_ddp
+from tp_ddp_bridge import PlanError as OurError
 
 
 def scaled_step(model: Any, optimizer: torch.optim.Optimizer, scaler: Any, x: Any, y: Any, poison: str = "") -> None:
@@ -67,3 +68,20 @@ def test_nothing_is_sent_where_nothing_is_sharded(ranks: Ranks) -> None:
             x, y = models.vectors().part(0, 0, 1)
             scaled_step(model, optimizer, scaler, x, y)
     assert not log.events
+
+
+def test_an_error_of_another_package_is_raised_as_ours() -> None:
+    class PlanError(ValueError):
+        def __init__(self) -> None:
+            self.problems, self.summary = (Problem("parameter-replaced", "weight"),), ""
+
+    class Marked(nn.Parameter):
+        @property
+        def grad(self) -> Any:  # type: ignore[override]  # a property in place of the slot
+            raise PlanError
+
+    optimizer = torch.optim.SGD([Marked(torch.ones(2))], 0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(OurError, match="parameter-replaced"):
+        scaler.unscale_(optimizer)

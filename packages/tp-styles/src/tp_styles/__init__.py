@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tp_styles.__about__ import __version__
+from tp_styles.__about__ import __version__ as __version__
 from tp_styles._shared.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tp_styles.legacy.prepare import make_output_tensor as make_output_tensor
     from tp_styles.legacy.prepare import make_sharded_output_tensor as make_sharded_output_tensor
     from tp_styles.legacy.styles import PairwiseParallel as PairwiseParallel
-    from tp_styles.legacy.styles import PairwiseSequenceParallel as PairwiseSequenceParallel
     from tp_styles.parallelize import parallelize_module as parallelize_module
     from tp_styles.plan.planned import TPPlan as TPPlan
     from tp_styles.plan.planned import explain as explain
@@ -46,18 +45,11 @@ if TYPE_CHECKING:
     from tp_styles.styles.replicated import NoParallel as NoParallel
     from tp_styles.styles.replicated import SequenceParallel as SequenceParallel
     from tp_styles.styles.rowwise import RowwiseParallel as RowwiseParallel
+    from tp_styles.styles.tp_block import BlockParallel as BlockParallel
     from tp_styles.training.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tp_styles.training.state import full_state_dict as full_state_dict
-    from tp_styles.values.spec import ModuleInfo as ModuleInfo
-    from tp_styles.values.spec import ParameterInfo as ParameterInfo
-    from tp_styles.values.spec import ParameterSpec as ParameterSpec
-    from tp_styles.values.spec import Redistribution as Redistribution
-    from tp_styles.values.spec import StyleSpec as StyleSpec
-    from tp_styles.values.split import Section as Section
-    from tp_styles.values.split import Split as Split
 
 __all__ = [
-    "__version__",
     "ParallelStyle",
     "ColwiseParallel",
     "RowwiseParallel",
@@ -70,9 +62,9 @@ __all__ = [
     "MultiheadAttentionParallel",
     "TransformerLayerParallel",
     "LoRAParallel",
+    "BlockParallel",
     "NoParallel",
     "PairwiseParallel",
-    "PairwiseSequenceParallel",
     "make_input_replicate_1d",
     "make_input_reshard_replicate",
     "make_input_shard_1d",
@@ -98,13 +90,6 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "clip_grad_norm_",
     "tp_rng",
-    "Split",
-    "Section",
-    "ModuleInfo",
-    "ParameterInfo",
-    "ParameterSpec",
-    "Redistribution",
-    "StyleSpec",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -118,8 +103,9 @@ __getattr__, __dir__ = lazy_exports(
         "styles.gqa": ("GQAParallel",),
         "styles.mha": ("MultiheadAttentionParallel", "TransformerLayerParallel"),
         "styles.lora": ("LoRAParallel",),
+        "styles.tp_block": ("BlockParallel",),
         "styles.replicated": ("NoParallel", "SequenceParallel"),
-        "legacy.styles": ("PairwiseParallel", "PairwiseSequenceParallel"),
+        "legacy.styles": ("PairwiseParallel",),
         "legacy.prepare": (
             "make_input_replicate_1d",
             "make_input_reshard_replicate",
@@ -144,7 +130,5 @@ __getattr__, __dir__ = lazy_exports(
         "training.loss": ("vocab_parallel_cross_entropy",),
         "_shared.norms": ("clip_grad_norm_",),
         "runtime.rng": ("tp_rng",),
-        "values.split": ("Split", "Section"),
-        "values.spec": ("ModuleInfo", "ParameterInfo", "ParameterSpec", "Redistribution", "StyleSpec"),
     },
 )

@@ -6,8 +6,7 @@ Read against torch 2.13.0; the same names stand at the same places in 2.11.0.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,17 +31,12 @@ __all__ = [
     "all_gather_into",
     "current_mesh",
     "dispatch_modes",
-    "foreach_norms",
-    "foreach_scale",
     "functional_collectives",
     "gradient_like",
     "is_compiling",
     "is_fake",
     "is_transformed",
     "local_of",
-    "norms",
-    "outside_of_tracing",
-    "post_accumulate_hooks",
     "reduce_scatter_into",
     "tree_flatten",
     "tree_map",
@@ -53,10 +47,6 @@ __all__ = [
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A block in which subclasses of tensors are taken as plain ones."""
-
-
-norms = torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch._foreach_norm
-"""Functions that compute a norm of a tensor, or of each of several."""
 
 
 def all_gather_into(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -83,16 +73,6 @@ def current_mesh() -> DeviceMesh | None:
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 
-@contextmanager
-def outside_of_tracing() -> Iterator[None]:
-    """A block that the compiler runs on real values while it traces: within, nothing is being compiled."""
-    flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = flag
-
-
 def is_fake(tensor: torch.Tensor) -> bool:
     """True if a tensor has no values: fake, or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
@@ -105,12 +85,6 @@ def is_transformed() -> bool:
 
 # The local tensor itself, without autograd; no frame of Python, since each forward asks for every weight.
 local_of: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
-
-
-def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    """The table of hooks that run when a leaf's gradient has arrived; None before the first one."""
-    table: dict[int, Any] | None = tensor._post_accumulate_grad_hooks
-    return table
 
 
 class GradientDTensor(DTensor):
@@ -148,18 +122,8 @@ def gradient_like(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(GradientDTensor, local, spec, requires_grad=False)
 
 
-def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Norm of each tensor in one horizontal pass, computed and returned in ``dtype``."""
-    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
-
-
-def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply every tensor by ``factor`` in place, in one horizontal pass."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def replicate(module: Any, mesh: Any) -> None:
-    """Average the gradients of a module over a 1-D mesh, in place; parameters may be DTensors on another axis."""
+def replicate(module: Any, mesh: Any, ignored: set[Any]) -> None:
+    """Average gradients over a 1-D mesh, in place, but for ignored parameters; they may be DTensors on another axis."""
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 
-    torch_replicate(module, mesh=mesh)
+    torch_replicate(module, mesh=mesh, ignored_params=ignored or None)

@@ -17,10 +17,10 @@ from tp_styles.apply_steps import apply_steps, parameters_of
 from tp_styles.check.checker import Check
 from tp_styles.handle import TPHandle
 from tp_styles.plan.explain import comparable_lines
-from tp_styles.plan.planned import Plan, TPPlan, plan_module
+from tp_styles.plan.planned import Plan, Rest, TPPlan, plan_module
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.collectives import TPGroup
-from tp_styles.runtime.parameters import Mode, is_shard
+from tp_styles.runtime.parameters import is_shard
 
 CALL = "apply_plan"
 
@@ -30,10 +30,10 @@ def apply_plan(
     mesh: DeviceMesh,
     plan: Plan | TorchParallelStyle | TPPlan,
     *,
-    params: Mode = "dtensor",
     src_data_rank: int | None = 0,
     strict: bool = True,
     check: Check = "first",
+    rest: Rest = "plain",
 ) -> TPHandle:
     """Make a model tensor parallel over a 1-D mesh, in place: all of the plan, or an error and nothing changed.
 
@@ -41,8 +41,6 @@ def apply_plan(
         model: The model, with whole parameters on every rank; or on the meta device.
         mesh: 1-D mesh; a slice of a larger one, `mesh["tp"]`, too.
         plan: FQN pattern -> style, one style for the model, or what `plan_styles` returned for this model.
-        params: `"dtensor"`: parameters are DTensors. `"local"`: they are plain tensors that carry `_sharding_info`
-            (least host time). What a DTensor cannot say is local in either case.
         src_data_rank: Rank in the group whose values count; None takes each rank's own, which have to be equal where
             they are replicated.
         strict: A pattern that means no module is a problem.
@@ -51,6 +49,8 @@ def apply_plan(
             the ranks, and run each region between shards, and the model, twice more: sharded, and as the original on
             full weights; outputs and gradients that differ raise on every rank. `"always"`: every call; `"never"`: no
             comparison at all.
+        rest: `"plain"` leaves parameters without a style as they are. `"replicated"` makes DTensors of them: fused and
+            foreach optimizers, torch's gradient clipping and norms of one's own then see one kind of tensor.
 
     Returns:
         A handle with the plan, a report and `undo()`.
@@ -59,19 +59,19 @@ def apply_plan(
         PlanError: Everything that is wrong with the plan, before anything is changed. Ranks that had nothing against
             it raise, too, and name the rank that had.
     """
-    return apply_staged(model, mesh, plan, params, src_data_rank, strict=strict, check=check, is_staged=False)
+    return apply_staged(model, mesh, plan, src_data_rank, strict=strict, check=check, is_staged=False, rest=rest)
 
 
 def apply_staged(
     model: nn.Module,
     mesh: DeviceMesh,
     plan: Plan | TorchParallelStyle | TPPlan,
-    params: Mode,
     src_data_rank: int | None,
     *,
     strict: bool = True,
     check: Check = "first",
     is_staged: bool = True,
+    rest: Rest = "plain",
 ) -> TPHandle:
     """`apply_plan`; with `is_staged` also of a part of a model: shards may enter and leave it.
 
@@ -80,8 +80,8 @@ def apply_staged(
     check_mesh(mesh)
     axis = TPGroup(mesh)
     compares = check != "never" and not (is_staged and src_data_rank is None)
-    arguments = (f"params={params!r}", f"src_data_rank={src_data_rank!r}", f"check={check!r}")
-    decided, fault = _decided(model, plan, axis, params, src_data_rank, strict, check, is_staged)
+    arguments = (f"src_data_rank={src_data_rank!r}", f"check={check!r}", f"rest={rest!r}")
+    decided, fault = _decided(model, plan, axis, src_data_rank, strict, check, is_staged, rest)
     if compares:
         _compare(decided, arguments, model, axis, fault)
     elif fault is not None:
@@ -90,7 +90,6 @@ def apply_staged(
         model,
         decided,
         axis,
-        params,
         src_data_rank,
         check=check,
         compares=compares,
@@ -127,7 +126,7 @@ def apply_style(module: nn.Module, mesh: DeviceMesh, style: TorchParallelStyle, 
     Raises:
         PlanError: What speaks against it.
     """
-    apply_staged(module, mesh, style, "dtensor", src_data_rank)
+    apply_staged(module, mesh, style, src_data_rank)
     return module
 
 
@@ -160,18 +159,18 @@ def _decided(
     model: nn.Module,
     plan: Plan | TorchParallelStyle | TPPlan,
     axis: TPGroup,
-    params: Mode,
     src_data_rank: int | None,
     strict: bool,
     check: Check,
     is_staged: bool,
+    rest: Rest,
 ) -> tuple[TPPlan, Exception | None]:
     """The plan, and what speaks against it on this rank: nothing is raised before the others know."""
     decided = plan if isinstance(plan, TPPlan) else TPPlan(axis.size)
     try:
         if not isinstance(plan, TPPlan):
-            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged)
-        problems = tuple(_problems_of_the_call(decided, axis, params, src_data_rank, check))
+            decided = plan_module(model, plan, axis.size, strict=strict, is_staged=is_staged, rest=rest)
+        problems = tuple(_problems_of_the_call(decided, axis, src_data_rank, check, rest))
         TPPlan(decided.tp_size, problems=(*decided.problems, *problems)).raise_problems()
         _check_model(model, decided, axis, is_staged)
     except Exception as fault:
@@ -180,14 +179,14 @@ def _decided(
 
 
 def _problems_of_the_call(
-    plan: TPPlan, axis: TPGroup, params: Mode, src_data_rank: int | None, check: Check
+    plan: TPPlan, axis: TPGroup, src_data_rank: int | None, check: Check, rest: Rest
 ) -> Iterator[Problem]:
     if plan.tp_size != axis.size:
         yield Problem("mesh-mismatch", found=f"a plan for {plan.tp_size} ranks", hint=f"the mesh has {axis.size}")
-    if params not in ("dtensor", "local"):
-        yield Problem("invalid-argument", "params", found=repr(params), hint='"dtensor" or "local"')
     if check not in ("first", "always", "never"):
         yield Problem("invalid-argument", "check", found=repr(check), hint='"first", "always" or "never"')
+    if rest not in ("plain", "replicated"):
+        yield Problem("invalid-argument", "rest", found=repr(rest), hint='"plain" or "replicated"')
     if src_data_rank is not None and not 0 <= src_data_rank < axis.size:
         hint = f"a rank in the group, 0 to {axis.size - 1}; or None"
         yield Problem("invalid-argument", "src_data_rank", found=repr(src_data_rank), hint=hint)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tp_styles._shared.stale_parameters import current_parameter, is_stale
-from tp_styles.check.checker import Check, Checker, install_check, scopes_of
+from tp_styles.check.checker import Check, Checker, install_check, scopes_of, watch_registrations
 from tp_styles.check.runs import originals
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.problems import PlanError, Problem
@@ -19,7 +19,7 @@ from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.dropout import checked_modules, install_regions, regions_of
 from tp_styles.runtime.install import install_module
 from tp_styles.runtime.optimizer_checks import check_optimizers
-from tp_styles.runtime.parameters import Mode, ShardParameter, make_parameter
+from tp_styles.runtime.parameters import ShardParameter, make_parameter
 from tp_styles.runtime.state_hooks import (
     GlobalOnSave,
     LocalOnLoad,
@@ -27,7 +27,7 @@ from tp_styles.runtime.state_hooks import (
     ResetFullParameters,
 )
 from tp_styles.runtime.torch_styles import apply_torch_style
-from tp_styles.values.spec import ParameterSpec
+from tp_styles.values.spec import ParameterSpec, PerRank
 from tp_styles.values.split import Split
 
 
@@ -35,7 +35,6 @@ def apply_steps(
     model: nn.Module,
     plan: TPPlan,
     axis: TPGroup,
-    params: Mode,
     src_data_rank: int | None,
     *,
     check: Check,
@@ -49,7 +48,6 @@ def apply_steps(
         model: As `apply_plan`, and so the others.
         plan: What to do; it has no problems.
         axis: Over which ranks.
-        params: As `apply_plan`.
         src_data_rank: As `apply_plan`.
         check: As `apply_plan`.
         compares: Ranks compare values now.
@@ -61,7 +59,7 @@ def apply_steps(
     """
     modules = {found.name: model.get_submodule(found.name) for found in plan.modules}
     # Everything that communicates or may fail comes first; nothing of the model is changed by it.
-    made = _new_parameters(plan, modules, axis, params, src_data_rank, compares)
+    made = _new_parameters(plan, modules, axis, src_data_rank, compares)
     changes: list[ModuleChange] = []
     checker = None
     try:
@@ -82,19 +80,19 @@ def apply_steps(
         restore(changes)
         raise
     settle(model, changes)
+    watch_registrations()
     if check != "never":
         check_optimizers()
     return changes, checker
 
 
 def _new_parameters(
-    plan: TPPlan, modules: dict[str, nn.Module], axis: TPGroup, params: Mode, src_data_rank: int | None, compares: bool
+    plan: TPPlan, modules: dict[str, nn.Module], axis: TPGroup, src_data_rank: int | None, compares: bool
 ) -> dict[int, nn.Parameter]:
     """Original parameter (by id) -> this rank's part of it; tied ones once."""
     made: dict[int, nn.Parameter] = {}
     unequal: list[str] = []
     for found in plan.modules:
-        mode: Mode = "dtensor" if found.spec.compute == "dtensor" else params
         for name, original, spec in parameters_of(found, modules[found.name]):
             if id(original) in made:
                 continue
@@ -104,7 +102,7 @@ def _new_parameters(
             if compares and src_data_rank is None and spec.split.is_replicated and not original.is_meta:
                 same = _is_same_everywhere(original.detach(), axis)
                 unequal += [] if same else [found.info.where(name)]
-            made[id(original)] = make_parameter(original, spec, axis, mode, src_data_rank)
+            made[id(original)] = make_parameter(original, spec, axis, src_data_rank)
     if unequal:
         raise PlanError(
             Problem(
@@ -145,14 +143,25 @@ def _apply_own(
         change.parameters[attribute] = original
         change.splits[attribute] = spec.split
         change.module._parameters[attribute] = made[id(original)]
-    first = changes[""]
     for name, value in found.spec.attributes:
-        first.attributes[name] = getattr(module, name)
-        setattr(module, name, value.local_size(axis.rank, axis.size) if isinstance(value, Split) else value)
+        path, _, attribute = name.rpartition(".")
+        change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
+        before = change.attributes[attribute] = getattr(change.module, attribute)
+        if isinstance(value, Split):
+            value = value.local_size(axis.rank, axis.size)
+        setattr(change.module, attribute, before // axis.size if isinstance(value, PerRank) else value)
+    for name, dim in found.spec.buffers:
+        path, _, attribute = name.rpartition(".")
+        change = changes.setdefault(path, ModuleChange(module.get_submodule(path)))
+        buffer = change.module._buffers[attribute]
+        assert buffer is not None
+        change.attributes[attribute] = buffer
+        local = Split.along(dim, buffer.shape[dim]).take(buffer, axis.rank, axis.size)
+        change.module._buffers[attribute] = local
     for change in changes.values():
         if change.parameters:
             _keep(change)
-    first.removers += install_module(found, module, axis)
+    changes[""].removers += install_module(found, module, axis)
     return list(changes.values())
 
 

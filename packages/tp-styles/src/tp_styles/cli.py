@@ -7,10 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from html import escape
 from typing import Any
-
-from tp_styles._shared.page import page
 
 GOOD, PROBLEMS, USAGE = 0, 1, 2
 
@@ -40,7 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--num-tokens", type=int, help="tokens of one step; default: bytes per token")
     explain.add_argument("--name", help="only the modules at or below this FQN")
     explain.add_argument("--json", action="store_true", help="the plan as JSON")
-    explain.add_argument("--html", metavar="FILE", help="write the text as an HTML page")
     return parser
 
 
@@ -70,11 +66,7 @@ def _explain(model: Any, plan: Any, options: argparse.Namespace) -> int:
         print(f"tp-styles: {error}", file=sys.stderr)
         return PROBLEMS
     planned = plan_styles(module, styles, options.world_size)
-    text = planned.to_json() if options.json else planned.explain(options.name, num_tokens=options.num_tokens)
-    print(text)
-    if options.html:
-        with open(options.html, "w", encoding="utf-8") as file:
-            file.write(page("tp-styles", [f"<pre>{escape(text)}</pre>"]))
+    print(planned.to_json() if options.json else planned.explain(options.name, num_tokens=options.num_tokens))
     return PROBLEMS if planned.problems else GOOD
 
 

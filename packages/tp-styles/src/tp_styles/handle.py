@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from tp_styles._shared.consensus import assert_consistent
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._shared.stale_parameters import mark_stale
 from tp_styles.check.checker import Checker
-from tp_styles.check.compiled import compare_compiled
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import PlanError, Problem
 from tp_styles.runtime.changes import ModuleChange, take_back
@@ -42,35 +40,15 @@ class TPHandle:
         self._axis = axis
         self._changes = changes
         self._checker = checker
-        self._compiled: dict[str, None] = {}
 
     def report(self, path: str | None = None) -> str:
         """Return plan and checked calls as text; with `path` also write it there."""
         checked = self._checker.report() if self._checker is not None else []
-        text = "\n".join([self.plan.explain(), *checked, *self._compiled])
+        text = "\n".join([self.plan.explain(), *checked])
         if path is not None:
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
         return text
-
-    def check_compiled(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Compare a compiled call with the same call without the compiler; every rank calls it.
-
-        Both run on copies of the arguments, from one state of the generators: outputs, and where these need gradients
-        the gradients, with the tolerance of the check by execution. Model and generators stay as they are. A mode's
-        first call is checked against the original as well, as `apply_plan(check=...)` asks for.
-
-        Args:
-            compiled: What `torch.compile` returned for the model, or for a function that calls it; or the model, if it
-                or modules in it were compiled in place.
-            args: The call's arguments, and `kwargs` those by name.
-
-        Raises:
-            PlanError: Nothing is compiled.
-            CheckError: The calls differ, or one raises; on every rank.
-        """
-        checker = self._checker or Checker(self.model, self._axis, [], always=False, is_staged=False, may_leave=True)
-        self._compiled[compare_compiled(self.model, checker, compiled, args, kwargs)] = None
 
     def undo(self) -> nn.Module:
         """Give the model whole parameters (with the values and gradients they have now) and its own forwards again.

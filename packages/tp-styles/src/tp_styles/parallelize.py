@@ -39,7 +39,7 @@ def parallelize_module(
     mesh = None if device_mesh is None else one_dim(device_mesh, tp_mesh_dim)
     if parallelize_plan is None:
         if mesh is not None:  # another rank may have a plan
-            apply_staged(module, mesh, {}, "dtensor", src_data_rank)
+            apply_staged(module, mesh, {}, src_data_rank)
         warnings.warn("parallelize_module without a parallelize_plan changes nothing", stacklevel=2)
         return module
     if not is_style(parallelize_plan) and not isinstance(parallelize_plan, Mapping):
@@ -51,7 +51,7 @@ def parallelize_module(
         raise PlanError(
             Problem("missing-mesh", "device_mesh", found="None", hint="pass a mesh, or call it inside of `with mesh:`")
         )
-    apply_staged(module, mesh, parallelize_plan, "dtensor", src_data_rank)
+    apply_staged(module, mesh, parallelize_plan, src_data_rank)
     return module
 
 

@@ -35,7 +35,7 @@ class Job:
     ranks_argument: bool
     world_size: int
     seed: int
-    timeout_s: float
+    rest_s: float
     group_timeout_s: float
     filterwarnings: tuple[str, ...]
     folder: str

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ranktest import report, torchrun
+from ranktest import report, supervise, torchrun
 from ranktest.job import Job, Placement
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ _POOL = pytest.StashKey["Pool"]()
 _WORLD = pytest.StashKey["torchrun.World"]()
 _NOT_RUN = pytest.StashKey[list[tuple[str, str]]]()
 
-#: Default limit of a whole test, and of one collective, in seconds.
-TEST_TIMEOUT_S, GROUP_TIMEOUT_S = 180.0, 60.0
+#: A test is ended when its ranks have rested for so many seconds. `timeout=` asks for fewer.
+REST_S = 60.0
 
 
 # ---- options and markers
@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the markers; under torchrun join the other processes and leave the talking to rank 0."""
     config.addinivalue_line(
         "markers",
-        f"ranks(*world_sizes, timeout={TEST_TIMEOUT_S:.0f}): run the body on so many ranks; "
-        "several sizes make several tests",
+        f"ranks(*world_sizes, timeout={REST_S:.0f}): run the body on so many ranks; several sizes make several tests; "
+        "ranks that rest for timeout seconds hang",
     )
     config.addinivalue_line(
         "markers", "extra(*distributions): the test needs distributions beyond the package's own closure"
@@ -308,8 +308,8 @@ def _job(item: pytest.Function, folder: str) -> Job:
         ranks_argument="ranks" in names,
         world_size=world_size_of(item),
         seed=seed_of(item.nodeid),
-        timeout_s=float(marker.kwargs.get("timeout", TEST_TIMEOUT_S)),
-        group_timeout_s=GROUP_TIMEOUT_S,
+        rest_s=min(float(marker.kwargs.get("timeout", REST_S)), REST_S),
+        group_timeout_s=supervise.LIMIT_S,  # a collective waits for a busy rank as long as the test does
         filterwarnings=tuple(arg for mark in item.iter_markers("filterwarnings") for arg in reversed(mark.args)),
         folder=folder,
         tbstyle=str(item.config.getoption("tbstyle")),

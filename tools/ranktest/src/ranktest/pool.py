@@ -113,7 +113,7 @@ class Pool:
         start = time.monotonic()
         children = self._fork(job)
         folder = Path(job.folder)
-        supervise.watch(children, folder, job.timeout_s, self._reap)
+        supervise.watch(children, folder, job.rest_s, self._reap)
         report = Report([child.member for child in children], time.monotonic() - start, supervise.clear(folder))
         self.kept |= bool(report.kept)
         self.learnt = list(dict.fromkeys(name for o in report.outcomes for name in o.imported))

@@ -86,20 +86,6 @@ class Log:
         """Bytes this rank received from others."""
         return sum(event.bytes_received for event in self._events if op is None or event.op == op)
 
-    def summary(self) -> str:
-        """A table of op, group, calls and bytes."""
-        rows: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
-        for event in self._events:
-            row = rows.setdefault((event.op, event.group, event.ranks), [0, 0, 0])
-            row[0] += 1
-            row[1] += sum(event.bytes_sent)
-            row[2] += event.bytes_received
-        lines: list[tuple[str, ...]] = [("op", "group", "ranks", "calls", "bytes sent", "bytes received")]
-        lines += [(op, group, str(list(ranks)), *map(str, row)) for (op, group, ranks), row in rows.items()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-    # ---- listener
     def around(self, call: Call, execute: Execute) -> Any:
         """Note the call once it was accepted, then return what it returned."""
         event = describe(call)

@@ -1,4 +1,4 @@
-"""Watching forked ranks: collect what they answer, give the others 5 s after the first failure, dump the silent."""
+"""Watching forked ranks: collect answers, give the others 5 s after the first failure, dump those that hang."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from ranktest import process, wire
+from ranktest.activity import Rest
 from ranktest.job import Outcome
 
+#: How long a test may take, at work or not.
+LIMIT_S = 900.0
 #: How long the other ranks get after the first failure.
 GRACE_S = 5.0
 #: How long a silent rank gets to write its stack.
@@ -35,7 +38,7 @@ class Member:
     rank: int
     outcome: Outcome | None = None
     lost: bool = False  # closed its socket without an answer
-    silent: bool = False  # did not answer in time
+    silent: bool = False  # rested too long, or did not answer within the limit
     exit_code: int | None = None
     stack: str = ""
     output: str = ""
@@ -84,6 +87,12 @@ class Elsewhere(Protocol):
     def all_answered(self) -> bool:
         """Whether everyone has said so."""
 
+    def tell_busy(self) -> None:
+        """Say that one of ours is at work."""
+
+    def busy_count(self) -> int:
+        """A number that grows while any rank is at work."""
+
 
 class Nobody:
     """No other processes watch ranks of this job."""
@@ -102,14 +111,19 @@ class Nobody:
         """Yes."""
         return True
 
+    def tell_busy(self) -> None:
+        """To nobody."""
 
-def watch(
-    children: list[Child], folder: Path, timeout_s: float, reap: Reap, elsewhere: Elsewhere | None = None
-) -> None:
-    """See forked ranks through to their end; fills their `member`."""
+    def busy_count(self) -> int:
+        """None are elsewhere."""
+        return 0
+
+
+def watch(children: list[Child], folder: Path, rest_s: float, reap: Reap, elsewhere: Elsewhere | None = None) -> None:
+    """See forked ranks through to their end, `rest_s` after the last one was at work; fills their `member`."""
     elsewhere = elsewhere or Nobody()
     try:
-        _collect(children, time.monotonic() + timeout_s, elsewhere)
+        _collect(children, rest_s, elsewhere)
         _dump_silent(children)
         elsewhere.tell_answered()
         _stay(elsewhere)
@@ -119,17 +133,17 @@ def watch(
             _read(child.member, folder)
 
 
-def _collect(children: list[Child], deadline: float, elsewhere: Elsewhere) -> None:
-    failed = False
+def _collect(children: list[Child], rest_s: float, elsewhere: Elsewhere) -> None:
+    failed, deadline, rest = False, time.monotonic() + LIMIT_S, Rest(rest_s, elsewhere)
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.channel, selectors.EVENT_READ, child)
         while selector.get_map():
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or rest.is_over([key.data.pid for key in selector.get_map().values()]):
                 elsewhere.tell_failed()
                 return
-            for key, _ in selector.select(left if isinstance(elsewhere, Nobody) else POLL_S):
+            for key, _ in selector.select(min(left, rest.sample_s) if isinstance(elsewhere, Nobody) else POLL_S):
                 child = key.data
                 try:
                     child.member.outcome = wire.receive(child.channel)

@@ -108,7 +108,7 @@ class World:
         self.put(f"item/{self.num_items}/{self._next_message()}", ("job", prefix, job))
         start = time.monotonic()
         mine = self._be_part(prefix, job)
-        limit = job.timeout_s + 60
+        limit = supervise.LIMIT_S + 60
         others = [self.get(f"{prefix}/member/{rank}", limit) for rank in range(1, job.world_size)]
         return Report([mine, *others], time.monotonic() - start)
 
@@ -145,7 +145,7 @@ class World:
         job = replace(job, folder=str(folder))
         child = self._fork(prefix, job)
         elsewhere = _Others(self, prefix, job.world_size)
-        supervise.watch([child], folder, job.timeout_s, supervise.reap_own, elsewhere)
+        supervise.watch([child], folder, job.rest_s, supervise.reap_own, elsewhere)
         self.kept |= bool(supervise.clear(folder))
         if child.member.outcome is not None:
             body.learn(child.member.outcome.imported)
@@ -194,3 +194,9 @@ class _Others:
 
     def all_answered(self) -> bool:
         return bool(self.world.store.add(f"{self.prefix}/answered", 0) >= self.size)
+
+    def tell_busy(self) -> None:
+        self.world.store.add(f"{self.prefix}/busy", 1)
+
+    def busy_count(self) -> int:
+        return int(self.world.store.add(f"{self.prefix}/busy", 0))

@@ -38,6 +38,14 @@ def test_after_hangs(ranks: Ranks) -> None:
     assert ranks.gather(ranks.rank) == [0, 1]
 
 
+@pytest.mark.ranks(2, timeout=4)
+def test_works_long(ranks: Ranks) -> None:
+    end = time.monotonic() + 12
+    while ranks.rank == 1 and time.monotonic() < end:
+        pass
+    assert ranks.gather(ranks.rank) == [0, 1]
+
+
 @pytest.mark.ranks(2)
 def test_dies(ranks: Ranks) -> None:
     if ranks.rank == 1:

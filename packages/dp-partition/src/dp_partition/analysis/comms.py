@@ -11,7 +11,6 @@ from torch import fx
 
 from dp_partition._shared.page import human_bytes
 from dp_partition._torch_compat import pytree
-from dp_partition.analysis.formatting import shortened
 from dp_partition.capture.node_meta import kind_of, meta_of, phases_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import is_collective, is_op, is_wait, value_of
@@ -90,9 +89,6 @@ def carried_names(node: fx.Node, depth: int = 12) -> Iterable[str]:
     if name is not None:
         yield name
         return
-    if "carries" in meta_of(node):  # a bucket that gradients are computed in
-        yield from meta_of(node)["carries"]
-        return
     operator = str(node.target).split(".")[1] if is_op(node) else ""
     if operator in _PACKING and depth:
         sources = node.all_input_nodes if operator in ("cat", "_chunk_cat") else node.all_input_nodes[:1]
@@ -138,7 +134,8 @@ def explain_messages(messages: tuple[Message, ...], name: str) -> list[str]:
     for number, message in enumerate(messages):
         if name in message.carries:
             others = [other for other in message.carries if other != name]
-            along = f", with {shortened(others)}" if others else ""
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            along = f", with {', '.join(others[:3])}{more}" if others else ""
             which = f"  {message.kind} {number} of {len(messages)} in {message.phase}"
             lines.append(f"{which}: {human_bytes(message.whole_bytes)}{along}")
     return lines or ["  no collective carries it"]

@@ -84,23 +84,24 @@ class _Block:
     resident: bool = False
 
 
-def live_memory(graph: fx.Graph, *, late: bool = False) -> Memory:
-    """Follow every piece of memory through a graph with local values in ``meta["val"]``.
+def live_memory(graph: fx.Graph, *, late: bool = False, on_cpu: bool = True) -> Memory:
+    """Follow every block of memory through a graph with local values in ``meta["val"]``.
 
     Args:
         graph: A rank's graph.
+        on_cpu: Whether tensors of the CPU are to stay there: gloo, and packing on the CPU, then make copies.
         late: Whether the backend's copies are there until results are awaited, as where ranks are apart in time;
             else a collective is over when the next node runs.
     """
     nodes = list(graph.nodes)
-    blocks = _blocks(nodes, late)
+    blocks = _blocks(nodes, late, on_cpu)
     changes = {kind: [0] * (len(nodes) + 1) for kind in KINDS}
     for block in set(blocks.values()):
         changes[block.kind][0 if block.resident else block.born] += block.size
         changes[block.kind][len(nodes) if block.resident else min(block.last + 1, len(nodes))] -= block.size
     columns = [list(accumulate(changes[kind]))[: len(nodes)] for kind in KINDS]
     for position, node in enumerate(nodes):
-        if node.target is aten._chunk_cat.default:
+        if on_cpu and node.target is aten._chunk_cat.default:
             columns[KINDS.index("collectives")][position] += _padded_bytes(node)
     resident = [sum(b.size for b in set(blocks.values()) if b.resident and b.kind == kind) for kind in KINDS]
     live = tuple(zip(*columns, strict=True))
@@ -119,7 +120,7 @@ def _padded_bytes(node: fx.Node) -> int:
     return total
 
 
-def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:
+def _blocks(nodes: list[fx.Node], late: bool, on_cpu: bool) -> dict[Any, _Block]:
     positions = {node: position for position, node in enumerate(nodes)}
     blocks: dict[Any, _Block] = {}
     for position, node in enumerate(nodes):
@@ -141,7 +142,7 @@ def _blocks(nodes: list[fx.Node], late: bool) -> dict[Any, _Block]:
                     sent = blocks[storage_key(tensor)]
                     sent.last = max(sent.last, waited)
             kind, copied = _copied_bytes(node)
-            if copied:
+            if copied and on_cpu:
                 kept = late or kind == "reduce_scatter"
                 blocks[node] = _Block("collectives", copied, position, waited if kept else position)
     return blocks

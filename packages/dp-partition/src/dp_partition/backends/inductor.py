@@ -13,10 +13,8 @@ from torch.autograd.graph import increment_version
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import inductor_compile, inductor_problem
-from dp_partition.backends.scalars import hoist_scalars, unroll_foreach
 from dp_partition.backends.split import Piece, split
 from dp_partition.ops import base_name, is_collective, is_op
-from dp_partition.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,6 @@ class _Call:
     function: Callable[..., Any]
     boxed: bool  # takes a list that it may empty, so that what it has used up can go
     inputs: tuple[int, ...]
-    numbers: tuple[int, ...]
     outputs: tuple[int, ...]
     written: tuple[int, ...]  # compiled code does not count versions
     dead: tuple[int, ...]  # of no use afterwards
@@ -55,21 +52,20 @@ class Lowered:
         constants = [node for node in graph.nodes if node.op == "get_attr"]
         self._places = {node: place for place, node in enumerate([*inputs, *constants])}
         self._constants = [_attribute(module, str(node.target)) for node in constants]
-        self._device = next((n.meta["val"].device for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)), None)
         self._calls = self._link(pieces, functions)
 
     def _link(self, pieces: Sequence[Piece], functions: Sequence[Callable[..., Any]]) -> list[_Call]:
         last: dict[fx.Node, int] = {}
         for number, piece in enumerate(pieces):
-            for node in (*piece.inputs, *piece.numbers):
+            for node in piece.inputs:
                 last[node] = number
             for node in piece.outputs:
                 self._places[node] = len(self._places)
         calls = []
         for number, (piece, function) in enumerate(zip(pieces, functions, strict=True)):
-            inputs, numbers, outputs, written = (tuple(self._places[n] for n in part) for part in _parts(piece))
+            inputs, outputs, written = (tuple(self._places[n] for n in part) for part in _parts(piece))
             dead = tuple(self._places[n] for n, end in last.items() if end == number)
-            calls.append(_Call(function, piece.compiled, inputs, numbers, outputs, written, dead))
+            calls.append(_Call(function, piece.compiled, inputs, outputs, written, dead))
         return calls
 
     def __call__(self, *values: Any) -> Any:
@@ -79,8 +75,6 @@ class Lowered:
         result: Any = None
         for call in self._calls:
             given = [table[place] for place in call.inputs]
-            if call.numbers:
-                given.append(self._tensor([table[place] for place in call.numbers]))
             if call.written:
                 increment_version([table[place] for place in call.written])
             for place in call.dead:
@@ -90,12 +84,6 @@ class Lowered:
             for place, value in zip(call.outputs, result, strict=False):
                 table[place] = value
         return result
-
-    def _tensor(self, numbers: list[Any]) -> torch.Tensor:
-        if self._device is None or self._device.type == "cpu":
-            return torch.tensor(numbers, dtype=torch.float64)
-        pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
-        return pinned.to(self._device, non_blocking=True)
 
     def explain(self) -> str:
         """A line about what is compiled and what is not."""
@@ -107,7 +95,7 @@ class Lowered:
 
 
 def _parts(piece: Piece) -> tuple[list[fx.Node], ...]:
-    return piece.inputs, piece.numbers, piece.outputs, piece.written if piece.compiled else []
+    return piece.inputs, piece.outputs, piece.written if piece.compiled else []
 
 
 def check_inductor(device_type: str) -> None:
@@ -122,39 +110,27 @@ def check_inductor(device_type: str) -> None:
         raise PlanError(Problem("missing-dependency", "backend", found=" ".join(missing.split()), hint=hint))
 
 
-def lower(graph: fx.Graph, module: fx.GraphModule, name: str, progress: Progress) -> Lowered:
+def lower(graph: fx.Graph, module: fx.GraphModule, name: str) -> Lowered:
     """Lower a rank's graph, which is used up.
 
     Args:
         graph: It, with local values in ``meta["val"]``.
         module: Holds the tensors that it names.
         name: Name of the step, for errors.
-        progress: Is told how many pieces are compiled.
 
     Raises:
         PlanError: When inductor cannot compile a piece (code ``compile-failed``).
     """
-    unroll_foreach(graph)
-    hoist_scalars(graph)
     pieces = split(graph)
-    total, done = sum(piece.compiled for piece in pieces), 0
     functions = []
     for piece in pieces:
         body = fx.GraphModule(module, piece.graph)
-        if not piece.compiled:
-            functions.append(body.forward)
-            continue
-        progress.tell(done, total, "pieces")
-        functions.append(_compile(body, piece, name))
-        done += 1
+        functions.append(_compile(body, piece, name) if piece.compiled else body.forward)
     return Lowered(pieces, functions, graph, module)
 
 
 def _compile(body: fx.GraphModule, piece: Piece, name: str) -> Callable[..., Any]:
     examples = [node.meta["val"] for node in piece.inputs]
-    like = next(value for value in examples if isinstance(value, torch.Tensor))
-    if piece.numbers:
-        examples.append(like.new_empty(len(piece.numbers), dtype=torch.float64))
     wanted = {node.name: node.meta["val"] for node in piece.outputs}
     try:
         return as_traced(inductor_compile(body, examples), wanted)

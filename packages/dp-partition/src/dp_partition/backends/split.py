@@ -2,7 +2,7 @@
 
 Contract: pieces stand in the order of the graph, so collectives, random numbers and writes keep theirs. Only memory of
 its own passes from piece to piece: a view is made again in every piece that uses it, so that what a piece writes is
-never another input of it under another name. Numbers pass to a compiled piece in one float64 tensor.
+never another input of it under another name. The optimizer runs as it is, and so does what takes Python numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from dp_partition._torch_compat import storage_key
-from dp_partition.backends.scalars import is_number, numbers_of, takes_tensors, write
-from dp_partition.capture.node_meta import meta_of
-from dp_partition.ops import aten, is_collective, is_op, is_random, is_wait, mutated_inputs, viewed_input
+from dp_partition.capture.node_meta import kind_of, meta_of
+from dp_partition.ops import is_collective, is_op, is_random, is_wait, mutated_inputs, viewed_input
 
 LEAST = 2  # operators that a piece computes with; a smaller one is not worth compiling
 
@@ -31,7 +30,6 @@ class Piece:
         compiled: Whether inductor compiles it.
         nodes: Its nodes, views left out.
         inputs: The values it takes: tensors with memory of their own, and numbers where it is not compiled.
-        numbers: The numbers it takes as one tensor, where it is compiled.
         outputs: The values that later pieces use.
         written: The inputs whose memory it writes.
         graph: What it does, as a graph of its own.
@@ -40,7 +38,6 @@ class Piece:
     compiled: bool
     nodes: list[fx.Node]
     inputs: list[fx.Node] = field(default_factory=list)
-    numbers: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
     written: list[fx.Node] = field(default_factory=list)
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -105,13 +102,23 @@ def is_compiled(node: fx.Node) -> bool:
     if not is_op(node):
         return node.target is operator.getitem and is_compiled(node.all_input_nodes[0])
     target: Any = node.target
-    if "phase" not in meta_of(node):
-        return False  # packs or unpacks: one copy each, which compiled takes as long and is long to compile
-    if is_collective(node) or is_wait(node) or is_random(node) or is_number(node):
+    # Packing belongs to no phase: one copy each, which compiled takes as long and is long to compile.
+    if meta_of(node).get("phase") not in ("forward", "backward"):
         return False
-    if target.namespace not in ("aten", "prims") or target._schema.name.startswith("aten::_fused_"):
+    if is_collective(node) or is_wait(node) or is_random(node) or target.namespace not in ("aten", "prims"):
         return False
-    return not numbers_of(node) or takes_tensors(node)
+    # Numbers change from step to step (a learning rate, a size): compiled code would hold the first one.
+    return not any(map(_is_number, (node, *node.all_input_nodes)))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Return whether the node's value is a Python number."""
+    if node.op == "placeholder":
+        return kind_of(node) == "hyper"
+    return node.op == "call_function" and isinstance(node.meta.get("val"), _NUMBERS)
+
+
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _join(pieces: list[Piece]) -> list[Piece]:
@@ -127,11 +134,9 @@ def _join(pieces: list[Piece]) -> list[Piece]:
 
 
 def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
-    """Fill the piece's inputs, numbers and graph."""
+    """Fill the piece's inputs and graph."""
     inside = set(piece.nodes)
-    needed = list(_needed(piece, inside, views))
-    piece.inputs = [node for node in needed if not (piece.compiled and is_number(node))]
-    piece.numbers = [node for node in needed if piece.compiled and is_number(node)]
+    piece.inputs = list(_needed(piece, inside, views))
     owners = {_owner(source, views) for node in piece.nodes for source in mutated_inputs(node)}
     piece.written = [node for node in piece.inputs if node in owners]
     graph = piece.graph
@@ -139,8 +144,6 @@ def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
     for node in piece.inputs:
         copies[node] = graph.placeholder(f"in_{node.name}")
         copies[node].meta["val"] = node.meta.get("val")
-    vector = graph.placeholder("numbers") if piece.numbers else None
-    elements: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def copied(argument: Any) -> Any:
         return fx.map_arg(argument, made)
@@ -152,19 +155,9 @@ def _write_graph(piece: Piece, views: set[fx.Node]) -> None:
             )
         return copies[node]
 
-    def number(argument: Any, dtype: torch.dtype) -> Any:
-        if not (isinstance(argument, fx.Node) and is_number(argument)):
-            return copied(argument)
-        if (argument, dtype) not in elements:
-            one = graph.call_function(aten.select.int, (vector, 0, piece.numbers.index(argument)))
-            elements[argument, dtype] = graph.call_function(aten._to_copy.default, (one,), {"dtype": dtype})
-        return elements[argument, dtype]
-
     for node in piece.nodes:
         if node.op == "output":
             graph.output(copied(node.args[0]))
-        elif piece.compiled and numbers_of(node):
-            copies[node] = write(graph, node, node.args, dict(node.kwargs), number)
         else:
             made(node)
 
@@ -201,7 +194,6 @@ def _connect(pieces: list[Piece]) -> None:
     for piece in reversed(pieces):
         piece.outputs = [node for node in piece.nodes if node in wanted]
         wanted.update(piece.inputs)
-        wanted.update(piece.numbers)
         if piece.nodes[-1].op != "output":
             by_name = {node.name: node for node in piece.graph.nodes}
             piece.graph.output([by_name[node.name] for node in piece.outputs])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import pytree
-from dp_partition.capture.fingerprint import fingerprint
+from dp_partition.capture.fingerprint import fingerprint, is_array
 
 _PLAIN_TYPES = (
     torch.Tensor, nn.Module, Optimizer, torch.Generator, type, bool, int, float, complex, str, bytes, type(None)
@@ -129,6 +129,9 @@ def _open_leaves(name: str, leaves: list[Any], spec: Any) -> Any:
 def _open(name: str, leaf: Any) -> Any:
     if isinstance(leaf, _PLAIN_TYPES):
         return leaf
+    if is_array(leaf):
+        hint = "pass torch.as_tensor(array)"
+        raise PlanError(Problem("unsupported-argument", name, found=f"a {type(leaf).__name__}", hint=hint))
     if isinstance(leaf, Iterator):
         hint = "call next() outside, and pass what it gives"
         found = f"{type(leaf).__name__}: the step would take its next value once, while it is traced"

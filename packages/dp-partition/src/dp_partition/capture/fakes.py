@@ -18,7 +18,7 @@ from dp_partition._shared.stale_parameters import StaleParameter, is_stale, mark
 from dp_partition._torch_compat import FakeTensorMode, pytree, storage_key, symbolic_scalar
 from dp_partition.capture.hyperparameters import Hyperparameter, read_optimizers
 from dp_partition.capture.lengths import Sizes, marked_dims, symbolic_fake
-from dp_partition.capture.state import StepState, has_state, initial_state
+from dp_partition.capture.state import StepState, choose_foreach, has_state, initial_state
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,11 @@ def _install_optimizer(
         if owner == number and entries:
             state[fakes.params[fqn]] = dict(entries)
     optimizer.state = state
-    for index, group in enumerate(optimizer.param_groups):
+    for group in optimizer.param_groups:
         stack.callback(group.update, dict(group))
+    choose_foreach(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
         group["params"] = [fakes.params[fqn_of[id(param)]] for param in group["params"]]
-        on_gpu = all(param.device.type == "cuda" for param in group["params"])
-        if on_gpu and group.get("foreach") is None and not group.get("fused") and "foreach" in group:
-            group["foreach"] = True  # what eager mode chooses there; it does not recognise fake tensors
         for hyper, scalar in fakes.hyperparameters.items():
             if (hyper.optimizer, hyper.group) != (number, index):
                 continue

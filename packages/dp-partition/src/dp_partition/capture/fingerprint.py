@@ -41,7 +41,6 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, f
 _BY_IDENTITY = (torch.Tensor, *_FUNCTIONS)
 _NO_SETTINGS = (torch.Tensor, Optimizer, types.ModuleType, type, *_FUNCTIONS)
 _DEPTH = 8
-_MOST_BYTES = 1 << 20  # of an array that every call reads
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
@@ -78,7 +77,7 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
         if kind in PLAIN_TYPES or isinstance(value, PLAIN):
             tokens.append(value)
             continue
-        if isinstance(value, _BY_IDENTITY):
+        if isinstance(value, _BY_IDENTITY) or is_array(value):
             tokens.append(ById(value))
             if isinstance(value, functools.partial) and depth:
                 stack += [(value.keywords, depth - 1), (value.args, depth - 1)]
@@ -100,12 +99,10 @@ def fingerprint(values: Iterable[Any], names: Collection[str] | None = None) -> 
         elif isinstance(value, set | frozenset):
             tokens.append(frozenset([one if isinstance(one, PLAIN) else _key_token(one) for one in value]))
         elif _is_settings(value):
-            attributes = _attributes(value)
+            attributes = vars(value)
             counted = [key for key in attributes if names is None or key in names]
             tokens += counted
             members = [attributes[key] for key in counted]
-        else:
-            tokens.append(_by_value(value))
         tokens.append(len(members))
         stack += [(one, depth - 1) for one in reversed(members)]
     return tuple(tokens)
@@ -116,47 +113,23 @@ def _key_token(key: Any) -> Any:
     return tuple(map(_key_token, key)) if isinstance(key, tuple) else key if isinstance(key, PLAIN) else type(key)
 
 
+def is_array(value: Any) -> bool:
+    """Return whether the value is an array of NumPy, or of a library that lends its memory in the same way."""
+    return hasattr(type(value), "__array_interface__")
+
+
 def _is_settings(value: Any) -> bool:
     """Return whether the value is like a dataclass, a namespace, a model's config or a loss."""
     if isinstance(value, nn.Module):
         return True
     if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
         return False
-    # Slots of what is hashed by value hold caches as well: it counts as a whole.
-    return hasattr(value, "__dict__") or (hasattr(type(value), "__slots__") and not _hashes_by_value(value))
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots too."""
-    slots = [key for kind in type(value).__mro__ for key in _names(vars(kind).get("__slots__", ()))]
-    return getattr(value, "__dict__", {}) | {key: getattr(value, key) for key in slots if hasattr(value, key)}
-
-
-def _names(slots: Any) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def _hashes_by_value(value: Any) -> bool:
-    return getattr(type(value), "__hash__", None) not in (None, object.__hash__)
-
-
-def _by_value(value: Any) -> Any:
-    """A fraction or a date itself, and the bytes of an array; None for other objects."""
-    if isinstance(value, _NO_SETTINGS) or type(value).__module__.startswith(("torch", "dp_partition.")):
-        return None
-    if hasattr(value, "tobytes") and hasattr(value, "nbytes"):
-        geometry = str(getattr(value, "dtype", "")), getattr(value, "shape", ())
-        return *geometry, hash(value.tobytes()) if value.nbytes <= _MOST_BYTES else None
-    try:
-        return (hash(value), value)[1] if _hashes_by_value(value) else None
-    except TypeError:  # a tuple in it holds a list, say
-        return None
+    return hasattr(value, "__dict__")
 
 
 def _counts(value: Any) -> bool:
     """Return whether a fingerprint holds more of the value than its type."""
-    known = isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or _is_settings(value)
-    return known or _by_value(value) is not None
+    return isinstance(value, (*PLAIN, *_CONTAINERS, *_BY_IDENTITY)) or is_array(value) or _is_settings(value)
 
 
 class FunctionReads:

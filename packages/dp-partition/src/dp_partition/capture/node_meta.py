@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from torch import fx
     from torch.distributed.tensor import Placement
 
@@ -29,7 +28,6 @@ class NodeMeta(TypedDict, total=False):
         val: The fake value, as torch's own passes keep it.
         input: What a placeholder is.
         phase: In which part of the step a node runs; packing and unpacking of buckets belong to none.
-        traced_as: The node's name in the trace, which copies of it keep.
         gradient: Name of the parameter whose gradient the node is, once tags are gone; empty: of one without a name.
         mean_gradient: The same, for the mean over micro-batches.
         reads: Which of a node's leaves are averaged gradients that no node before it reads: place, name, placement.
@@ -39,14 +37,12 @@ class NodeMeta(TypedDict, total=False):
         gather_again: The parameter's full copy is let go of after forward.
         agrees: The copy that puts rank 0's random numbers in place.
         ranks: Among how many ranks a collective is, where that is not the graph's own axis.
-        packs: Sizes of the flat gradients that the node packs, and a tensor like them.
-        carries: Names of the parameters whose gradients are computed in a bucket.
+        packs: Whether the node packs flat gradients for a reduction in place.
     """
 
     val: Any
     input: Input
     phase: Phase
-    traced_as: str
     gradient: str
     mean_gradient: str
     reads: Sequence[tuple[int, str, Placement]]
@@ -56,8 +52,7 @@ class NodeMeta(TypedDict, total=False):
     gather_again: bool
     agrees: bool
     ranks: int
-    packs: tuple[list[int], torch.Tensor]
-    carries: list[str]
+    packs: bool
 
 
 def meta_of(node: fx.Node) -> NodeMeta:

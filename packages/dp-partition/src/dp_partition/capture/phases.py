@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_partition._torch_compat import current_trace_nodes
 from dp_partition.capture.node_meta import meta_of
-from dp_partition.capture.updates import shared_updates
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Phases:
                 timed = self._timed(getattr(torch.autograd, name), calls)
                 stack.enter_context(patch.object(torch.autograd, name, timed))
             for optimizer in optimizers:
-                step = self._timed(shared_updates(optimizer), self.optimizer, type(optimizer).__name__)
+                step = self._timed(optimizer.step, self.optimizer, type(optimizer).__name__)
                 stack.enter_context(patch.object(optimizer, "step", step))
             owners: list[Any] = [*optimizers, *modules]
             for owner in owners:
@@ -73,11 +72,10 @@ class Phases:
 
 
 def mark_phases(nodes: list[fx.Node], phases: Phases) -> None:
-    """Write phase and name on the nodes of a graph: what follows the last backward pass is the optimizer's."""
+    """Write the phase on the nodes of a graph: what follows the last backward pass is the optimizer's."""
     backward = frozenset[str]().union(*phases.backward, *phases.grads)
     last = max((position for position, node in enumerate(nodes) if node.name in backward), default=len(nodes))
     for position, node in enumerate(nodes):
-        meta_of(node)["traced_as"] = node.name  # copies of the node keep it
         if node.name in backward:
             meta_of(node)["phase"] = "backward"
         else:

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import torch
 
+from dp_partition._shared.execution_check import is_random
 from dp_partition._shared.problems import PlanError, Problem
 from dp_partition._torch_compat import TorchDispatchMode, pytree
-from dp_partition.ops import draws
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ class RandomReplay(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func, args, kwargs) or kwargs.get("generator") is not None:
+        if not is_random(func, args, kwargs) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         device = _device(args, kwargs)
         known, position = self.drawn[device], self.position[device]

@@ -114,8 +114,14 @@ def index_tensors(step_state: StepState) -> None:
 
 def _check_optimizers(step_state: StepState) -> None:
     known = {id(param) for param in step_state.params.values()}
-    problems = []
+    problems = keyless_state(step_state.optimizers)
     for number, optimizer in enumerate(step_state.optimizers):
+        inner = [key for key, value in vars(optimizer).items() if isinstance(value, Optimizer)]
+        if inner:
+            # Its state would be rebound to no placed parameter, and start anew in each call.
+            found = f"{type(optimizer).__name__} holds another optimizer, as {inner[0]}"
+            hint = "pass the inner optimizer to the step, and write there what the outer one does around it"
+            problems.append(Problem("not-traceable", f"optimizer {number}", found=found, hint=hint))
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if id(param) not in known:
@@ -129,6 +135,31 @@ def _check_optimizers(step_state: StepState) -> None:
                     )
     if problems:
         raise PlanError(problems)
+
+
+def choose_foreach(optimizer: Optimizer) -> None:
+    """Update all parameters of a group at once where the caller has not chosen: half the nodes of a loop."""
+    for group in optimizer.param_groups:
+        # A parameter that a step unfreezes gets its state inside the trace: its count is a constant there, which
+        # multi-tensor updates leave at zero.
+        is_open = "foreach" in group and group["foreach"] is None and all(p.requires_grad for p in group["params"])
+        if is_open and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True
+
+
+def keyless_state(optimizers: list[Optimizer]) -> list[Problem]:
+    """Return a problem for each optimizer that keeps state under a key that is no parameter: a graph would lose it."""
+    hint = "keep it in the state of a parameter, self.state[p], or in a buffer of the model"
+    return [
+        Problem("python-state", f"optimizer {number}", found=f"{type(optimizer).__name__}.state[{key!r}]", hint=hint)
+        for number, optimizer in enumerate(optimizers)
+        for key in map(_any, optimizer.state)
+        if not isinstance(key, torch.Tensor)
+    ]
+
+
+def _any(key: Any) -> Any:
+    return key  # torch types keys as tensors; optimizers of one's own use strings and indices
 
 
 def has_state(state: dict[Any, Any] | None) -> TypeGuard[dict[Any, Any]]:

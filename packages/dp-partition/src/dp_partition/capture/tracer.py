@@ -21,13 +21,14 @@ from dp_partition._torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    latest_trace_nodes,
     make_fx,
     new_fake_mode,
     pytree,
     storage_key,
     trace_options,
+    without_modes,
     without_onednn,
+    without_validation,
 )
 from dp_partition.capture.fakes import Input, check_memory, flatten_inputs, installed, make_fakes
 from dp_partition.capture.fingerprint import attributes_restored
@@ -37,8 +38,7 @@ from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.outputs import Output, Returned, collect_outputs
 from dp_partition.capture.phases import TAG_GRAD, Phases, gradients_tagging, mark_phases
 from dp_partition.capture.random_replay import RandomReplay
-from dp_partition.capture.state import StepState
-from dp_partition.capture.updates import repeat_updates
+from dp_partition.capture.state import StepState, keyless_state
 
 
 @dataclass
@@ -104,6 +104,7 @@ class _Tracing:
         inputs: What each input of the graph is.
         flat: The fake tensors in the order of the inputs.
         phases: Which operators are forward, backward and optimizer.
+        written: Real tensors that the step writes: those that it reaches past its arguments.
         returned: What the step returned.
         symbols: The symbols of its hyperparameters.
         modes: Modes of modules that it changed.
@@ -131,6 +132,7 @@ class _Tracing:
         )
         self.inputs, self.flat = flatten_inputs(self.fakes)
         self.phases = Phases()
+        self.written = _WrittenTensors()
 
     @property
     def name(self) -> str:
@@ -140,8 +142,12 @@ class _Tracing:
     def record(self) -> fx.GraphModule:
         """Run the step on the fakes, and record it."""
         restored, no_draws = attributes_restored(self.step_state.modules), _no_other_draws(self.name)
-        with restored, no_draws, self.mode, _without_recurrent_kernels(self.step_state), _without_cast_cache():
-            module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
+        kernels, casts = _without_recurrent_kernels(self.step_state), _without_cast_cache()
+        with restored, no_draws, self.mode, kernels, casts, without_validation():
+            try:
+                module: fx.GraphModule = make_fx(self.body, **trace_options())(*self.flat)
+            finally:
+                self.written.restore()
         return module
 
     def body(self, *tensors: Any) -> list[Any]:
@@ -153,9 +159,11 @@ class _Tracing:
             tagging, unchanged = gradients_tagging(dict(self.fakes.params)), param_groups_unchanged(optimizers)
             memory = [(t.untyped_storage(), storage_key(t)) for t in self.flat]  # held: no key comes again
             modes = [(part, part.training) for module in modules for part in module.modules()]
-            with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed():
+            with tagging, torch.enable_grad(), unchanged, RandomReplay(self.name).installed(), self.written:
                 result = self.function(*args, **kwargs)
             check_memory(self.inputs, self.flat, memory)
+            if lost := keyless_state(optimizers):
+                raise PlanError(lost, "an optimizer keeps state under keys that are no parameters")
             self.modes = [(part, part.training) for part, mode in modes if part.training != mode]
             values, self.returned = collect_outputs(result, self.step_state, self.fakes, self.phases)
         return values
@@ -171,6 +179,31 @@ class _Tracing:
         """The conditions on hyperparameters that were decided so far."""
         shape_env: Any = self.mode.shape_env
         return [guard.expr for guard in shape_env.guards]
+
+
+class _WrittenTensors(TorchDispatchMode):
+    """Keeps the values of real tensors that a trace is about to write: its graph writes them again in each call.
+
+    Such tensors are reached past the arguments, in a closure or an attribute, so no fake stands in their place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for one in pytree.tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor) and id(one) not in self.values:
+                    with without_modes():
+                        self.values[id(one)] = one, one.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def restore(self) -> None:
+        """Put back what was written."""
+        with without_modes(), torch.no_grad():
+            for tensor, value in self.values.values():
+                tensor.detach().copy_(value)
 
 
 def trace_step(
@@ -218,7 +251,6 @@ def trace_step(
     if capture.sizes:
         erase_full_slices(module.graph)
         use_first_sizes(module.graph, tracing.mode)
-    tracing.phases.optimizer.append(repeat_updates(module.graph))
     mark_phases(list(module.graph.nodes), tracing.phases)
     module.graph.set_codegen(fx.graph.CodeGen())
     _name_placeholders(module, capture.inputs)
@@ -270,7 +302,7 @@ def _no_other_draws(name: str) -> Iterator[None]:
         torch.set_rng_state(before[2])
         if numpy is not None:
             numpy.random.set_state(before[1])
-    hint = "draw with torch in the step (rng= selects the stream), or pass the number in a tensor"
+    hint = "draw with torch in the step, or pass the number in a tensor"
     problems = [
         Problem("random-replay", name, found=f"the step uses {what}, once and for all", hint=hint)
         for what, used in touched.items()
@@ -329,46 +361,6 @@ def user_line(error: BaseException) -> str:
     lines = [one for one in lines if "site-packages" in one.filename or not one.filename.startswith(between[2])]
     lines = [one for one in lines if not one.filename.startswith(between[:2])]
     return f" (at {lines[-1].filename}:{lines[-1].lineno}, {lines[-1].line!r})" if lines else ""
-
-
-class _ReachedError(BaseException):
-    """A trace has recorded the node that it was to come to. No `Exception`: the step must not catch it."""
-
-
-class _StopAt(TorchDispatchMode):
-    """Ends a trace where it has recorded a node: the traceback then leads to the line that made it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.name = name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.name in latest_trace_nodes():
-            raise _ReachedError
-        return result
-
-
-def line_of_node(
-    name: str,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    step_state: StepState,
-    batch_of: Callable[[torch.Tensor], tuple[int, ...]] | None,
-    marked: tuple[int, ...],
-) -> str:
-    """Return the line of the step that made a node, as text; the step is traced once more, up to there."""
-
-    def stopping(*args: Any, **kwargs: Any) -> Any:
-        with _StopAt(name):
-            return function(*args, **kwargs)
-
-    try:
-        _Tracing(stopping, (args, kwargs), step_state, batch_of, None, marked).record()
-    except _ReachedError as reached:
-        return user_line(reached)
-    return ""
 
 
 def _groups(step_state: StepState) -> dict[str, tuple[int, int]]:

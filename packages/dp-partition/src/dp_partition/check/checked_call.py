@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dp_partition._shared.consensus import all_gather_objects
+from dp_partition._shared.execution_check import RandomState
 from dp_partition._shared.problems import PlanError, Problem
-from dp_partition._torch_compat import FakeTensor, global_modes
+from dp_partition._torch_compat import FakeTensor, global_modes, pytree
 from dp_partition.capture.arguments import CallArguments
 from dp_partition.capture.hyperparameters import read_optimizers
 from dp_partition.check.copying import CannotCopyError, Transform, check_bytes
@@ -50,7 +51,6 @@ from dp_partition.check.verdict import (
 from dp_partition.mesh import all_groups
 from dp_partition.ops import is_collective
 from dp_partition.runtime.program import Program
-from dp_partition.runtime.rng import RandomState
 from dp_partition.runtime.rollback import Snapshot, live_tensors
 from dp_partition.runtime.state import Binding, local_tensor
 
@@ -95,7 +95,8 @@ class CheckedCall:
             return self.unchecked(reason)
         try:
             self.before = Snapshot(self.binding, self.arguments)
-            self.random = RandomState(self.arguments, self.runner.stream)
+            self.constants = [(t, t.detach().clone()) for t in self.program.constants()]
+            self.random = self.random_state()
             copied, reason = self.copy(), ""
         except CannotCopyError as error:
             copied, reason = None, f"cannot copy {error}"
@@ -103,17 +104,24 @@ class CheckedCall:
             if not is_out_of_memory(error):
                 raise
             copied, reason = None, "out of memory"
-        reason = next(filter(None, self.gather(reason)), "")
-        if copied is None or reason:
-            return self.unchecked(reason)
+        reasons = [(rank, text) for rank, text in enumerate(self.gather(reason)) if text]
+        uncopied = [f"rank {rank}: {text}" for rank, text in reasons if text.startswith("cannot copy")]
+        if uncopied:
+            # A generator's first batch, say, would be used for ever, and no check would ever see it.
+            self.advance(again=True)
+            hint = "pass it to the step as an argument, or its value; check='never' runs the graph without any check"
+            problem = Problem("check-error", self.runner.name, found="; ".join(uncopied)[:600], hint=hint)
+            raise CheckMismatch([problem], "the step cannot be compared with its eager run")
+        if copied is None or reasons:
+            return self.unchecked(reasons[0][1])
         result = self.graph_run(self.gradients)
-        after = RandomState(self.arguments, self.runner.stream)
+        after = self.random_state()
         try:
             versions, modes = self.versions(), global_modes()
             self.random.restore()
             ended = self.reference(copied)
             del copied
-            drawn = RandomState(self.arguments, self.runner.stream)
+            drawn = self.random_state()
             after.restore()
             if ended.outcome is not None and modes != global_modes():
                 torch.set_grad_enabled(modes[0])
@@ -164,7 +172,7 @@ class CheckedCall:
     def judged(self, found: list[Difference], reference: Outcome | None) -> list[Difference]:
         """Leave out what right results differ by as well."""
         noise = dict.fromkeys((one.name for one in found), 0.0)
-        post, after = Snapshot(self.binding, self.arguments), RandomState(self.arguments, self.runner.stream)
+        post, after = Snapshot(self.binding, self.arguments), self.random_state()
         recorder = Recorder()
         self.variation(None, recorder)
         modes: list[tuple[Transform, Any]] = [(to_double, InDouble(recorder.recording))]
@@ -211,7 +219,7 @@ class CheckedCall:
         """Raise on every rank if any rank found a difference."""
         rows = self.gather([(one.name, str(one), one.noise) for one in found[:8]])
         problems: list[Problem] = []
-        hint = "dp_partition.verify(step, ...) names the node; check='never' trains on without this check"
+        hint = "report it with the step; check='never' trains on without this check"
         for rank, row in enumerate(rows):
             for name, text, noise in row:
                 if all(name != known.name for known in problems):
@@ -230,6 +238,9 @@ class CheckedCall:
     def roll_back(self) -> None:
         """Everything as before the call, and the next call is checked again."""
         self.before.restore()
+        with torch.no_grad():
+            for tensor, value in self.constants:
+                tensor.copy_(value)
         self.random.restore()
         self.advance(again=True)
 
@@ -254,7 +265,8 @@ class CheckedCall:
         """Run a copy of the step."""
         settings, placements = self.runner.settings, self.program.gradient_placements()
         wanted = {name: placements[name] for name in self.gradients}
-        return run_reference(copied, self.binding, settings, self.runner.stream, wanted)
+        averages = bool(self.program.capture.gradients)
+        return run_reference(copied, self.binding, settings, averages, wanted)
 
     def graph_run(self, gradients: dict[str, torch.Tensor] | None = None) -> Any:
         """Run the graph; a failure is the step's own, and leaves the schedule going."""
@@ -292,6 +304,10 @@ class CheckedCall:
     def versions(self) -> list[int]:
         """Version counters of all live tensors: each write of a shadow to one of them shows."""
         return [local_tensor(t.detach())._version for _, _, _, t in live_tensors(self.binding, self.arguments)]
+
+    def random_state(self) -> RandomState:
+        """Return the state of all generators that the step may draw from."""
+        return RandomState(g for g in pytree.tree_leaves(self.arguments) if isinstance(g, torch.Generator))
 
     def advance(self, *, again: bool = False, unseen: bool = False) -> None:
         """Choose the next call to check, unless this rank alone checks one that is not due."""
@@ -334,7 +350,7 @@ class CheckedCall:
         """Show in the plan that this call was not checked; warn once for each reason."""
         if reason not in self.runner.unchecked:
             self.runner.unchecked.append(reason)
-            if "memory" in reason or reason.startswith("cannot copy"):
+            if "memory" in reason:
                 warnings.warn(f"{self.runner.name} is not checked against its eager run: {reason}", stacklevel=2)
 
 
@@ -354,13 +370,12 @@ def _is_fake(group: Any) -> bool:
     return any("fake" in str(group._get_backend(device).name()).lower() for device in group._device_types)
 
 
-LAST = 1024
 IN_A_ROW = 8
 NEVER = 0
 
 
 class CheckSchedule:
-    """Call numbers to check: 1, 2, then one drawn from each [2^k, 2^(k+1)) up to 1,024.
+    """Call numbers to check: 1, 2, then one drawn from each [2^k, 2^(k+1)), for ever.
 
     Drawn numbers and not powers of two: those would never meet ``step % 10``.
 
@@ -394,7 +409,7 @@ class CheckSchedule:
         self.in_a_row = self.in_a_row + 1 if unseen and self.in_a_row < IN_A_ROW else 0
         if again or done == 1 or self.in_a_row:
             self.next = done + 1
-        elif self.mode == "first" or done >= LAST // 2:
+        elif self.mode == "first":
             self.next = NEVER
         else:
             self.next = self._drawn(max(2, done.bit_length()))

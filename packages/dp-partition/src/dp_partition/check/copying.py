@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import pickle
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -38,6 +40,15 @@ _SHARED = (
     DeviceMesh,
     dist.ProcessGroup,
     torch.Stream,
+    # Both runs may hold a lock, one after the other, and write to one log.
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Condition,
+    threading.Event,
+    threading.Semaphore,
+    io.IOBase,
+    logging.Logger,
+    logging.Handler,
 )
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_partition.capture.phases import hook_gradient
-from dp_partition.mesh import all_groups, num_replicas, replica_group_name, shard_group, shard_world
-from dp_partition.passes.reduction import GradientGroup, division
+from dp_partition.mesh import all_groups, num_replicas, shard_world
+from dp_partition.passes.reduction import division
 from dp_partition.plan.settings import CommConfig
 from dp_partition.runtime.consensus import group_device
 
@@ -52,8 +52,7 @@ class GradientAverage:
         self.params = {name: p for name, p in params.items() if p.is_floating_point() or p.is_complex()}
         self.mesh, self.comm = mesh, comm
         self.averages = averages
-        casts = comm.reduce_dtype is not None or comm.hook is not None
-        self.meets = averages and (mesh.size() > 1 or casts)
+        self.meets = averages and (mesh.size() > 1 or comm.reduce_dtype is not None)
         self.stopped: int | None = None
         self.depth = self.passes = 0
         self.fired: set[str] = set()
@@ -155,7 +154,7 @@ class GradientAverage:
         result: dict[str, torch.Tensor] = {}
         for dtype in dict.fromkeys(one.dtype for one in full.values()):
             names = [name for name, one in full.items() if one.dtype == dtype]
-            flat = self._reduce_flat(torch.cat([full[name].reshape(-1) for name in names]), [full[n] for n in names])
+            flat = self._reduce_flat(torch.cat([full[name].reshape(-1) for name in names]))
             parts = flat.split([full[name].numel() for name in names])
             for name, part in zip(names, parts, strict=True):
                 like = full[name]
@@ -180,10 +179,8 @@ class GradientAverage:
             mean[name] = old if total is None else total / self.micro_batches + (0 if old is None else old)
         return mean
 
-    def _reduce_flat(self, flat: torch.Tensor, members: list[torch.Tensor]) -> torch.Tensor:
+    def _reduce_flat(self, flat: torch.Tensor) -> torch.Tensor:
         dtype = self.comm.reduce_dtype
-        if self.comm.hook is not None:
-            return self._by_hook(flat, members)
         sent = flat if dtype is None else flat.to(dtype)
         world, replicas = shard_world(self.mesh), num_replicas(self.mesh)
         if sent.dtype is not flat.dtype and dtype is torch.float16:
@@ -196,22 +193,6 @@ class GradientAverage:
             dist.all_reduce(sent, group=group)
             sent = sent / dist.get_world_size(group)
         return sent.to(flat.dtype)
-
-    def _by_hook(self, flat: torch.Tensor, members: list[torch.Tensor]) -> torch.Tensor:
-        """One call for all and one for each parameter: what depends on the bucket cannot be compared."""
-        hook: Any = self.comm.hook
-        name = str(shard_group(self.mesh).group_name)
-        replica_group = replica_group_name(self.mesh)
-        group = GradientGroup(name, shard_world(self.mesh), False, replica_group, num_replicas(self.mesh))
-        at_once = hook(flat.clone(), group)
-        one_by_one = torch.cat([hook(member.reshape(-1).clone(), group) for member in members])
-        same = torch.tensor(torch.equal(at_once, one_by_one), dtype=torch.float32, device=flat.device)
-        for one in all_groups(self.mesh):
-            dist.all_reduce(same, op=dist.ReduceOp.MIN, group=one)
-        if not same.item():
-            self.stopped = FAILED  # on every rank: nobody communicates after this
-            raise NotComparableError("has a comm_hook whose result depends on what is in the bucket")
-        return torch.as_tensor(at_once)
 
     def meet(self, status: int, present: list[bool] | None = None) -> list[bool]:
         """Exchange what the ranks' references are about to do.

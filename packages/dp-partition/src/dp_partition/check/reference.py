@@ -6,7 +6,6 @@ Local semantics: on this rank's batch, gradients averaged over the ranks. Global
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from dp_partition._torch_compat import FakeTensor, pytree
 from dp_partition.capture.fingerprint import ById, FunctionReads
 from dp_partition.capture.hyperparameters import states_by_id
-from dp_partition.capture.state import StepState, index_tensors
+from dp_partition.capture.state import StepState, choose_foreach, index_tensors
 from dp_partition.check.copying import CannotCopyError, Copier, Transform
 from dp_partition.check.gradients import (
     FAILED,
@@ -32,7 +31,6 @@ from dp_partition.check.gradients import (
 from dp_partition.mesh import shard_group, shard_rank, shard_world
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.plan.settings import Settings
-from dp_partition.runtime.rng import Stream
 from dp_partition.runtime.rollback import live_tensors, state_name
 from dp_partition.runtime.state import Binding, full_tensor, local_tensor
 
@@ -107,6 +105,8 @@ def copy_step(
         new_function, new_args, new_kwargs, modules, optimizers = copier.copy(parts)
     except CannotCopyError as error:
         raise CannotCopyError(f"{_first_uncopied(function, args, kwargs, replaced)}: {error}") from error
+    for optimizer in optimizers:
+        choose_foreach(optimizer)  # as the trace does: in half precision the two ways differ by a rounding
     made = StepState(modules, optimizers)
     index_tensors(made)
     return StepCopy(new_function, new_args, new_kwargs, made)
@@ -133,7 +133,7 @@ def run_reference(
     copied: StepCopy,
     binding: Binding,
     settings: Settings,
-    stream: Stream | None,
+    averages: bool,
     wanted: dict[str, Placement] | None = None,
 ) -> Ended:
     """Run a copy to its end, on all ranks alike. Random numbers are those of the generators as they stand.
@@ -142,24 +142,20 @@ def run_reference(
         copied: The copy.
         binding: The placed model and optimizers.
         settings: How gradients are averaged.
-        stream: The step's random numbers.
+        averages: Whether the graph averages any: a step that evaluates may be called by some ranks only.
         wanted: Placement of each gradient that the outcome has to hold as well.
     """
     local = settings.semantics == "local"
-    shares = not copied.step_state.optimizers
-    average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and not shares)
+    average = GradientAverage(copied.step_state.params, binding.mesh, settings.comm, local and averages)
     arguments = (copied.args, copied.kwargs)
     before = _locals(copied.step_state, binding, clone=True) | argument_values(arguments, torch.clone)
     constants = FunctionReads(copied.function)
     python_before = _plain(constants.read())
     try:
-        with ExitStack() as stack:
-            if stream is not None:
-                stack.enter_context(stream.drawing())
-            if local:
-                result = _run_local(copied, average, settings)
-            else:
-                result, arguments = _run_global(copied, average, binding, settings)
+        if local:
+            result = _run_local(copied, average, settings)
+        else:
+            result, arguments = _run_global(copied, average, binding, settings)
         average.meet(FINISHED)
     except PeerStoppedError:
         if average.stopped == OUT_OF_MEMORY:
@@ -327,6 +323,11 @@ def _locals(step_state: StepState, binding: Binding, *, clone: bool = False) -> 
             for entry, value in state.items():
                 if isinstance(value, torch.Tensor) and fqn:
                     enter(state_name(number, fqn, entry), value, placed.get(entry))
+        table: dict[Any, Any] = dict(step_state.optimizers[number].state)
+        for index, (owner, entries) in enumerate(table.items()):
+            for place, value in enumerate(pytree.tree_leaves(entries)):
+                if not isinstance(owner, torch.Tensor) and isinstance(value, torch.Tensor):
+                    enter(f"optim{number} state {index}.{place} under no parameter", value, None)
     return found
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from dp_partition._shared.execution_check import as_double, is_random, relative_error
 from dp_partition._torch_compat import TorchDispatchMode, pytree
 from dp_partition.check.copying import Transform
 from dp_partition.check.reference import Outcome
-from dp_partition.ops import draws
 
 # Beyond this an error is looked at again, next to how far right results lie apart (`noise`).
 SUSPICIOUS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -52,7 +52,7 @@ def differences(graph: Outcome, reference: Outcome) -> list[Difference]:
         got, before = graph.tensors[name], reference.before.get(name)
         # Rounding of other values that cancel to (nearly) nothing here, for example in the gradient of a centred bias.
         floor = _ROUNDING.get(want.dtype, 1.2e-7) * largest.get(_kind(name), 0.0) * math.sqrt(want.numel())
-        error = relative_error(got, want, before, floor=floor)
+        error = relative_error(got, want, before=before, noise=floor)
         if error > tolerance(want):
             found.append(Difference(name, error, first_difference(got, want)))
     for name, number in reference.numbers.items():
@@ -85,7 +85,7 @@ def _result_differences(graph: Outcome, reference: Outcome) -> list[Difference]:
     for index, (got, want) in enumerate(zip(graph.leaves, reference.leaves, strict=True)):
         name = "result" if len(graph.leaves) == 1 else f"result {index}"
         if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
-            error = relative_error(got, want, None)
+            error = relative_error(got, want)
             if error > tolerance(want):
                 found.append(Difference(name, error, first_difference(got, want)))
         elif not _equal(got, want):
@@ -101,7 +101,7 @@ def measure(name: str, one: Outcome, reference: Outcome) -> float:
             return 0.0
         got, want = one.leaves[index], reference.leaves[index]
         if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
-            return relative_error(got, want, None, any_dtype=True)
+            return relative_error(got, want, any_dtype=True)
         return _number_error(got, want)
     got, want = one.tensors.get(name), reference.tensors.get(name)
     if got is None or want is None:
@@ -109,7 +109,7 @@ def measure(name: str, one: Outcome, reference: Outcome) -> float:
     start, before = one.before.get(name), reference.before.get(name)
     if start is not None and before is not None and got.shape == want.shape and got.is_floating_point():
         got = got.double() - start.double() + before.double()  # what was changed beforehand is no error
-    return relative_error(got, want, before, any_dtype=True)
+    return relative_error(got, want, before=before, any_dtype=True)
 
 
 def tolerance(value: torch.Tensor) -> float:
@@ -118,54 +118,11 @@ def tolerance(value: torch.Tensor) -> float:
     return SUSPICIOUS.get(real, 0.0 if not value.is_floating_point() else 1e-2)
 
 
-def relative_error(
-    got: torch.Tensor,
-    want: torch.Tensor,
-    before: torch.Tensor | None,
-    *,
-    any_dtype: bool = False,
-    floor: float = 0.0,
-) -> float:
-    """Norm of the difference relative to that of the change from ``before``, or of the value itself.
-
-    The rounding of the value itself counts for nothing: a small change of a large value cannot be more exact.
-    """
-    if got.shape != want.shape or (got.dtype != want.dtype and not any_dtype):
-        return math.inf
-    if not want.numel():
-        return 0.0
-    eps = torch.finfo(want.dtype).eps if want.is_floating_point() or want.is_complex() else 0.0
-    one, other = _real(got), _real(want).to(got.device)
-    odd = ~torch.isfinite(other)
-    if odd.any() or not torch.isfinite(one).all():
-        if not torch.equal(one[odd].nan_to_num(), other[odd].nan_to_num()) or not torch.isfinite(one[~odd]).all():
-            return math.inf
-        one, other = one.masked_fill(odd, 0.0), other.masked_fill(odd, 0.0)
-    error = float((one - other).norm())
-    if error == 0.0:
-        return 0.0
-    size = float(other.norm())
-    scale = size
-    if before is not None and before.shape == want.shape:
-        scale = float((other - _real(before).to(other.device)).nan_to_num(0.0, 0.0, 0.0).norm())
-        error = max(0.0, error - eps * size - floor)
-    if error == 0.0:
-        return 0.0
-    return float(error / scale) if scale else math.inf
-
-
-def _real(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    return value.to(torch.float64)
-
-
 def first_difference(got: torch.Tensor, want: torch.Tensor) -> str:
     """The element that differs most, as text."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{list(got.shape)} {got.dtype}, expected {list(want.shape)} {want.dtype}"
-    one, other = _real(got), _real(want).to(got.device)
+    one, other = as_double(got), as_double(want).to(got.device)
     index = int((one - other).abs().nan_to_num(nan=math.inf).reshape(-1).argmax())
     place = [int(i) for i in torch.unravel_index(torch.tensor(index), one.shape)]
     values = one.reshape(-1)[index].item(), other.reshape(-1)[index].item()
@@ -220,7 +177,7 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype in _COARSEST:
             self.recording.dtypes.add(result.dtype)
-        if draws(func, args, kwargs or {}):
+        if is_random(func, args, kwargs or {}):
             self.recording.draws.append(pytree.tree_map_only(torch.Tensor, torch.clone, result))
         return result
 
@@ -238,7 +195,7 @@ class InDouble(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = pytree.tree_map_only(torch.dtype, lambda dtype: _WIDER.get(dtype, dtype), (args, kwargs or {}))
-        if draws(func, args, kwargs):
+        if is_random(func, args, kwargs):
             return self._replay(func, args, kwargs)
         return pytree.tree_map_only(torch.Tensor, to_double, func(*args, **kwargs))
 

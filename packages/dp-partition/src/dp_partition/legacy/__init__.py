@@ -1,5 +1,5 @@
-"""The decorator interface of torch 2.1's SPMD compiler: local batches in, a step over all ranks' batches together."""
+"""The decorator interface of torch 2.1's SPMD compiler."""
 
-from dp_partition.legacy.decorator import DataParallel, Override, ParallelMode, compile
+from dp_partition.legacy.decorator import DataParallel, compile
 
-__all__ = ["compile", "DataParallel", "Override", "ParallelMode"]
+__all__ = ["compile", "DataParallel"]

@@ -168,14 +168,14 @@ def mark_data_parallel_shardings(
             ``DEFAULT`` shards parameters and state that divide evenly and replicates the rest.
 
     Raises:
-        PlanError: For another style (code ``unsupported-wrapper``), or when the mixture cannot be distributed.
+        PlanError: For another style (code ``conflicting-arguments``), or when the mixture cannot be distributed.
     """
     if parallel_mode is DataParallelStyle.DEFAULT:
         _mark_mixed(train_step_graph.graph, num_parameters, num_states, dp_strategy_map)
         return
     if parallel_mode not in (DataParallelStyle.REPLICATE, DataParallelStyle.FULLY_SHARD):
         hint = "use dp_partition.compile for it"
-        raise PlanError(Problem("unsupported-wrapper", "parallel_mode", found=str(parallel_mode), hint=hint))
+        raise PlanError(Problem("conflicting-arguments", "parallel_mode", found=str(parallel_mode), hint=hint))
     index = 0 if parallel_mode is DataParallelStyle.REPLICATE else -1
     for node in train_step_graph.graph.nodes:
         strategies = dp_strategy_map[node].strategies
@@ -231,7 +231,7 @@ def partitioner(graph: GraphModule) -> GraphModule:
     mesh = next((spec.mesh for spec in specs if isinstance(spec, PlacementSpec)), None)
     if mesh is None:
         hint = "call mark_data_parallel_shardings first"
-        raise PlanError(Problem("unsupported-wrapper", "graph", found='no node has meta["sharding"]', hint=hint))
+        raise PlanError(Problem("not-sharded", "graph", found='no node has meta["sharding"]', hint=hint))
     world, rank = mesh.size(), mesh.get_local_rank()
     nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
     placements = [_placement(strategies[node]) if node in strategies else Replicate() for node in nodes]

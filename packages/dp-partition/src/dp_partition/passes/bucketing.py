@@ -22,8 +22,7 @@ from dp_partition.capture.node_meta import copy_notes, meta_of
 from dp_partition.capture.phases import TAG_GRAD
 from dp_partition.ops import aten, erase_chain, mutated_inputs, root_of
 from dp_partition.passes.moves import Move, Mover
-from dp_partition.passes.peephole import mark_packing
-from dp_partition.passes.reduction import CommHook, FlatBuffer, reduce_flat
+from dp_partition.passes.reduction import FlatBuffer, reduce_flat
 from dp_partition.plan.placements import NodeType, chunk_bounds
 from dp_partition.plan.settings import CommConfig
 from dp_partition.sharding.propagate import is_gradient
@@ -175,8 +174,7 @@ def _emit(
     """
     old = [move.result for move in bucket.moves]
     gathers = _is_gather(bucket.moves[0])
-    how = comm.reduce_dtype, comm.hook
-    parts = gathered(mover, bucket.moves) if gathers else reduced(mover, bucket.moves, *how)
+    parts = gathered(mover, bucket.moves) if gathers else reduced(mover, bucket.moves, comm.reduce_dtype)
     results: list[fx.Node] | None = None
     for place in range(len(stands) + 1):
         with graph.inserting_before(stands[min(place, len(stands) - 1)]):
@@ -195,38 +193,34 @@ def _emit(
 StagedEmission = Generator[None, None, list[fx.Node]]
 
 
-def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None, hook: CommHook | None) -> StagedEmission:
+def reduced(mover: Mover, moves: list[Move], dtype: torch.dtype | None) -> StagedEmission:
     """Gradients of one bucket, averaged or summed over the ranks: full, or this rank's shards."""
     kind = moves[0].origin
     assert isinstance(kind, Partial)
     if isinstance(moves[0].wanted, Replicate):
-        return _all_reduced(mover, moves, kind, dtype, hook)
-    return _scattered(mover, moves, kind, dtype, hook)
+        return _all_reduced(mover, moves, kind, dtype)
+    return _scattered(mover, moves, kind, dtype)
 
 
-def _all_reduced(
-    mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None, hook: CommHook | None
-) -> StagedEmission:
+def _all_reduced(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
     like, sizes = moves[0].like, [math.prod(m.shape) for m in moves]
     node = mover.call(aten.cat.default, [_flat(mover, m.start, m.shape) for m in moves])
-    mark_packing(node, sizes, like)
+    meta_of(node)["packs"] = True
     flat = FlatBuffer(node, sum(sizes), like, kind.reduce_op, scatter=False)
-    full = yield from reduce_flat(mover, flat, dtype, hook)
+    full = yield from reduce_flat(mover, flat, dtype)
     pieces = mover.call(aten.split_with_sizes.default, full, sizes)
     return [_view(mover, _item(mover, pieces, i), m.shape) for i, m in enumerate(moves)]
 
 
-def _scattered(
-    mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None, hook: CommHook | None
-) -> StagedEmission:
-    if len(moves) == 1 and hook is None:  # it is sent as it is; a hook may write what it is given
+def _scattered(mover: Mover, moves: list[Move], kind: Partial, dtype: torch.dtype | None) -> StagedEmission:
+    if len(moves) == 1:  # it is sent as it is
         rows = mover.pad(moves[0].start, moves[0].shape[0])
     else:
         rows = _chunks(mover, moves)
     node = mover.call(aten.reshape.default, rows, [-1])
     chunks, sizes = _chunks_of(mover.world, moves)
     flat = FlatBuffer(node, mover.world * sum(sizes), moves[0].like, kind.reduce_op, scatter=True)
-    shard = yield from reduce_flat(mover, flat, dtype, hook)
+    shard = yield from reduce_flat(mover, flat, dtype)
     pieces = mover.call(aten.split_with_sizes.default, shard, sizes)
     views = [
         _view(mover, _item(mover, pieces, i), (chunk, *m.shape[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +14,7 @@ from dp_partition.plan.placements import local_shape
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, tell: Callable[[int, int], None] | None) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.tell, self.done, self.total = tell, 0, len(module.graph.nodes)
-
     def run_node(self, n: fx.Node) -> Any:
-        self.done += 1
-        if self.tell is not None:
-            self.tell(self.done, self.total)
         try:
             value = super().run_node(n)
         except Exception as error:
@@ -36,25 +28,19 @@ class _Recorder(fx.Interpreter):
         return value
 
 
-def record_local_values(
-    module: fx.GraphModule,
-    inputs: list[Any],
-    mode: FakeTensorMode,
-    tell: Callable[[int, int], None] | None = None,
-) -> None:
+def record_local_values(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> None:
     """Fill ``meta["val"]`` of every node from fake local inputs.
 
     Args:
         module: A rank's graph.
         inputs: Fake local values of its placeholders.
         mode: The mode that they belong to.
-        tell: Is told how many of how many nodes are done.
 
     Raises:
         PlanError: When an operator does not accept its local inputs (code ``shape-mismatch``).
     """
     with mode, torch.no_grad():
-        _Recorder(module, tell).run(*inputs)
+        _Recorder(module, garbage_collect_values=True).run(*inputs)
 
 
 def local_inputs(

@@ -105,12 +105,15 @@ def _slice_batch(
         if kind_of(node) != "arg" or value is None or value.ndim <= dim:
             continue
         size = value.shape[dim]
-        with graph.inserting_before(before):
-            slices[node] = [
-                graph.call_function(aten.slice.Tensor, (node, dim, i * size, (i + 1) * size)) for i in range(count)
-            ]
-        for part in slices[node]:
-            meta_of(part).update({"val": value, "phase": "forward"})
+        slices[node] = []
+        for i in range(count):
+            with graph.inserting_before(before):
+                part = graph.call_function(aten.slice.Tensor, (node, dim, i * size, (i + 1) * size))
+                meta_of(part).update({"val": value, "phase": "forward"})
+                if dim > 0:  # the trace has seen a micro-batch without gaps, and made views of it
+                    part = graph.call_function(aten.clone.default, (part,), {"memory_format": torch.contiguous_format})
+                    meta_of(part).update({"val": value, "phase": "forward"})
+            slices[node].append(part)
         node.meta["val"] = value.repeat_interleave(count, dim)
     return slices
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,20 +28,16 @@ class CommConfig:
         prefetch: How many buckets of parameters are on their way ahead of the one that compute needs, and how many
             buckets of gradients on their way to becoming shards.
         reduce_dtype: In which dtype gradients are reduced; None: in their own.
-        hook: What averages a bucket of gradients instead of the plain collective.
-        in_place: Whether gradients are computed in their buckets where they can be (`in_bucket`); else a compiler may.
     """
 
     bucket_bytes: int = 25 << 20
     prefetch: int = 1
     reduce_dtype: torch.dtype | None = None
-    hook: Callable[..., torch.Tensor] | None = None
-    in_place: bool = True
 
     @property
     def plain(self) -> bool:
         """Return whether gradients are averaged by the plain collective, in their own dtype."""
-        return self.reduce_dtype is None and self.hook is None
+        return self.reduce_dtype is None
 
 
 @dataclass(frozen=True)
@@ -63,39 +59,48 @@ class Settings:
         style: How parameters lie that ``placements`` does not name.
         semantics: ``"local"`` or ``"global"``.
         placements: Name patterns -> placement.
-        equal: ``"broadcast"`` or ``"check"``.
         batch_dim: Batch dim of tensor arguments.
         comm: How communication is arranged.
         accumulate: Number of micro-batches.
-        rng: ``None``, ``"same"`` or ``"per_rank"``.
-        reshard: ``"auto"``, ``True`` or ``False``.
+        reshard: ``True``, ``False``, or the names of parameters that are gathered again for backward.
         backend: ``"eager"`` or ``"inductor"``.
         check: ``"sampled"``, ``"first"`` or ``"never"``.
         dynamic: Dims of tensor arguments whose sizes are symbols of a trace.
+        capture: ``"auto"``, ``"always"`` or ``"never"``.
+        full: ``"keep"`` or ``"refuse"``.
     """
 
     style: DataParallelStyle
     semantics: str = "local"
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    equal: str = "broadcast"
     batch_dim: int = 0
     comm: CommConfig = field(default_factory=CommConfig)
     accumulate: int = 1
-    rng: str | None = None
-    reshard: str | bool = "auto"
+    reshard: bool | frozenset[str] = True
     backend: str = "eager"
     check: str = "sampled"
     dynamic: tuple[int, ...] = ()
+    capture: str = "auto"
+    full: str = "keep"
 
     def text(self) -> str:
         """Return the choices that have to be equal on every rank and show neither in the plan nor in collectives."""
-        chosen = (self.semantics, self.equal, self.accumulate, self.rng, self.batch_dim, self.backend, self.check)
+        chosen = (self.semantics, self.accumulate, self.batch_dim, self.backend, self.check, self.capture)
         return ", ".join(map(str, (*chosen, self.dynamic)))
+
+    def needs_graph(self) -> str:
+        """Return which choice only a graph carries out; empty where the step may run eagerly."""
+        needs = {
+            "semantics='global'": self.semantics == "global",
+            f"accumulate={self.accumulate}": self.accumulate > 1,
+            "placements": bool(self.placements),
+            f"backend={self.backend!r}": self.backend != "eager",
+            "reduce_dtype": self.comm.reduce_dtype is not None,
+        }
+        return next((name for name, is_needed in needs.items() if is_needed), "")
 
     def reduction(self) -> str:
         """Return the reduction of gradients as text for the plan; empty where it is plain."""
-        if self.comm.hook is not None:
-            return f"by {getattr(self.comm.hook, '__qualname__', type(self.comm.hook).__qualname__)}"
         dtype = self.comm.reduce_dtype
         return "" if dtype is None else f"in {str(dtype).removeprefix('torch.')}"
 
@@ -103,20 +108,20 @@ class Settings:
         """Return the problems of the choices, by themselves and together."""
         found = [
             *_choice("semantics", self.semantics, ("local", "global")),
-            *_choice("equal", self.equal, ("broadcast", "check")),
-            *_choice("reshard_after_forward", self.reshard, ("auto", True, False)),
             *_choice("backend", self.backend, ("eager", "inductor")),
             *_choice("check", self.check, ("sampled", "first", "never")),
-            *_choice("rng", self.rng, (None, "same", "per_rank")),
+            *_choice("capture", self.capture, ("auto", "always", "never")),
+            *_choice("full", self.full, ("keep", "refuse")),
         ]
-        if self.semantics == "global" and (self.accumulate > 1 or self.rng == "same"):
-            name = "accumulate" if self.accumulate > 1 else "rng"
-            found.append(Problem("cannot-accumulate", name, found="global", hint="use semantics='local'"))
+        if self.semantics == "global" and self.accumulate > 1:
+            text = f"accumulate={self.accumulate}, global semantics"
+            found.append(Problem("cannot-accumulate", "accumulate", found=text, hint="use semantics='local'"))
         if self.semantics == "global" and self.style is DataParallelStyle.HYBRID:
-            found.append(Problem("cannot-accumulate", "style", found="hybrid, global", hint="use semantics='local'"))
-        if self.semantics == "global" and self.comm.hook is not None:
-            hint = "use semantics='local': under global semantics gradients are sums that are not averaged"
-            found.append(Problem("cannot-accumulate", "comm_hook", found="global", hint=hint))
+            text = "hybrid, global semantics"
+            found.append(Problem("conflicting-arguments", "style", found=text, hint="use semantics='local'"))
+        if self.capture == "never" and self.needs_graph():
+            hint = "leave it out, or use capture='always'"
+            found.append(Problem("conflicting-arguments", "capture", found=f"never, {self.needs_graph()}", hint=hint))
         if not all(isinstance(dim, int) for dim in self.dynamic):
             hint = "pass a dim, or several"
             found.append(Problem("invalid-argument", "mark_dynamic", found=repr(self.dynamic), hint=hint))
@@ -124,13 +129,6 @@ class Settings:
             hint = "leave it out, each length takes a trace then; or use local semantics, eager, without accumulate"
             found_ = f"semantics={self.semantics!r}, accumulate={self.accumulate}, backend={self.backend!r}"
             found.append(Problem("conflicting-arguments", "mark_dynamic", found=found_, hint=hint))
-        hook: object = self.comm.hook
-        if hook is not None and not callable(hook):
-            hint = "pass a function of a flat bucket and a GradientGroup"
-            found.append(Problem("invalid-argument", "comm_hook", found=repr(hook), hint=hint))
-        if self.comm.hook is not None and self.comm.reduce_dtype is not None:
-            hint = "the hook decides what is sent: leave out reduce_dtype, and cast in the hook"
-            found.append(Problem("conflicting-arguments", "reduce_dtype", found="beside comm_hook", hint=hint))
         dtype: object = self.comm.reduce_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in _REDUCED):
             hint = f"use one of {', '.join(map(str, _REDUCED))}"

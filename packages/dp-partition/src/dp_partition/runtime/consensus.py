@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_partition._shared.consensus import all_gather_objects, assert_consistent, capture_errors
-from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._shared.consensus import assert_consistent, capture_errors
 from dp_partition._torch_compat import default_store
 from dp_partition.analysis.comms import carried_names
 from dp_partition.mesh import all_groups
@@ -123,22 +122,3 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
     """Device of the messages of a group: the CPU where it has a backend for it."""
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0])
-
-
-def check_equal(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> None:
-    """Raise on every rank if any tensor differs from rank 0's."""
-    reference = broadcast_from_first(tensors, mesh)
-    differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, reference[name])]
-    gathered = all_gather_objects(mesh, differing, "equal='check'")
-    problems = [
-        Problem(
-            "ranks-disagree",
-            name.replace("\0", " "),
-            found=f"rank {rank} does not hold rank 0's values",
-            hint="seed every rank alike, or use equal='broadcast'",
-        )
-        for rank, names in enumerate(gathered)
-        for name in names
-    ]
-    if problems:
-        raise PlanError(problems, "the ranks start with different values")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from dp_partition.capture.fakes import Input
 from dp_partition.capture.node_meta import meta_of
 from dp_partition.capture.tracer import Capture
 from dp_partition.mesh import shard_group
+from dp_partition.ops import is_collective, is_wait
 from dp_partition.passes.local_shapes import record_local_values
 from dp_partition.passes.peephole import use_bindings
 
@@ -37,7 +37,6 @@ class Program:
         right_sizes: Up to two marked sizes for which it was found to be the graph of that length.
         is_checked: A check by execution has run it.
         is_new: The call that traced it has not run it yet.
-        failed: The node that raised when it last ran.
         labelled: Inputs by their kinds, as `labels` found them.
     """
 
@@ -50,7 +49,6 @@ class Program:
     right_sizes: set[tuple[int, ...]] = field(default_factory=set)
     is_checked: bool = False
     is_new: bool = False
-    failed: fx.Node | None = None
     lowered: Lowered | None = None
     bound: fx.GraphModule | None = None
     labelled: dict[tuple[str, ...], list[tuple[str, int]]] = field(default_factory=dict)
@@ -71,11 +69,13 @@ class Program:
         return self.execute(self.bound, inputs)
 
     def execute(self, module: fx.GraphModule, inputs: list[Any]) -> Any:
-        """Run a graph; where it raises, keep which node did."""
+        """Run a graph; where a node of compute raises, its error gets the node's name."""
         try:
             return module.forward(*inputs)  # not the module's call, which prints and drops the traceback
         except Exception as error:
-            self.failed = failed_node(module, error)
+            node = failed_node(module, error)
+            if node is not None and not is_collective(node) and not is_wait(node):
+                error.add_note(f"raised by node {node.name} ({node.target}) of the graph")
             raise
 
     def run_noting_gradients(self, inputs: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -100,6 +100,12 @@ class Program:
         rows = [row for node in self.module.graph.nodes for row in meta_of(node).get("reads", ())]
         return {name: placement for _, name, placement in rows}
 
+    def constants(self) -> list[torch.Tensor]:
+        """Return the tensors that the step reaches past its arguments; the graph may write them."""
+        names = [str(node.target) for node in self.module.graph.nodes if node.op == "get_attr"]
+        values = [getattr(self.module, name) for name in names]
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
     def for_backend(self) -> fx.Graph:
         """A copy of the partitioned graph with its collectives as the backend carries them best."""
         graph = fx.Graph()
@@ -114,20 +120,12 @@ class Program:
             self.labelled[kinds] = [(e.label, index) for index, e in enumerate(self.inputs) if e.kind in kinds]
         return self.labelled[kinds]
 
-    def with_local_values(self, tell: Callable[[int, int], None] | None = None) -> fx.GraphModule:
-        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for.
-
-        Args:
-            tell: Is told how many of how many nodes are done.
-        """
+    def with_local_values(self) -> fx.GraphModule:
+        """The partitioned graph, with this rank's shapes in ``meta["val"]``; worked out when first asked for."""
         if self.local_fakes is not None:
-            record_local_values(self.module, self.local_fakes, self.capture.mode, tell)
+            record_local_values(self.module, self.local_fakes, self.capture.mode)
             self.local_fakes = None
         return self.module
-
-    def reshard_names(self) -> frozenset[str]:
-        """The parameters that are let go of after forward and gathered once more for backward."""
-        return frozenset(meta_of(n)["input"].name for n in self.module.graph.nodes if "gather_again" in meta_of(n))
 
     def sizes_of(self, leaves: list[Any]) -> tuple[int, ...]:
         """Return the marked sizes among a call's arguments."""

@@ -7,6 +7,7 @@ becomes a DTensor as well. The graph works on the local tensors behind them, in 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from dp_partition.capture.state import StepState, has_state, hooked_parameters, 
 from dp_partition.mesh import on_mesh, shard_rank, shard_world
 from dp_partition.plan.placements import chunk_bounds
 from dp_partition.plan.plan import PartitionPlan
-from dp_partition.runtime.consensus import broadcast_from_first, check_equal
+from dp_partition.runtime.consensus import broadcast_from_first
 
 
 def local_shard(tensor: torch.Tensor, placement: Placement, world: int, rank: int) -> torch.Tensor:
@@ -89,13 +90,9 @@ class Binding:
         self.param_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if p]
         self.buffer_slots = [(fqn, m, attribute, aliases.get(fqn, fqn)) for fqn, m, attribute, p in self.slots if not p]
 
-    def place(self, equal: str) -> None:
-        """Make the ranks' tensors equal, place them, and rebind the optimizers.
-
-        Args:
-            equal: ``"broadcast"`` takes rank 0's values; ``"check"`` raises if ranks differ.
-        """
-        values = self.equal_values(equal)
+    def place(self) -> None:
+        """Make every rank's tensors equal to rank 0's, place them, and rebind the optimizers."""
+        values = self.first_rank_values()
         placed: dict[str, nn.Parameter] = {}
         for fqn, param in self.step_state.params.items():
             placement = self.plan[fqn].param
@@ -106,20 +103,17 @@ class Binding:
             if fqn in self.step_state.buffers:
                 self.step_state.buffers[fqn].copy_(value)
         self.install(placed, states)
-        for _, root in self.step_state.modules:
+        for prefix, root in self.step_state.modules:
             self.hints.append(root.register_forward_hook(hint_eager_use, always_call=True))
+            self.hints.append(root.register_load_state_dict_pre_hook(place_loaded))
+            _bindings[root] = self, f"{prefix}." if prefix else ""
 
-    def equal_values(self, equal: str) -> dict[str, torch.Tensor]:
-        """Values of parameters, buffers and existing state, the same on every rank."""
+    def first_rank_values(self) -> dict[str, torch.Tensor]:
+        """Return rank 0's values of parameters, buffers and existing state."""
         tensors: dict[str, torch.Tensor] = {name: p.detach() for name, p in self.step_state.params.items()}
         tensors |= {name: b.detach() for name, b in self.step_state.buffers.items()}
         tensors |= {name: s.detach() for name, s in self.state_tensors().items()}
-        if self.mesh.size() == 1:
-            return tensors
-        if equal == "check":
-            check_equal(tensors, self.mesh)
-            return tensors
-        return broadcast_from_first(tensors, self.mesh)
+        return tensors if self.mesh.size() == 1 else broadcast_from_first(tensors, self.mesh)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Existing optimizer state, under names that cannot collide with parameters."""
@@ -292,6 +286,8 @@ def release(binding: Binding) -> None:
     binding.install(plain, states)
     for handle in binding.hints:
         handle.remove()
+    for _, root in binding.step_state.modules:
+        _bindings.pop(root, None)
 
 
 def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
@@ -303,6 +299,24 @@ def hint_eager_use(module: nn.Module, args: Any, output: Any) -> None:
             "parameters enter `with step.unsharded():`; to evaluate compile another step with share=step; "
             "step.release() gives the plain model back"
         )
+
+
+# Beside the modules, not in their hooks: a copy of a placed module must not copy the binding.
+_bindings: weakref.WeakKeyDictionary[nn.Module, tuple[Binding, str]] = weakref.WeakKeyDictionary()
+
+
+def place_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Shard the full plain tensors of a state dict that is loaded into a placed module, as its parameters are."""
+    binding, root = _bindings.get(module, (None, ""))
+    if binding is None or binding.is_unsharded:
+        return
+    for fqn, *_, name in binding.param_slots:
+        key, param = prefix + fqn.removeprefix(root), binding.params[name]
+        value = state_dict.get(key) if fqn.startswith(root) else None
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == param.shape:
+            placement = binding.plan[name].param
+            local = local_shard(value.detach().to(param.device), placement, binding.world, binding.rank)
+            state_dict[key] = as_dtensor(local, param, binding.mesh, placement)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Copies of the sources in tools/shared; edit them there and run tools/sync_shared.py."""
+../../../../../tools/shared/__init__.py

@@ -1,4 +1,13 @@
 """The problem record and the error of shard-spec, on which this package builds."""
 
+from collections.abc import Iterable
+
 from shard_spec import PlanError as PlanError
 from shard_spec import Problem as Problem
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raise one ``PlanError`` with all of ``problems``; return when there are none."""
+    problems = tuple(problems)
+    if problems:
+        raise PlanError(problems)

@@ -12,11 +12,10 @@ import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import declare_ordered_effect
-from shard_reshard.consensus import data_device
 from shard_reshard.execution.checks import local_problems
 from shard_reshard.execution.mover import Mover
-from shard_reshard.layout.base import Index
-from shard_reshard.layout.dtypes import torch_dtype
+from shard_reshard.group import data_device
+from shard_reshard.layout.shard_map import Index, torch_dtype
 
 _movers: dict[str, Mover] = {}
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,9 +16,9 @@ from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import as_dtensor, assume_constant_result, dtensor_maker, real_tensors
 from shard_reshard.api.compile_op import exchange, key_of_pair
 from shard_reshard.api.reshard import find_mover, move
-from shard_reshard.consensus import group_info, raise_on_all_ranks
-from shard_reshard.execution.mover import Mover
-from shard_reshard.layout.dtypes import dtype_name
+from shard_reshard.execution.mover import Mover, memo, remember
+from shard_reshard.group import group_info, raise_on_all_ranks
+from shard_reshard.layout.shard_map import dtype_name
 from shard_reshard.planning.planner import cached_plan, resolve_layouts
 
 
@@ -90,9 +89,6 @@ class _Route(NamedTuple):
     make: list[Callable[[torch.Tensor], DTensor]]  # what makes the result; filled by the first call
 
 
-_routes: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Route]] = WeakKeyDictionary()
-
-
 class _Redistribute(torch.autograd.Function):
     """Redistribute with DTensor's own gradients: a replicated gradient is one value and is not summed."""
 
@@ -102,22 +98,14 @@ class _Redistribute(torch.autograd.Function):
         ctx.out_mesh = mesh
         source, shape = (dtensor.device_mesh, dtensor.placements), dtensor.shape
         key = (*source, mesh, placements, shape, dtensor.dtype)
-        route = _routes.get(group, {}).get(key)
+        route: _Route | None = memo.get(group, {}).get("call", {}).get(key)
         if route is None:
-            members = group_info(group)
             there = dtensor.device_mesh.get_coordinate() is not None
-            try:
-                given = [dtensor.to_local()] if there else []
-                mover, _ = find_mover(
-                    members, given, source, (mesh, placements), shape, [], dtensor.dtype, None, "first"
-                )
-            except Exception as error:
-                raise_on_all_ranks(members, error)
+            given = [dtensor.to_local()] if there else []
+            members, target = group_info(group), (mesh, placements)
+            mover, _ = find_mover(members, given, source, target, shape, [], dtensor.dtype, None, "first")
             route = _Route(mover, there, [])
-            routes = _routes.setdefault(group, {})
-            routes[key] = route
-            while len(routes) > 1024:
-                routes.pop(next(iter(routes)))
+            remember(group, "call", key, route)
         local = dtensor.to_local()
         moved = move(route.mover, local if route.holds_source else None, None, False)
         if moved is None:

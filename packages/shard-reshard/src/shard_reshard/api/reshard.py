@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, has_tangent, is_transforming
 from shard_reshard.api.autograd import differentiable_start, gradient_problems
 from shard_reshard.api.compile_op import Operator, exchange, mismatch, operator_of
-from shard_reshard.consensus import (
-    GroupInfo,
-    Topic,
-    all_gather_header,
-    group_info,
-    problems_of,
-    raise_joined,
-    raise_on_all_ranks,
-)
 from shard_reshard.execution.checks import Shards, as_list, as_result
-from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, shared_mover
-from shard_reshard.layout.declared import layout_mismatches
-from shard_reshard.layout.dtypes import ITEMSIZES, dtype_name
-from shard_reshard.layout.parse import LayoutLike, layout_value, resolve_layout
+from shard_reshard.execution.mover import Finish, Mover, NotPicklable, ReshardWork, memo, remember, shared_mover
+from shard_reshard.group import GroupInfo, all_gather_row, group_info, raise_on_all_ranks
+from shard_reshard.layout.parse import LayoutLike, layout_mismatches, layout_value, resolve_layout
+from shard_reshard.layout.shard_map import ITEMSIZES, dtype_name
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import cached_plan, resolve_layouts
 
@@ -77,25 +68,25 @@ def reshard(
         return _compiled_move(operator, tensor, out, async_op)
     world: Any = dist.group.WORLD if group is None else group
     key = _call_key(tensor, src, dst, shape, out, dtype, max_workspace_bytes, check)
-    mover = _movers.get(world, {}).get(key) if world is not None and key is not None else None
+    mover = memo.get(world, {}).get("call", {}).get(key) if world is not None and key is not None else None
     if mover is None:
         members = group_info(group)
         try:
             tensor, src, shape = _unwrapped(tensor, src, shape, members)
             tensor, out = as_list(tensor), None if out is None else as_list(out)  # once: they may be iterators
-            mover, alone = find_mover(members, tensor, src, dst, shape, out or [], dtype, max_workspace_bytes, check)
         except Exception as error:
             raise_on_all_ranks(members, error)
+        mover, alone = find_mover(members, tensor, src, dst, shape, out or [], dtype, max_workspace_bytes, check)
         if key is not None and alone:  # else ranks exchange dtypes in every call, and no rank may leave that out
-            movers = _movers.setdefault(members.group, {})
-            movers[key] = mover
-            while len(movers) > 8192:
-                movers.pop(next(iter(movers)))
+            remember(members.group, "call", key, mover)
     return move(mover, tensor, out, async_op)
 
 
 class Resharder(NotPicklable):
     """Reshards tensors by one plan again and again: keeps views, buffers and the check between ranks.
+
+    A second call while a handle is in flight is refused: both would use the kept buffers. Tensors that come in the same
+    memory again (and an ``out`` that does) are held on to, until a call with other memory.
 
     ``copy.deepcopy`` (of a module that has one) makes another for the same plan and group, with buffers of its own;
     it is not pickled, its ``plan`` is.
@@ -103,8 +94,6 @@ class Resharder(NotPicklable):
     Args:
         plan: From `plan_reshard`.
         group: The union of the ranks of both layouts; None is the default group.
-        keep_workspace: Keep the buffers; a second call while a handle is in flight is then refused. Tensors that come
-            in the same memory again (and an ``out`` that does) are held on to as well, until a call with other memory.
         check: "first" or "always", see `reshard`.
     """
 
@@ -113,22 +102,21 @@ class Resharder(NotPicklable):
         plan: ReshardPlan,
         group: dist.ProcessGroup | None = None,
         *,
-        keep_workspace: bool = True,
         check: str = "first",
     ) -> None:
         if not isinstance(plan, ReshardPlan):
             hint = "pass plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
             raise PlanError(Problem("wrong-type", "plan", found=f"{plan!r:.100}", hint=hint))
         self.plan = plan
-        self._options = group, keep_workspace, check
-        self._mover = Mover((plan,), group_info(group), keep_workspace, check)
+        self._options = group, check
+        self._mover = Mover((plan,), group_info(group), True, check)
         self._operator = operator_of(self._mover)
 
     _instead = "pickle its plan, and make a Resharder of it where it is read"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resharder:
-        group, keep_workspace, check = self._options
-        return Resharder(self.plan, group, keep_workspace=keep_workspace, check=check)
+        group, check = self._options
+        return Resharder(self.plan, group, check=check)
 
     def __copy__(self) -> Resharder:
         return self.__deepcopy__({})
@@ -268,19 +256,32 @@ def find_mover(
     max_workspace_bytes: int | None,
     check: str,
 ) -> tuple[Mover, bool]:
-    """Return the mover of a call, and whether this rank's arguments alone decided which it is."""
-    if src is None:
-        hint = "pass src: only a DTensor carries its layout"
-        raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
+    """Return the mover of a call, and whether this rank's arguments alone decided which it is.
+
+    Raises:
+        PlanError: On every rank alike; a collective where some rank has no tensor that gives the dtype.
+    """
     size = None if shape is None else tuple(shape)
-    everyone = dtype is not None or _everyone_holds(members, src, size)
-    if everyone:
-        names = _own_dtypes(given, out, dtype)
-    else:
-        what = f"a tensor {'of unknown' if size is None else f'of {size} from'} {src}"
-        names = _dtypes_of_all(_gather_dtypes(members, given, out, what))
-    plan = cached_plan(*resolve_layouts(size, src, dst, members.to_group), *names, max_workspace_bytes)
-    return shared_mover(members, (plan,), check), everyone
+    try:
+        if src is None:
+            hint = "pass src: only a DTensor carries its layout"
+            raise PlanError(Problem("missing-argument", "src", found="src=None", hint=hint))
+        everyone = dtype is not None or _everyone_holds(members, src, size)
+        names = _own_dtypes(given, out, dtype) if everyone else ("", None)
+        row = b"" if everyone else _dtype_row(given, out)
+    except Exception as error:
+        raise_on_all_ranks(members, error)
+    rows = []
+    if not everyone:
+        rows = all_gather_row(members, _DTYPES, row, [f"a tensor {'' if size is None else f'of {size} '}from {src}"])
+    try:
+        if not everyone:
+            names = _dtypes_of_all([*rows, row])
+        layouts = resolve_layouts(size, src, dst, members.to_group)
+        mover = shared_mover(members, (cached_plan(*layouts, *names, max_workspace_bytes),), check)
+    except Exception as error:
+        raise_on_all_ranks(members, error)
+    return mover, everyone
 
 
 def _own_dtypes(
@@ -293,17 +294,14 @@ def _own_dtypes(
     return dtype_name(found[0].dtype if found else torch.float32), (dtype_name(out[0].dtype) if out else None)
 
 
+_DTYPES = 2  # number of the row of dtypes among those that ranks gather
 _DTYPE_NAMES = sorted(ITEMSIZES)
 _NO_DTYPE = 255
 
 
-def _gather_dtypes(members: GroupInfo, given: list[torch.Tensor], out: list[torch.Tensor], what: str) -> list[bytes]:
-    """Gather the dtypes of source and ``out``, where some rank has no tensor that gives them; a collective."""
-    mine = [_DTYPE_NAMES.index(dtype_name(found[0].dtype)) if found else _NO_DTYPE for found in (given, out)]
-    headers = all_gather_header(members, Topic.DTYPES, bytes(mine))()
-    if headers is None:
-        raise_joined(members, what, ())
-    return [header[:2] for header in headers] + [bytes(mine)]
+def _dtype_row(given: list[torch.Tensor], out: list[torch.Tensor]) -> bytes:
+    """Return the dtypes of this rank's source and ``out``."""
+    return bytes(_DTYPE_NAMES.index(dtype_name(tensors[0].dtype)) if tensors else _NO_DTYPE for tensors in (given, out))
 
 
 def _dtypes_of_all(headers: list[bytes]) -> tuple[str, str | None]:
@@ -324,10 +322,6 @@ def _everyone_holds(members: GroupInfo, src: LayoutLike, shape: tuple[int, ...] 
     except PlanError:
         return True  # told later, when both layouts are bound
     return len(ranks) == members.size
-
-
-# By group: call -> mover, so that a repeated call is found without resolving its layouts.
-_movers: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Mover]] = WeakKeyDictionary()
 
 
 def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: Any) -> tuple[Any, ...] | None:

@@ -13,8 +13,8 @@ from shard_spec.specs import RemoteDevice, ShardingSpec, ShardMetadata, as_spec,
 from shard_reshard import _torch_compat
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.api.reshard import reshard
-from shard_reshard.consensus import group_info, raise_on_all_ranks
 from shard_reshard.execution.checks import Shards, as_list
+from shard_reshard.group import group_info, raise_on_all_ranks
 from shard_reshard.layout.boxes import BoxShardMap
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import LoadPlan, Read, plan_load
 from shard_reshard.checkpoint.safetensors import (
@@ -22,25 +23,22 @@ from shard_reshard.checkpoint.safetensors import (
     read_rows,
 )
 from shard_reshard.checkpoint.stored import ReadableFile, stored_tensors
-from shard_reshard.consensus import (
+from shard_reshard.group import (
     BEFORE_MOVING,
     BEFORE_WRITING,
     WHILE_WRITING,
     GroupInfo,
     assert_consistent,
     group_info,
-    problems_of,
     raise_on_all_ranks,
 )
 from shard_reshard.layout.parse import LayoutLike
-from shard_reshard.state_dict.agreement import agreed_version, version_row
 from shard_reshard.state_dict.materialize import Materialized, differing_buffers, uninitialized_buffers
 from shard_reshard.state_dict.meta import (
     collect_metadata,
     destination_mismatches,
     device_of,
     local_tensors,
-    stamp_version,
     tensors_of,
 )
 from shard_reshard.state_dict.outputs import (
@@ -90,7 +88,6 @@ def load_safetensors(
     key_map: KeyMap | None = None,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
-    version: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     atomic: bool = True,
     strict: bool = True,
@@ -116,10 +113,9 @@ def load_safetensors(
         key_map: Stored name -> name here, `Part` of one, several parts, or None to leave it unread.
         bucket_bytes: About how many bytes a rank reads and exchanges at a time.
         group: The ranks that load; None is the default group.
-        version: A number to stamp ``out`` with, see `state_version`; ranks that give one give the same.
         progress: Called on each rank after each tensor. What it raises is raised when all has been loaded.
         atomic: Fill ``out`` only when everything has arrived; see `reshard_state_dict`. With False a file that changes
-            between two exchanges leaves a mixture without a version.
+            between two exchanges leaves a mixture.
         strict: A tensor of ``out`` that no file fills is a problem, and so is a buffer that is in no file and that
             nothing has initialised; False leaves both as they are.
 
@@ -135,12 +131,12 @@ def load_safetensors(
     members = group_info(group)
     dst_layouts = kept_layouts(dst_layouts)
     try:
-        targets, stamp = tensors_of(out), version_row(version)
+        targets = tensors_of(out)
         facts = collect_metadata({}, targets, {}, {}, members)
     except Exception as error:
         raise_on_all_ranks(members, error)
-    plan, version, states = _agreed_load(
-        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out, stamp
+    plan, states = _agreed_load(
+        members, files, dst_layouts, stored_as or {}, shapes or {}, facts, key_map, bucket_bytes, strict, out
     )
     device = device_of({}, targets, members)
     with torch.no_grad():
@@ -161,10 +157,9 @@ def load_safetensors(
             in_place = None if atomic else {name: tensor for name, tensor in outs.items() if name not in twice}
         except Exception as error:  # memory may be short on one rank
             raise_on_all_ranks(members, error)
-        assert_consistent(members, f"outs of load {plan.digest}", problems, "always")
-        if out is not None and not (atomic or made.names):
-            stamp_version(out, None)
+        assert_consistent(members, "a load", [f"outs of {plan.digest}"], problems)
         arriving = ReceiveBuffers(here, in_place, device)
+        arriving.fill(plan.moves.fills, outs)
         movers = [mover_for_bucket(members, plan.moves, bucket, "first", keep=False) for bucket in plan.moves.buckets]
         deferred = None if progress is None else DeferredProgress(progress)
         move_buckets(here, movers, _buckets(plan, members, arriving, device, states), True, False, deferred)
@@ -173,8 +168,6 @@ def load_safetensors(
         made.register(out)
     result = LoadedStateDict(moved)
     result.plan, result.read_bytes, result.materialized = plan, plan.read_bytes(members.rank), made.names
-    if out is not None:
-        stamp_version(out, version)
     if deferred is not None:
         deferred.end()
     return result
@@ -194,19 +187,18 @@ def _agreed_load(
     bucket_bytes: int,
     strict: bool,
     out: torch.nn.Module | Mapping[str, Any] | None,
-    stamp: bytes,
-) -> tuple[LoadPlan, int | None, dict[str, FileState | None]]:
+) -> tuple[LoadPlan, dict[str, FileState | None]]:
     """Plan on every rank from the tables that each read of some files, and compare.
 
     Returns:
-        The plan, the version, and the states of the files as this rank sees them, whoever has read their headers.
+        The plan, and the states of the files as this rank sees them, whoever has read their headers.
     """
     problems: list[Problem] = []
     sums: dict[str, bytes] = {}
     listed: list[tuple[str, int, tuple[int, ...]]] = []
     indexed: dict[str, list[str]] = {}
     states: dict[str, FileState | None] = {}
-    asked = ""
+    asked: list[str] = []
     try:
         if strict:
             problems, sums = uninitialized_buffers(out)
@@ -217,14 +209,19 @@ def _agreed_load(
             for path, rank, readers in listed
             if readers and not 0 <= rank < members.size
         ]
-        asked = repr((listed, sorted(shapes.items()), sorted((key_map or {}).items()), bucket_bytes, strict))
+        asked = [f"file {entry}" for entry in listed]
+        asked += [f"{sorted(shapes.items())} {sorted((key_map or {}).items())} {bucket_bytes} strict={strict}"]
     except Exception as error:
         problems += problems_of(error)
     tables: list[FileTable] = []
+    meant = {name: path for path, names in indexed.items() for name in names}
     for at, (path, _, readers) in enumerate(listed):
         if readers == (members.rank,) or (not readers and at % members.size == members.rank):
             try:
                 table = file_table(path)
+                # A name that two files hold is read from the one that the index means.
+                entries = {name: entry for name, entry in table.entries.items() if meant.get(name, path) == path}
+                table = table._replace(entries=entries)
                 missing = [name for name in indexed.get(path, ()) if name not in table.entries]
                 found = f"not in {path}, which the index names for it"
                 hint = "get the files again: the index is of others"
@@ -232,12 +229,11 @@ def _agreed_load(
                 tables.append(table)
             except Exception as error:
                 problems += problems_of(error)
-    assert_consistent(members, f"a load of {asked}", [*problems, *facts.problems], "always")
+    assert_consistent(members, "a load", asked, [*problems, *facts.problems])
     everyone: list[Any] = [None] * members.size
-    dist.all_gather_object(everyone, (tables, facts, sums, stamp), group=members.group)
-    plan, version, problems = None, None, differing_buffers([found for _, _, found, _ in everyone])
+    dist.all_gather_object(everyone, (tables, facts, sums), group=members.group)
+    plan, problems = None, differing_buffers([found for _, _, found in everyone])
     try:
-        version = agreed_version([found for *_, found in everyone])
         by_reader = {(table.path, rank): table for rank, (tables, *_) in enumerate(everyone) for table in tables}
         for table in by_reader.values():  # its header is from before or after this rank's look at the file
             seen = states.get(table.path)
@@ -251,7 +247,7 @@ def _agreed_load(
             stored_tensors(readable, stored_as, shapes, None),
             dst_layouts,
             members.size,
-            outs=[known for _, known, *_ in everyone],
+            outs=[known for _, known, _ in everyone],
             key_map=key_map,
             bucket_bytes=bucket_bytes,
             to_group=members.to_group,
@@ -259,9 +255,9 @@ def _agreed_load(
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
-    assert_consistent(members, plan.digest if plan is not None else "", problems, "always")
+    assert_consistent(members, "a load", [*plan.moves.lines, plan.digest] if plan is not None else [], problems)
     assert plan is not None
-    return plan, version, states
+    return plan, states
 
 
 def _listed(files: Files) -> tuple[list[tuple[str, int, tuple[int, ...]]], dict[str, list[str]]]:
@@ -312,9 +308,9 @@ def _buckets(
                 except Exception as error:
                     problems += problems_of(error)
         state = BEFORE_MOVING if not number else WHILE_WRITING if arriving.in_place else BEFORE_WRITING
-        assert_consistent(members, f"bucket {number} of load {plan.digest}", problems, "always", state)
+        assert_consistent(members, "a load", [f"bucket {number} of {plan.digest}"], problems, state)
         yield (
-            [tensor for at in bucket for tensor in held[moves[at].source]],
+            [moves[at].view(tensor) for at in bucket for tensor in held[moves[at].source]],
             [tensor for at in bucket for tensor in arriving.tensors[moves[at].target]],
         )
         held = {name: tensors for name, tensors in held.items() if last[name] > number}

@@ -19,12 +19,10 @@ from typing import NamedTuple
 
 from shard_spec import Box
 
-from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import Piece, ShardMap
-from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard._shared.problems import PlanError
+from shard_reshard.layout.boxes import BoxShardMap, ShardMapView
 from shard_reshard.layout.parse import ToGroup
-from shard_reshard.layout.view import ShardMapView
+from shard_reshard.layout.shard_map import ITEMSIZES, Piece, ShardMap
 from shard_reshard.plan.plan import group_problems
 from shard_reshard.planning.analyze import human
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan, TensorMeta
@@ -78,12 +76,10 @@ class LoadPlan:
     Attributes:
         moves: The exchanges that follow the reading.
         reads: For each rank of the group, its reads by tensor.
-        problems: Always empty; a plan with problems is not made.
     """
 
     moves: StateDictPlan
     reads: tuple[Mapping[str, tuple[Read, ...]], ...]
-    problems: tuple[Problem, ...] = ()
 
     def read_bytes(self, rank: int) -> int:
         """Bytes that ``rank`` reads."""
@@ -171,10 +167,12 @@ def _demand(plan: StateDictPlan) -> dict[str, list[Wanted]]:
     """For each source, its rows cut where the ranks that want them change."""
     found: dict[str, dict[tuple[int, int], set[int]]] = {}
     for move in plan.moves:
-        offset = move.plan.src.start if isinstance(move.plan.src, ShardMapView) else (0,) * len(move.plan.shape)
+        view = move.plan.src if isinstance(move.plan.src, ShardMapView) else None
         table = found.setdefault(move.source, {})
         for cell in move.plan.dst.cells():
-            low, high = (offset[0] + cell.start[0], offset[0] + cell.stop[0]) if cell.start else (0, 1)
+            # Rows of the source, whatever dim they are in the destination.
+            start, stop = cell[:2] if view is None else (view.outside(cell.start), view.outside(cell.stop))
+            low, high = (start[0], stop[0]) if start else (0, 1)
             table.setdefault((low, high), set()).update(rank for ranks in cell.owners for rank in ranks)
     return {name: list(_cut_rows(table)) for name, table in found.items()}
 

@@ -1,7 +1,6 @@
-"""Safetensors files: a header that is checked before it is believed, and byte ranges read without touching the rest.
+"""Safetensors files: headers that the format's own library has checked, and byte ranges read without the rest.
 
-A file may come from anywhere. Nothing of it is executed, no size in it is allocated before it was compared with the
-size of the file, and every range is inside of the file before it is read.
+A file may come from anywhere. Nothing of it is executed, and every range is inside of the file before it is read.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import platform
 import sys
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.dtypes import ITEMSIZES, torch_dtype
+from shard_reshard.layout.shard_map import ITEMSIZES, torch_dtype
 
 DTYPES = {
     "BOOL": "bool",
@@ -40,8 +39,6 @@ DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
-_MOST_DIMS = 64
 _CHANGED_HINT = "load again when nobody writes to it"
 
 
@@ -80,14 +77,48 @@ class FileTable(NamedTuple):
         return self.state.num_bytes
 
 
-def read_safetensors_header(path: str | Path) -> dict[str, Any]:
-    """The header of a safetensors file: name -> dtype, shape and data_offsets; reads nothing else.
+def file_table(path: str | Path) -> FileTable:
+    """The checked table of a file; reads nothing else of it.
 
     Raises:
-        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file.
+        PlanError: ``invalid-file`` when the file is none, or its header contradicts itself or the file;
+            ``missing-dependency`` without the library ``safetensors``.
     """
-    header, _, _ = _header(str(path))
-    return header
+    path = str(path)
+    try:
+        import safetensors  # an extra: nothing but files needs it
+    except ImportError:
+        hint = "pip install 'shard-reshard[safetensors]'"
+        raise PlanError(Problem("missing-dependency", path, found="safetensors is not installed", hint=hint)) from None
+    try:
+        with open(path, "rb") as file:
+            state = FileState.of(os.fstat(file.fileno()))
+            with safetensors.safe_open(path, framework="pt"):  # refuses headers that lie
+                size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size), object_pairs_hook=_unique)
+            if FileState.of(os.stat(path)) != state:
+                raise PlanError(file_changed(path))
+    except (OSError, ValueError, RecursionError, safetensors.SafetensorError) as error:
+        if isinstance(error, PlanError):
+            raise
+        hint = "give a complete .safetensors file that this rank can read"
+        raise PlanError(Problem("invalid-file", path, found=str(error)[:300], hint=hint)) from None
+    header.pop("__metadata__", None)
+    return FileTable(
+        path,
+        state,
+        {
+            name: Entry(about["dtype"], tuple(about["shape"]), *(8 + size + at for at in about["data_offsets"]))
+            for name, about in header.items()
+        },
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a name that comes twice: of two tensors the library takes one."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a header with a name that comes twice")
+    return dict(pairs)
 
 
 def indexed_files(index: str | Path) -> dict[str, list[str]]:
@@ -96,128 +127,18 @@ def indexed_files(index: str | Path) -> dict[str, list[str]]:
     Raises:
         PlanError: ``invalid-file`` for a file that is none, or that names a file outside of its own folder.
     """
-    path = Path(index)
+    path, files = Path(index), dict[str, list[str]]()
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        hint = "give an index that this rank can read"
-        raise PlanError(Problem("invalid-file", str(path), found=str(error), hint=hint)) from None
-    try:
-        named = json.loads(text)["weight_map"]
-        pairs = [(name, file) for name, file in named.items()]
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        _refuse_index(path, f"no weight_map: {type(error).__name__}: {str(error)[:200]}")
-    found: dict[str, list[str]] = {}
-    for name, file in pairs:
-        # A plain name and nothing else: no folder, drive or parent, in the manner of any system.
-        if not _is_text(file) or not file.endswith(".safetensors") or set(file) & {"/", "\\", ":", "\0"}:
-            _refuse_index(path, f"{name[:100]!r} in {ascii(file)[:200]}, which is no .safetensors file beside it")
-        found.setdefault(str(path.parent / file), []).append(name)
-    return dict(sorted(found.items()))
-
-
-def _refuse_index(path: Path, found: str) -> NoReturn:
-    hint = "an index names files of its own folder; pass files as a list to read others"
-    raise PlanError(Problem("invalid-file", str(path), found=found, hint=hint))
-
-
-def file_table(path: str | Path) -> FileTable:
-    """The checked table of a file; errors as in `read_safetensors_header`."""
-    header, data_start, state = _header(str(path))
-    entries = {}
-    for name, about in header.items():
-        if name != "__metadata__":
-            begin, end = about["data_offsets"]
-            entries[name] = Entry(about["dtype"], tuple(about["shape"]), data_start + begin, data_start + end)
-    return FileTable(str(path), state, entries)
-
-
-def _header(path: str) -> tuple[dict[str, Any], int, FileState]:
-    try:
-        with Path(path).open("rb") as file:
-            state = FileState.of(os.fstat(file.fileno()))
-            num_bytes = state.num_bytes
-            size = int.from_bytes(file.read(8), "little")
-            if num_bytes < 8 or size > min(_MOST_HEADER_BYTES, num_bytes - 8):
-                _refuse(path, f"a header of {size} bytes in a file of {num_bytes}")
-            text = file.read(size)
-    except OSError as error:
-        hint = "give a file that this rank can read"
-        raise PlanError(Problem("invalid-file", path, found=str(error), hint=hint)) from None
-    header = _parsed(path, text)
-    check_header(path, header, num_bytes - 8 - size)
-    return header, 8 + size, state
-
-
-def _parsed(path: str, text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError("a name that comes twice")
-        return found
-
-    if not text.startswith(b"{"):
-        _refuse(path, "a header that does not begin with {")
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"no header: {str(error)[:200]}")
-    assert isinstance(header, dict)
-    return header
-
-
-def check_header(path: str, header: dict[str, Any], data_bytes: int | None) -> None:
-    """Raise ``invalid-file`` for a header that contradicts itself, or the number of bytes that follow it."""
-    ranges = []
-    for name, about in header.items():
-        if not _is_text(name):
-            _refuse(path, f"a name that is no text, {ascii(name)[:200]}")
-        if name == "__metadata__":
-            if not isinstance(about, dict) or not all(_is_text(text) for pair in about.items() for text in pair):
-                _refuse(path, "metadata that is no table of texts")
-            continue
-        if not isinstance(about, dict) or set(about) != {"dtype", "shape", "data_offsets"}:
-            _refuse(path, f"an entry {name!r} that is not dtype, shape and data_offsets")
-        shape, offsets = about["shape"], about["data_offsets"]
-        if not _counts(shape) or len(shape) > _MOST_DIMS:
-            _refuse(path, f"{name!r} of shape {str(shape)[:200]}")
-        if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            _refuse(path, f"{name!r} at bytes {str(offsets)[:200]}")
-        if not isinstance(about["dtype"], str):
-            _refuse(path, f"{name!r} of dtype {str(about['dtype'])[:200]}")
-        known = DTYPES.get(about["dtype"])
-        if known is not None and prod(shape) * ITEMSIZES[known] != offsets[1] - offsets[0]:
-            _refuse(path, f"{name!r} of shape {tuple(shape)} {about['dtype']} in {offsets[1] - offsets[0]} bytes")
-        ranges.append((offsets[0], offsets[1], name))
-    end = 0
-    for low, high, name in sorted(ranges):
-        if low != end:
-            _refuse(path, f"{name!r} from byte {low} on, where the tensor before it ends at {end}")
-        end = high
-    if data_bytes is not None and end != data_bytes:
-        _refuse(path, f"tensors of {end} bytes in {data_bytes} bytes of data")
-
-
-def _is_text(value: object) -> bool:
-    """Return True for text that can be encoded: JSON can contain half a surrogate pair."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _counts(values: object) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 for value in values
-    )
-
-
-def _refuse(path: str, found: str) -> NoReturn:
-    hint = "write it again, or give a complete .safetensors file"
-    raise PlanError(Problem("invalid-file", path, found=found, hint=hint))
+        for name, file in json.loads(path.read_bytes())["weight_map"].items():
+            # A plain name and nothing else: no folder, drive or parent, in the manner of any system.
+            if not file.endswith(".safetensors") or set(file) & {"/", "\\", ":", "\0"} or not file.isprintable():
+                raise ValueError(f"{name[:100]!r} in {ascii(file)[:200]}, which is no .safetensors file beside it")
+            files.setdefault(str(path.parent / file), []).append(name)
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        found = f"{type(error).__name__}: {str(error)[:300]}"
+        hint = "an index has a weight_map with files of its own folder; pass files as a list to read others"
+        raise PlanError(Problem("invalid-file", str(path), found=found, hint=hint)) from None
+    return dict(sorted(files.items()))
 
 
 def file_changed(path: str) -> Problem:

@@ -10,11 +10,10 @@ from shard_spec import Box
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard.checkpoint.plan import Stored
-from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable, check_header, read_safetensors_header
-from shard_reshard.layout.base import Piece, ShardMap
+from shard_reshard.checkpoint.safetensors import DTYPES, Entry, FileTable
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.dtypes import dtype_name
 from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
+from shard_reshard.layout.shard_map import Piece, ShardMap, dtype_name
 
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp\Z")
 
@@ -25,41 +24,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     layout: BoxShardMap
-
-
-def layouts_from_safetensors(files: Mapping[int, Any]) -> dict[str, StoredTensor]:
-    """The tensors of safetensors files, each whole on the rank that reads its file.
-
-    Args:
-        files: For each rank of the group that reads, a path, a header from `read_safetensors_header`, or a list of
-            these.
-
-    Raises:
-        PlanError: ``duplicate-name`` when two files hold one name, ``unsupported-dtype``, ``invalid-file``.
-    """
-    found: dict[str, StoredTensor] = {}
-    problems: list[Problem] = []
-    for rank, given in sorted(files.items()):
-        for entry in given if isinstance(given, list | tuple) else [given]:
-            header = entry if isinstance(entry, Mapping) else read_safetensors_header(entry)
-            check_header(f"header of rank {rank}", dict(header), None)
-            for name, about in header.items():
-                if name == "__metadata__":
-                    continue
-                if name in found:
-                    hint = "a tensor that is split over files needs its boxes: pass {rank: Box} as its layout"
-                    problems.append(Problem("duplicate-name", name, found="two files with this name", hint=hint))
-                    continue
-                dtype = DTYPES.get(about["dtype"])
-                if dtype is None:
-                    hint = f"one of {', '.join(DTYPES)}"
-                    problems.append(Problem("unsupported-dtype", name, found=about["dtype"], hint=hint))
-                    continue
-                shape = tuple(about["shape"])
-                found[name] = StoredTensor(shape, dtype, BoxShardMap.whole(shape, rank))
-    if problems:
-        raise PlanError(problems)
-    return found
 
 
 def layouts_from_dcp(metadata: Any, reader: Callable[[int], int] | None = None) -> dict[str, StoredTensor]:
@@ -139,7 +103,7 @@ def stored_tensors(
             )
             found[name] = shape, dtype, parts
         except PlanError as error:
-            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+            problems += [p.named(name) for p in error.problems]
     if problems:
         raise PlanError(problems)
     return found

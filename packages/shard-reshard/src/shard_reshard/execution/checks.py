@@ -1,16 +1,26 @@
-"""The local tensors of a rank: one as itself, several as a list, and whether they are what a plan expects."""
+"""Checks of local tensors before they move, and guards that tell when an earlier call's checks still hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import gcd
-from operator import mul
+from enum import IntEnum
+from operator import attrgetter, mul
 from typing import Any
 
 import torch
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import PLAIN_TYPES, assume_constant_result, is_fake, is_wrapper, waited_for
+from shard_reshard._torch_compat import (
+    PLAIN_TYPES,
+    assume_constant_result,
+    is_fake,
+    is_transforming,
+    is_wrapper,
+    modes,
+    same_metadata,
+    waited_for,
+)
+from shard_reshard.layout.shard_map import shortened
 from shard_reshard.plan.plan import Plan
 
 Shards = torch.Tensor | Sequence[torch.Tensor] | None
@@ -45,6 +55,8 @@ def local_problems(plan: Plan, rank: int, tensors: Sequence[torch.Tensor], side:
     where = f"rank {rank}, {'source' if side == 'src' else 'out'}"
     if len(shapes) != len(tensors):
         found = f"{len(tensors)} local tensors, the layout has {len(shapes)}"
+        if rank not in layout.rank_set:
+            found += f" here: it is on ranks {shortened(layout.ranks)}"
         return [Problem("argument-count", where, found=found, hint=f"one tensor for each box, of shapes {shapes}")]
     problems = []
     for number, (shape, tensor) in enumerate(zip(shapes, tensors, strict=True)):
@@ -155,23 +167,13 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return True where two elements share memory, as in expanded tensors and sliding windows."""
-    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
-    if not tensor.numel() or not dims:
-        return False
     reach = 0
-    for stride, size in dims:
-        if stride <= reach:
-            break
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)) if tensor.numel() else ():
+        if size > 1 and stride <= reach:
+            starts, length = _runs(tensor)
+            return bool((starts.diff() < length).any())
         reach += stride * (size - 1)
-    else:
-        return False  # every step leads out of what the smaller steps reach
-    if dims[0][0] == 0:
-        return True
-    places = torch.zeros((), dtype=torch.int64)
-    for stride, size in dims:
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
-    places = places.reshape(-1).sort().values
-    return bool((places[1:] == places[:-1]).any())
+    return False  # every step leads out of what the smaller steps reach
 
 
 def sharing(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> list[tuple[int, int]]:
@@ -205,19 +207,29 @@ def _end(tensor: torch.Tensor) -> int:
 
 def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True where tensors with overlapping spans share a byte, and not only gaps."""
-    begin, end = min(one.data_ptr(), other.data_ptr()), max(_end(one), _end(other))
-    grain = gcd(one.element_size(), other.element_size(), abs(one.data_ptr() - other.data_ptr()))
-    taken = torch.zeros((end - begin) // grain, dtype=torch.bool)
-    _places(taken, one, begin, grain).fill_(True)
-    return bool(_places(taken, other, begin, grain).any())
+    (first, length), (second, other_length) = _runs(one), _runs(other)
+    # Runs of the other that begin before this one ends, less those that end before it begins.
+    before = torch.searchsorted(second, first - other_length, right=True)
+    return bool((torch.searchsorted(second, first + length) > before).any())
 
 
-def _places(memory: torch.Tensor, tensor: torch.Tensor, begin: int, grain: int) -> torch.Tensor:
-    """The places of a tensor's bytes in ``memory``, which has an element for each ``grain`` bytes."""
-    width = tensor.element_size() // grain
-    dims = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    sizes, strides = [size for size, _ in dims], [stride * width for _, stride in dims]
-    return memory.as_strided((*sizes, width), (*strides, 1), (tensor.data_ptr() - begin) // grain)
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the addresses of a tensor's contiguous runs, ascending, and their length in bytes."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    length = 1
+    while dims and dims[0][0] == length:
+        length *= dims.pop(0)[1]
+    starts = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        starts = (starts.unsqueeze(-1) + torch.arange(size) * stride).view(-1)
+    return starts.sort().values * tensor.element_size() + tensor.data_ptr(), length * tensor.element_size()
+
+
+def not_transformed(what: str) -> None:
+    """Refuse ``what`` under a transformation of torch.func: not even a header that stops other ranks can be sent."""
+    if is_transforming():
+        hint = "call it outside of vmap, grad and their like"
+        raise PlanError(Problem("not-differentiable", what, found="a transformation of torch.func", hint=hint))
 
 
 @assume_constant_result
@@ -225,3 +237,58 @@ def not_compiled(what: str) -> None:
     """Refuse ``what``, in which a tracer would get lost; on every rank alike."""
     hint = "call it outside of the compiled function; a Resharder, reshard and redistribute can be called inside"
     raise PlanError(Problem("not-traceable", what, found="torch.compile traces the call", hint=hint))
+
+
+_STRIDED = {torch.strided}
+_is_nested = attrgetter("is_nested")
+_data_ptr = torch.Tensor.data_ptr
+
+
+class Match(IntEnum):
+    """Result of comparing the tensors of a call with a guard."""
+
+    NONE = 0
+    METADATA = 1  # types, shapes, strides, dtypes, devices, flags and modes: checks of single tensors stay valid
+    MEMORY = 2  # and the memory too: views, and what was found about overlaps, stay valid
+
+
+class TensorGuards:
+    """Guards on all tensors of a call. Made by `record_guards`."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._modes = modes()
+        self._pointers = pointers(tensors)
+        first: dict[int, int] = {}  # torch's guards take no tensor twice
+        self._twins = [(at, other) for at, t in enumerate(tensors) if (other := first.setdefault(id(t), at)) != at]
+        self._firsts = list(first.values())
+        self._alike = same_metadata([tensors[at] for at in self._firsts])
+
+    def match(self, tensors: Sequence[torch.Tensor]) -> Match:
+        """Compare the tensors of a call, in the modes that are on.
+
+        A view that negates or conjugates on reading has the address of what it is a view of, but other dispatch keys.
+        """
+        if len(tensors) != len(self._pointers) or modes() != self._modes:
+            return Match.NONE
+        if True in map(_is_nested, tensors):
+            return Match.NONE  # torch's guards ask for sizes, which a nested tensor lacks: that ends the process
+        once = tensors
+        if self._twins:
+            if any(tensors[a] is not tensors[b] for a, b in self._twins):
+                return Match.NONE
+            once = [tensors[at] for at in self._firsts]
+        if not self._alike(*once):
+            return Match.NONE
+        return Match.MEMORY if list(map(_data_ptr, tensors)) == self._pointers else Match.METADATA
+
+
+def record_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards | None:
+    """Return guards on these tensors; None where some have no memory or no strides to compare."""
+    if not PLAIN_TYPES.issuperset(map(type, tensors)) or is_fake(tensors) or True in map(_is_nested, tensors):
+        return None
+    return TensorGuards(tensors) if {tensor.layout for tensor in tensors} <= _STRIDED else None
+
+
+def pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return where tensors begin."""
+    return list(map(_data_ptr, tensors))

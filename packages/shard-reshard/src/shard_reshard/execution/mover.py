@@ -13,12 +13,18 @@ import torch.distributed as dist
 
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake
-from shard_reshard.consensus import GroupInfo, assert_consistent, check_mode, data_device
 from shard_reshard.execution.changes import ChangeExchange
-from shard_reshard.execution.checks import destination_problems, has_memory, local_problems
+from shard_reshard.execution.checks import (
+    Match,
+    TensorGuards,
+    destination_problems,
+    has_memory,
+    local_problems,
+    record_guards,
+)
 from shard_reshard.execution.exchange import Exchange
-from shard_reshard.execution.guards import Match, TensorGuards, record_guards
-from shard_reshard.layout.base import Index
+from shard_reshard.group import GroupInfo, assert_consistent, check_mode, data_device
+from shard_reshard.layout.shard_map import Index
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan.plan import Plan, group_problems
 
@@ -40,17 +46,37 @@ class NotPicklable:
         raise TypeError(f"a {kind} belongs to a process group of this process and is not copied: {self._instead}")
 
 
-_shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, Mover]] = WeakKeyDictionary()
+# The one process-wide memory of calls: by group and kind, what a key was worked out to. Kinds have bounds of their own,
+# so that what one rank alone looks up does not push out what all ranks have to find alike.
+memo: WeakKeyDictionary[dist.ProcessGroup, dict[str, dict[Any, Any]]] = WeakKeyDictionary()
+_BOUNDS = {"call": 8192, "mover": 1024, "state dict plan": 16, "state dict": 8}
+
+
+def recall(group: dist.ProcessGroup, kind: str, key: Any) -> Any:
+    """Return what was remembered under a key; None for nothing."""
+    return memo.get(group, {}).get(kind, {}).get(key)
+
+
+def remember(group: dist.ProcessGroup, kind: str, key: Any, value: Any) -> None:
+    """Remember ``value`` in place of the oldest of its kind, if there are too many."""
+    entries = memo.setdefault(group, {}).setdefault(kind, {})
+    entries[key] = value
+    while len(entries) > _BOUNDS[kind]:
+        entries.pop(next(iter(entries)))
+
+
+def remembered(group: dist.ProcessGroup, kind: str) -> list[Any]:
+    """Return all values of a kind, the latest last."""
+    return list(memo.get(group, {}).get(kind, {}).values())
 
 
 def shared_mover(members: GroupInfo, plans: tuple[Plan, ...], check: str) -> Mover:
     """Return the mover of one-shot calls: without a workspace, since what one caller's tensors need meets another's."""
-    movers = _shared.setdefault(members.group, {})
-    if (plans, check) not in movers:
-        movers[plans, check] = Mover(plans, members, False, check)
-        while len(movers) > 1024:
-            movers.pop(next(iter(movers)))
-    return movers[plans, check]
+    mover: Mover | None = recall(members.group, "mover", (plans, check))
+    if mover is None:
+        mover = Mover(plans, members, False, check)
+        remember(members.group, "mover", (plans, check), mover)
+    return mover
 
 
 class Mover:
@@ -76,11 +102,6 @@ class Mover:
     def exchange(self) -> Exchange:
         """The program on torch, made at the first call."""
         return Exchange(build_program(self.plans, self.members.rank, self.members.size), self.keep_workspace)
-
-    @cached_property
-    def facts(self) -> str:
-        """All plans as text, which has to be equal on all ranks."""
-        return "\n".join(plan.to_json() for plan in self.plans)
 
     @property
     def transposed(self) -> Mover:
@@ -157,14 +178,17 @@ class Mover:
         ]
 
     def assert_consistent(self, problems: Sequence[Problem], device: torch.device, more: str = "") -> None:
-        """Compare with all ranks; see `shard_reshard.consensus.assert_consistent`."""
+        """Compare with all ranks, in the first call of a kind or in each."""
         if (device.type, more) in self._agreed:
             # After the first checked call ranks no longer compare: peers see this failure as a collective timeout.
             if problems:
                 raise PlanError(problems)
             return
-        agreed = assert_consistent(self.members, f"{self.facts}\non {device.type}{more}", problems, self.check)
-        if agreed and not is_fake(()):
+        layouts = [f"{plan.src.describe()} -> {plan.dst.describe()}" for plan in self.plans]
+        digests = [f"plan {plan.digest}: {plan.shape} {plan.dtype} -> {plan.out_dtype}" for plan in self.plans]
+        lines = [*layouts, *digests, f"on {device.type}{more}, check={self.check!r}"]
+        assert_consistent(self.members, "reshard", lines, problems)
+        if self.check == "first" and not is_fake(()):
             self._agreed.add((device.type, more))
 
     # ---- moving -----------------------------------------------------------------------------------------------

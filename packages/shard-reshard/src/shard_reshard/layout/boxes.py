@@ -1,18 +1,125 @@
-"""Layouts that are boxes given one by one."""
+"""Layouts that are boxes given one by one, windows of larger tensors, and the sweep that finds holes and overlaps."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
+from math import prod
 from operator import index
 from typing import Any
 
-from shard_spec import Box
+from shard_spec import Box, Layout, MeshSpec
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import Cell, Index, Piece, ShardMap, shortened, sizes_of
-from shard_reshard.layout.tiling import coverage_problems
+from shard_reshard.layout.shard_map import Cell, Index, MeshShardMap, Piece, ShardMap, shortened, sizes_of
+
+_SHOWN = 4  # holes, and overlaps, that an error names; it counts the rest
+
+Span = tuple[tuple[int, ...], tuple[int, ...]]  # start and stop in each dim
+
+
+def coverage_problems(shape: tuple[int, ...], boxes: Mapping[int, Sequence[Box]]) -> list[Problem]:
+    """Everything that keeps ``boxes`` (by rank) from tiling a tensor of ``shape``.
+
+    The same box on several ranks is one box with replicas. Empty boxes are allowed anywhere inside the shape.
+    """
+    problems = [
+        Problem("invalid-argument", found=f"rank {rank}", hint="ranks are counted from 0") for rank in boxes if rank < 0
+    ]
+    owners: dict[Span, list[int]] = {}
+    for rank, held in boxes.items():
+        for box in held:
+            if box.ndim != len(shape) or any(end > size for end, size in zip(box.ends, shape, strict=True)):
+                hint = f"boxes lie inside the global shape {shape}"
+                problems.append(Problem("box-out-of-range", found=f"rank {rank} lists {box!r}", hint=hint))
+            elif box.numel:
+                ranks = owners.setdefault((box.offsets, box.ends), [])
+                if rank in ranks:
+                    hint = "list a box once on a rank"
+                    problems.append(Problem("boxes-overlap", found=f"rank {rank} lists {box!r} twice", hint=hint))
+                ranks.append(rank)
+    return problems or tiling_problems(shape, [(f"rank {ranks[0]}", span) for span, ranks in owners.items()])
+
+
+def tiling_problems(
+    shape: tuple[int, ...],
+    spans: Sequence[tuple[str, Span]],
+    name: str = "",
+    hint: str = "add the missing box",
+    kind: str = "rank",
+) -> list[Problem]:
+    """Return every hole and overlap of spans that should tile a tensor of ``shape``; each has an owner of a kind."""
+    pairs = _overlaps(spans)
+    problems = [
+        Problem(
+            "boxes-overlap",
+            name,
+            found=f"{_box(one)!r} of {owner} and {_box(other)!r} of {rival}",
+            hint="each element has one place on a rank; only equal boxes may be replicated",
+        )
+        for (owner, one), (rival, other) in pairs[:_SHOWN]
+    ]
+    if len(pairs) > _SHOWN:
+        problems.append(Problem("boxes-overlap", name, found=f"{len(pairs) - _SHOWN} more overlaps"))
+    covered = sum(prod(b - a for a, b in zip(*span, strict=True)) for _, span in spans)
+    if prod(shape) and (pairs or covered != prod(shape)):
+        holes = _holes(((0,) * len(shape), shape), [span for _, span in spans])
+        problems += [
+            Problem("boxes-incomplete", name, found=f"no {kind} has {_box(hole)!r}", hint=hint)
+            for hole in holes[:_SHOWN]
+        ]
+        if len(holes) > _SHOWN:
+            problems.append(Problem("boxes-incomplete", name, found=f"{len(holes) - _SHOWN} more holes"))
+    return problems
+
+
+def _box(span: Span) -> Box:
+    start, stop = span
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def _overlaps(spans: Sequence[tuple[str, Span]]) -> list[tuple[tuple[str, Span], tuple[str, Span]]]:
+    """Pairs that share an element: a sweep along the dim that tells most boxes apart."""
+    pairs: list[tuple[tuple[str, Span], tuple[str, Span]]] = []
+    active: list[tuple[str, Span]] = []
+    ndim = len(spans[0][1][0]) if spans else 0
+    dim = max(range(ndim), key=lambda at: len({start[at] for _, (start, _) in spans}), default=None)
+    for entry in spans if dim is None else sorted(spans, key=lambda each: (each[1][0][dim], each[1])):
+        start, stop = entry[1]
+        if dim is not None:  # without dims every span is the one element
+            active = [other for other in active if other[1][1][dim] > start[dim]]
+        pairs.extend(
+            (other, entry)
+            for other in active
+            if all(max(a, c) < min(b, d) for a, b, c, d in zip(*other[1], start, stop, strict=True))
+        )
+        active.append(entry)
+    return pairs
+
+
+def _holes(whole: Span, spans: list[Span], dim: int = 0) -> list[Span]:
+    """Return the rest of ``whole`` beside ``spans``: slab by slab along ``dim``, recursively."""
+    start, stop = whole
+    if dim == len(start):
+        return [] if spans else [whole]
+    marks = sorted({start[dim], stop[dim], *(s[0][dim] for s in spans), *(s[1][dim] for s in spans)})
+    found: list[Span] = []
+    for low, high in pairwise(marks):
+        slab = (*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :])
+        for hole in _holes(slab, [s for s in spans if s[0][dim] <= low and s[1][dim] >= high], dim + 1):
+            if found and _joins(found[-1], hole, dim):
+                found[-1] = found[-1][0], hole[1]
+            else:
+                found.append(hole)
+    return found
+
+
+def _joins(one: Span, other: Span, dim: int) -> bool:
+    """Return True where ``other`` continues ``one`` along ``dim`` and equals it in other dims."""
+    same = all(at == dim or (one[0][at] == other[0][at] and one[1][at] == other[1][at]) for at in range(len(one[0])))
+    return same and one[1][dim] == other[0][dim]
 
 
 class BoxShardMap(ShardMap):
@@ -169,3 +276,123 @@ class FusedShardMap(BoxShardMap):
 
     def describe(self) -> str:
         return f"{super().describe()}, joined along dim {self.dim}"
+
+
+Dims = tuple[int | None, ...]
+
+
+class ShardMapView(ShardMap):
+    """A box of a larger tensor as a tensor of its own, lying where it lies in the larger one's local tensors.
+
+    The way to move q, k and v into one fused weight: each is a window of it. Local tensors are views too: their dims
+    are those of the larger tensor's in the order of ``dims``.
+
+    Args:
+        base: How the larger tensor lies.
+        start: Where the window begins in it.
+        shape: How large the window is, in the view's dims.
+        dims: For each dim of the view the base's dim that it is, each once, or None for a new dim of size 1. None for
+            the base's own dims.
+    """
+
+    def __init__(self, base: ShardMap, start: Sequence[int], shape: Sequence[int], dims: Dims | None = None) -> None:
+        self.base, self.dims = base, dims
+        self.start, self.shape = tuple(start), tuple(shape)
+        self._arguments = base, self.start, self.shape, dims
+        self._stop = tuple(a + b for a, b in zip(self.start, self._to_base(self.shape), strict=True))
+        if any(low < 0 or end > size for low, end, size in zip(self.start, self._stop, base.shape, strict=True)):
+            found = f"window from {self.start} to {self._stop} of a tensor of {base.shape}"
+            raise PlanError(Problem("index-out-of-range", found=found, hint="a window lies inside of the tensor"))
+
+    @property
+    def holes(self) -> bool:  # type: ignore[override]  # of the larger tensor
+        return self.base.holes
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.base.ranks
+
+    @property
+    def num_partials(self) -> int:
+        return self.base.num_partials
+
+    @property
+    def max_replicas(self) -> int:
+        return self.base.max_replicas
+
+    @property
+    def largest(self) -> int:
+        return min(prod(self.shape), self.base.largest)
+
+    @property
+    def reduce_ops(self) -> tuple[str, ...]:
+        return self.base.reduce_ops
+
+    def local_shapes(self, rank: int) -> tuple[Index, ...]:
+        shapes = self.base.local_shapes(rank)
+        return shapes if self.dims is None else tuple(self._from_base(shape, 1) for shape in shapes)
+
+    def places(self, rank: int) -> tuple[tuple[int, Index], ...] | None:
+        places = self.base.places(rank)
+        if places is None or self.dims is None:
+            return places
+        return tuple((number, self._from_base(shift, 0)) for number, shift in places)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        pieces = []
+        for piece in self.base.pieces(rank):
+            low, high = tuple(map(max, piece.start, self.start)), tuple(map(min, piece.stop, self._stop))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                local = tuple(at + a - b for at, a, b in zip(piece.local_start, low, piece.start, strict=True))
+                pieces.append(
+                    Piece(self._inside(low, 0), self._inside(high, 1), piece.tensor, self._from_base(local, 0))
+                )
+        return tuple(pieces)
+
+    def cross(self, start: Index, stop: Index) -> Iterator[Cell]:
+        if self.dims is not None and any(a >= b for a, b in zip(start, stop, strict=True)):
+            return  # a new dim of the view is none of the base's
+        for cell in self.base.cross(self.outside(start), self.outside(stop)):
+            low, high = self._inside(cell.start, 0), self._inside(cell.stop, 1)
+            yield cell._replace(start=low, stop=high, local_start=self._from_base(cell.local_start, 0))
+
+    def to_json(self) -> dict[str, Any]:
+        data = {"window": list(self.start), "of": self.base.to_json(), "shape": list(self.base.shape)}
+        return data if self.dims is None else {**data, "dims": list(self.dims)}
+
+    def describe(self) -> str:
+        order = "" if self.dims is None else f", dims {self.dims}"
+        return f"from {self.start} on in {self.base.shape}{order}, {self.base.describe()}"
+
+    def _to_base(self, index: Index) -> Index:
+        if self.dims is None:
+            return index
+        by_dim = {dim: at for dim, at in zip(self.dims, index, strict=True) if dim is not None}
+        return tuple(by_dim[dim] for dim in range(len(by_dim)))
+
+    def _from_base(self, index: Index, new: int) -> Index:
+        return index if self.dims is None else tuple(new if dim is None else index[dim] for dim in self.dims)
+
+    def _inside(self, index: Index, new: int) -> Index:
+        return self._from_base(tuple(a - b for a, b in zip(index, self.start, strict=True)), new)
+
+    def outside(self, index: Index) -> Index:
+        """Return an index of the view as one of the larger tensor."""
+        return tuple(a + b for a, b in zip(self._to_base(index), self.start, strict=True))
+
+
+def shard_map_from_json(shape: Sequence[int], data: Mapping[str, Any]) -> ShardMap:
+    """Read what ``to_json`` wrote."""
+    if "window" in data:
+        base, dims = shard_map_from_json(data["shape"], data["of"]), data.get("dims")
+        if dims is not None and sorted(dim for dim in dims if dim is not None) != list(range(len(base.shape))):
+            raise ValueError(f"dims {dims}")
+        return ShardMapView(base, data["window"], shape, None if dims is None else tuple(dims))
+    if "boxes" in data:
+        boxes = {rank: [Box(tuple(o), tuple(s)) for o, s in found] for rank, found in data["boxes"]}
+        holes = data.get("holes", False) is True
+        if "joined" in data:
+            return FusedShardMap(shape, boxes, data["joined"], holes)
+        return BoxShardMap(shape, boxes, holes)
+    mesh = MeshSpec(dict(data["mesh"]), data["ranks"])
+    return MeshShardMap(Layout.parse(data["layout"], mesh), shape)

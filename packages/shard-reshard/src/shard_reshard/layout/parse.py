@@ -1,4 +1,4 @@
-"""From what users write to bound layouts: every way of saying where a tensor lies becomes one form."""
+"""From what users write, and what tensors declare themselves, to bound layouts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shard_spec import Box, Layout, MeshSpec
 
-from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import ShardMap, sizes_of
-from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.mesh import MeshShardMap
+from shard_reshard._shared.problems import PlanError, Problem, raise_problems
+from shard_reshard.layout.boxes import BoxShardMap, FusedShardMap
+from shard_reshard.layout.shard_map import MeshShardMap, ShardMap, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
+
+    from shard_reshard._shared.sharding_info import ShardingInfo
+    from shard_reshard.group import GroupInfo
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,8 @@ DeviceMesh and placements, boxes by rank, `OnRank(r)`, or text such as ``"2x4: S
 
 ToGroup = Callable[[int], int]
 
-_TEXT = re.compile(
-    r"\s*(?P<mesh>\d+(?:\s*x\s*\d+)*|[A-Za-z_][\w.\-]*\s*=\s*\d+(?:\s*,\s*[A-Za-z_][\w.\-]*\s*=\s*\d+)*)\s*:"
-    r"\s*(?P<layout>.*?)(?:\s+on\s+ranks?\s+(?P<ranks>[\d,.\s]+))?\s*",
-    re.DOTALL,
-)
+# A mesh and a layout as shard-spec reads them, and which ranks of the group the mesh has.
+_TEXT = re.compile(r"(?P<mesh>[^:]*):(?P<layout>.*?)(?:\s+on\s+ranks?\s+(?P<ranks>[\d,.\s]+))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"\s*(?:whole\s+on\s+)?rank\s+(\d+)\s*")
 _TEXT_HINT = (
     "write for example '8: S(0)', '2x4: S(1), R', 'dp=2, tp=4: tp:S(0)', '4: S(0) on ranks 4..7', 'whole on rank 0'"
@@ -151,11 +150,22 @@ def _listed(text: str, whole: str, size: int) -> list[int]:
 
 
 def _from_mesh(mesh: DeviceMesh, placements: Sequence[Placement], turn: ToGroup) -> Layout:
+    spec = mesh_spec(mesh)
+    return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
+
+
+def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
+    """Return the value of a mesh, in global ranks.
+
+    Raises:
+        PlanError: ``mesh-mismatch`` where an axis has another order than its process group.
+    """
+    from shard_reshard._shared.consensus import mesh_order_problems
     from shard_reshard._torch_compat import real_tensors
 
-    with real_tensors():
-        spec = MeshSpec.from_device_mesh(mesh)
-    return Layout(MeshSpec(spec.axes, [turn(rank) for rank in spec.ranks]), tuple(placements))
+    with real_tensors():  # the ranks of a mesh are a tensor, also where tensors are fake
+        raise_problems(mesh_order_problems(mesh))
+        return MeshSpec.from_device_mesh(mesh)
 
 
 def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> ShardMap:
@@ -173,3 +183,65 @@ def _from_spec(layout: object, shape: Sequence[int] | None, turn: ToGroup) -> Sh
     for rank, held in spec.boxes(shape).items():
         boxes[turn(rank)] = held
     return BoxShardMap(shape, boxes)
+
+
+def own_layout(name: str, value: Any, to_group: ToGroup) -> ShardMap | None:
+    """Return the layout that a tensor declares; None for a plain tensor."""
+    from shard_reshard._shared.sharding_info import sharding_info_of  # the command line plans without torch
+
+    if hasattr(value, "device_mesh") and hasattr(value, "placements"):
+        return resolve_layout((value.device_mesh, tuple(value.placements)), tuple(value.shape), to_group)
+    try:
+        info = sharding_info_of(value)
+    except ValueError as error:
+        hint = "leave it out, or give its layout in src_layouts"
+        raise PlanError(Problem("invalid-sections", name, found=str(error), hint=hint)) from None
+    if info is None:
+        return None
+    if info.sections:
+        return _of_sections(name, info, to_group)
+    return resolve_layout((info.mesh, info.placements), tuple(info.shape), to_group)
+
+
+def _of_sections(name: str, info: ShardingInfo, to_group: ToGroup) -> ShardMap:
+    """Return the layout of a weight whose sections are sharded one by one, some of them with copies."""
+    shape, mesh = tuple(info.shape), info.mesh
+    try:
+        axis, dim = info.section_axis()
+    except ValueError as error:
+        hint = "give its layout in src_layouts: sections are sharded along one axis"
+        raise PlanError(Problem("invalid-sections", name, found=str(error), hint=hint)) from None
+    size = mesh.size(axis)
+    if sum(section.size for section in info.sections) != shape[dim] or any(
+        unit < 1 or copies < 1 or length % unit or size % copies for length, unit, copies in info.sections
+    ):
+        found = f"sections {tuple(map(tuple, info.sections))} of dim {dim} of {shape} on {size} ranks"
+        hint = "sections add up to the dim, are a multiple of their unit, and copies divide the ranks of the axis"
+        raise PlanError(Problem("invalid-sections", name, dim, found=found, hint=hint))
+    spec = mesh_spec(mesh)
+    boxes: dict[int, list[Box]] = {}
+    # The groups along an axis list the ranks at one place of it at that position.
+    for place, replicas in enumerate(zip(*spec.axis_groups(spec.axis_names[axis]), strict=True)):
+        held = []
+        for start, stop in info.ranges(place):
+            offsets, sizes = [0] * len(shape), list(shape)
+            offsets[dim], sizes[dim] = start, stop - start
+            held.append(Box(tuple(offsets), tuple(sizes)))
+        boxes |= {to_group(rank): held for rank in replicas}
+    return FusedShardMap(shape, boxes, dim)
+
+
+def layout_mismatches(name: str, value: Any, wanted: ShardMap, members: GroupInfo) -> list[Problem]:
+    """Return a mismatch between a tensor's declared layout and ``wanted``, on this rank."""
+    try:
+        own = own_layout(name, value, members.to_group)
+    except PlanError as error:
+        return [p.named(name) for p in error.problems]
+    if own is None or own == wanted:
+        return []
+    alike = own.shape == wanted.shape and sorted(own.reduce_ops) == sorted(wanted.reduce_ops)
+    if alike and sorted(own.local_pieces(members.rank)) == sorted(wanted.local_pieces(members.rank)):
+        return []  # the same on this rank
+    found = f"it declares {own.describe()} of {own.shape}, not {wanted.describe()} of {wanted.shape}"
+    hint = "leave out the layout of a tensor that declares its own, redistribute it, or pass its to_local()"
+    return [Problem("layout-mismatch", name, found=found, hint=hint)]

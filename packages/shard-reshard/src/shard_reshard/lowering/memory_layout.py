@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from shard_reshard.layout.base import Index
+from shard_reshard.layout.shard_map import Index
 from shard_reshard.lowering.program import Program, Segment, Step
 from shard_reshard.plan.plan import Plan
 

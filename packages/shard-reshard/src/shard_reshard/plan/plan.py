@@ -1,4 +1,4 @@
-"""The plan of one tensor as a value: layouts, dtypes, and what follows from them alone."""
+"""The plan of one tensor as a value: layouts, dtypes, what follows from them, and what cannot be carried out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Self
+from typing import Any, Self
 
-from shard_reshard._shared.problems import Problem
-from shard_reshard.layout.base import Index, ShardMap
-from shard_reshard.layout.dtypes import ITEMSIZES
-from shard_reshard.layout.mesh import MeshShardMap
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard.layout.boxes import shard_map_from_json
+from shard_reshard.layout.shard_map import FLOATING, ITEMSIZES, Cell, Index, MeshShardMap, ShardMap
 
 FORMAT = 1
 
@@ -178,3 +177,103 @@ def _busiest(plan: Plan) -> tuple[int, int]:
     if plan.src.rank_set >= plan.dst.rank_set and owners >= replicas:
         return 0, 0  # mostly own copies
     return has * replicas // owners, has // owners + gets
+
+
+_UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels that add or compare them
+
+
+def _has(src: ShardMap, wanted: Cell) -> bool:
+    """Return True where the cells of a source, which do not overlap, fill a cell of the destination."""
+    found = sum(_size(cell) for cell in src.cross(wanted.start, wanted.stop))
+    return found == _size(wanted)
+
+
+def _size(cell: Cell) -> int:
+    return prod(stop - start for start, stop in zip(cell.start, cell.stop, strict=True))
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise everything that keeps a plan from being carried out."""
+    problems = []
+    ops = set() if plan.is_identity else set(plan.src.reduce_ops)
+    pending = set() if plan.is_identity else set(plan.dst.reduce_ops)
+    if plan.src.holes and not all(_has(plan.src, cell) for cell in plan.dst.cells()):
+        hint = "only a destination may leave elements out"
+        problems.append(Problem("boxes-incomplete", "src", found="elements that no rank has", hint=hint))
+    if len(ops) > 1 and not ops <= {"sum", "avg"}:
+        hint = "reduce one axis after the other: redistribute to a layout that keeps one of them first"
+        problems.append(Problem("unsupported-dtype", "src", found=f"partial axes of {_listed(ops)}", hint=hint))
+    # Found here, because a rank that finds it while it reduces leaves the others waiting.
+    is_complex, is_unsigned = plan.dtype.startswith("complex"), plan.dtype in _UNSIGNED
+    if (
+        ("avg" in ops and plan.dtype not in FLOATING)
+        or (ops and plan.dtype == "bool")
+        or (is_unsigned and ops - {"product"})
+        or (is_complex and ops & {"min", "max"})
+    ):
+        hint = "convert it before, to a dtype that torch can add and compare"
+        problems.append(Problem("unsupported-dtype", "src", found=f"{_listed(ops)} of {plan.dtype}", hint=hint))
+    if len(pending) > 1 and pending & {"sum", "product"}:
+        hint = "make all partial axes of the destination one op"
+        problems.append(Problem("unsupported-dtype", "dst", found=f"partial axes of {_listed(pending)}", hint=hint))
+    if is_complex and not plan.out_dtype.startswith("complex"):
+        hint = "take the real part before"
+        problems.append(Problem("dtype-mismatch", "dtype", found=f"{plan.dtype} to {plan.out_dtype}", hint=hint))
+    if plan.max_workspace_bytes is not None and plan.max_workspace_bytes < 1:
+        found = f"max_workspace_bytes={plan.max_workspace_bytes}"
+        problems.append(
+            Problem("invalid-argument", "max_workspace_bytes", found=found, hint="at least one byte, or None")
+        )
+    if problems:
+        raise PlanError(problems)
+
+
+def _listed(ops: set[str]) -> str:
+    return ", ".join(sorted(ops))
+
+
+MAX_CHARS = 64 << 20
+
+Fields = tuple[tuple[int, ...], str, str, ShardMap, ShardMap, int | None, bool]
+
+
+def read_fields(text: str, wanted: int) -> Fields:
+    """The fields of a `ReshardPlan`, in its order, from what ``to_json`` wrote in the format ``wanted``."""
+    if len(text) > MAX_CHARS:
+        raise _malformed(f"{len(text)} characters, more than {MAX_CHARS}")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(f"no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise _malformed(f"a {type(data).__name__} where an object is expected")
+    if data.get("format") != wanted:
+        found, hint = f"format {str(data.get('format'))[:40]!r}", f"this version reads format {wanted}"
+        raise PlanError(Problem("invalid-file", found=found, hint=hint))
+    try:
+        return _fields(data)
+    except PlanError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise _malformed(f"{type(error).__name__}: {error}") from None
+
+
+def _fields(data: dict[str, Any]) -> Fields:
+    shape, limit, adjoint = data["shape"], data["max_workspace_bytes"], data["adjoint"]
+    if not (isinstance(shape, list) and all(_is_size(size) for size in shape)):
+        raise _malformed("a shape that is no list of sizes")
+    unknown = [name for name in (data["dtype"], data["out_dtype"]) if name not in ITEMSIZES]
+    if unknown:
+        raise _malformed(f"no dtype of this torch: {unknown[0]!r}")
+    if not (limit is None or _is_size(limit)) or not isinstance(adjoint, bool):
+        raise _malformed("max_workspace_bytes or adjoint of another type")
+    src, dst = (shard_map_from_json(shape, data[side]) for side in ("src", "dst"))
+    return tuple(shape), data["dtype"], data["out_dtype"], src, dst, limit, adjoint
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _malformed(found: str) -> PlanError:
+    return PlanError(Problem("invalid-plan", found=found[:200], hint="pass what ReshardPlan.to_json wrote"))

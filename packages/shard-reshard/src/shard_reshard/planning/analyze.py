@@ -10,16 +10,12 @@ from collections.abc import Iterator
 from functools import cached_property
 from math import prod
 
-from shard_reshard._shared.problems import Problem
-from shard_reshard.layout.dtypes import ITEMSIZES
+from shard_reshard.layout.shard_map import ITEMSIZES
 from shard_reshard.lowering.memory_layout import buffer_bytes
 from shard_reshard.lowering.program import build_program
 from shard_reshard.plan import schedule
-from shard_reshard.plan.copies import Copy
-from shard_reshard.plan.plan import FORMAT, Plan
-from shard_reshard.plan.schedule import RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
-from shard_reshard.plan.serialize import read_fields
-from shard_reshard.plan.validate import check_plan
+from shard_reshard.plan.plan import FORMAT, Plan, check_plan, read_fields
+from shard_reshard.plan.schedule import Copy, RankSchedule, all_ranks_copies, crossings, receivers_of, sizes_of
 
 
 class ReshardPlan(Plan):
@@ -36,11 +32,6 @@ class ReshardPlan(Plan):
         plan = ReshardPlan(*read_fields(text, FORMAT))
         check_plan(plan.transpose() if plan.adjoint else plan)
         return plan
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """Always empty: a plan with problems is not made, `plan_reshard` raises them."""
-        return ()
 
     # ---- who moves what ---------------------------------------------------------------------------------------
 

@@ -7,13 +7,10 @@ from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING
 
-from shard_spec import Layout
-
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import ShardMap
-from shard_reshard.layout.dtypes import dtype_name
-from shard_reshard.layout.parse import LayoutLike, OnRank, ToGroup, resolve_layout
-from shard_reshard.plan.validate import check_plan
+from shard_reshard.layout.parse import LayoutLike, ToGroup, resolve_layout
+from shard_reshard.layout.shard_map import ShardMap, dtype_name
+from shard_reshard.plan.plan import check_plan
 from shard_reshard.planning.analyze import ReshardPlan
 
 if TYPE_CHECKING:
@@ -46,31 +43,11 @@ def plan_reshard(
     Raises:
         PlanError: With every hole and overlap of the layouts by name, and whatever else cannot be carried out.
     """
-    values = isinstance(src, _VALUES) and isinstance(dst, _VALUES)
-    plan = _plan_of_values if values else _plan_of_values.__wrapped__
-    max_workspace_bytes = _whole_bytes(max_workspace_bytes)
     if not isinstance(shape, Sequence | None):
         hint = "pass sizes: the order is plan_reshard(shape, dtype, src, dst)"  # type: ignore[unreachable]  # callers are not checked
         raise PlanError(Problem("wrong-type", "shape", found=repr(shape), hint=hint))
-    size, out = None if shape is None else tuple(shape), None if out_dtype is None else str(out_dtype)
-    return plan(size, str(dtype), src, dst, out, max_workspace_bytes)
-
-
-# Layouts that are plain values: the same question can be answered from memory.
-_VALUES = (str, Layout, OnRank, ShardMap)
-
-
-@lru_cache(maxsize=4096)
-def _plan_of_values(
-    shape: tuple[int, ...] | None,
-    dtype: str,
-    src: LayoutLike,
-    dst: LayoutLike,
-    out_dtype: str | None,
-    max_workspace_bytes: int | None,
-) -> ReshardPlan:
     out = None if out_dtype is None else dtype_name(out_dtype)
-    return cached_plan(*resolve_layouts(shape, src, dst), dtype_name(dtype), out, max_workspace_bytes)
+    return cached_plan(*resolve_layouts(shape, src, dst), dtype_name(dtype), out, _whole_bytes(max_workspace_bytes))
 
 
 def resolve_layouts(
@@ -88,7 +65,7 @@ def resolve_layouts(
             bound[at] = resolve_layout(layout, known, to_group)
             known = bound[at].shape  # type: ignore[union-attr]  # set on the line before
         except PlanError as error:
-            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+            problems += [p.named(name) for p in error.problems]
     if problems:
         raise PlanError(dict.fromkeys(problems))
     assert bound[0] is not None

@@ -1,37 +1,25 @@
-"""Agreement of ranks before a state dict moves: one plan, and one version."""
+"""Agreement of ranks before a state dict moves: one plan, and equal values of plain tensors."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import is_fake, real_tensors
-from shard_reshard.consensus import (
-    GroupInfo,
-    Topic,
-    all_gather_header,
-    assert_consistent,
-    problems_of,
-    raise_joined,
-    raise_on_all_ranks,
-)
+from shard_reshard.execution.mover import recall, remember
+from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, raise_on_all_ranks
 from shard_reshard.plan.plan import group_problems
 from shard_reshard.state_dict.meta import local_tensor
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, RankMeta, StateDictPlan
 from shard_reshard.state_dict.planner import plan_state_dict
 
-_MAX_PLANS = 16
-# With each plan, the layouts it was made for: what is told apart by its id must not be freed while it is here.
-_Plans = dict[tuple[bytes, ...], tuple[StateDictPlan, Any]]
-_plans: WeakKeyDictionary[dist.ProcessGroup, _Plans] = WeakKeyDictionary()
+_STATE_DICT, _CALL, _CHANGES = 3, 4, 5  # numbers of rows among those that ranks gather
 
 
 class Question(NamedTuple):
@@ -41,20 +29,19 @@ class Question(NamedTuple):
     key_map: KeyMap | None
     bucket_bytes: int
     strict: bool
-    versions: bool
     check: str
     changed_only: int = 0  # every how many calls everything is sent
     serial: int = 0  # of a question whose layouts are a function: what it answers may change, so that none are equal
 
     def text(self) -> str:
         """Return it as text, for ranks to compare."""
-        asked = (self.bucket_bytes, self.strict, self.versions, self.check, self.changed_only)
+        options = (self.bucket_bytes, self.strict, self.check, self.changed_only)
         layouts = self.dst_layouts
         if isinstance(layouts, Mapping):
             text = repr(sorted((name, _layout_text(layout)) for name, layout in layouts.items()))
         else:
             text = f"function {self.serial}" if callable(layouts) else _layout_text(layouts)
-        return repr(sorted((self.key_map or {}).items())) + repr(asked) + text
+        return repr(sorted((self.key_map or {}).items())) + repr(options) + text
 
 
 def metadata_digest(facts: RankMeta, question: Question) -> bytes:
@@ -68,33 +55,30 @@ def agreed_plan(
     digest: bytes,
     tensors: Mapping[str, Any],
     question: Question,
-    version: int | None,
     repeated: bool = False,
-) -> tuple[StateDictPlan, int | None, bool]:
-    """Return the plan for the metadata of all ranks, and the version. Metadata travels only when a rank's changed.
+) -> tuple[StateDictPlan, bool]:
+    """Return the plan for the metadata of all ranks. Metadata travels only when a rank's changed.
 
-    The third value is True where each rank's call is ``repeated``: it did the same before, and had no problem.
+    The second value is True where each rank's call is ``repeated``: it did the same before, and had no problem.
     """
     try:
-        row = digest + values_row(facts, tensors) + version_row(version, _REPEATED * repeated)
+        row = digest + values_row(facts, tensors) + bytes([repeated])
     except Exception as error:
         raise_on_all_ranks(members, error)
-    headers = all_gather_header(members, Topic.STATE_DICT, row)()
-    if headers is None:
-        raise_joined(members, f"a state dict of {sorted(facts.sources)}", ())
-    stamp = agreed_version([header[32:] for header in headers])
-    key = tuple(header[:24] for header in headers)
-    plans = _plans.setdefault(members.group, {})
-    plan, _ = plans.get(key, (None, None))
+    rows = [digest + bytes(9)] * members.size  # fake tensors have no other ranks
+    if not is_fake(()):
+        rows = all_gather_row(members, _STATE_DICT, row, [f"a state dict of {sorted(facts.sources)}"])
+    key = tuple(row[:24] for row in rows)
+    # With the plan, the layouts it was made for: what has an identity alone must not be freed while the plan is found.
+    plan, _ = recall(members.group, "state dict plan", key) or (None, None)
     if plan is not None:
-        agree_on_values(members, facts, tensors, [header[24:32] for header in headers])
-        return plan, stamp, all(header[32] & _REPEATED for header in headers)
+        agree_on_values(members, facts, tensors, [row[24:32] for row in rows])
+        return plan, all(row[32] for row in rows)
     plan = _plan_of_all(members, facts, tensors, question)
     layouts = question.dst_layouts
-    plans[key] = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
-    while len(plans) > _MAX_PLANS:
-        plans.pop(next(iter(plans)))
-    return plan, stamp, False
+    held = plan, dict(layouts) if isinstance(layouts, Mapping) else layouts
+    remember(members.group, "state dict plan", key, held)
+    return plan, False
 
 
 def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any], question: Question) -> StateDictPlan:
@@ -109,32 +93,13 @@ def _plan_of_all(members: GroupInfo, facts: RankMeta, tensors: Mapping[str, Any]
         )
     except Exception as error:  # layouts may be a function of the caller's
         problems += problems_of(error)
+    lines: list[str] = []
     if plan is not None:
         problems += (*group_problems((move.plan for move in plan.moves), members.size),)
-    options = f" versions={question.versions} check={question.check} changed_only={question.changed_only}"
-    assert_consistent(members, plan.digest + options if plan is not None else "", problems, "always")
+        lines = [*plan.lines, f"check={question.check} changed_only={question.changed_only}", f"plan {plan.digest}"]
+    assert_consistent(members, "a state dict", lines, problems)
     assert plan is not None
     return plan
-
-
-_FAILED, _REPEATED = 2, 4  # beside 1: a version is given
-
-
-def version_row(version: int | None, flag: int = 0) -> bytes:
-    try:
-        return struct.pack("<Bq", (version is not None) | flag, 0 if version is None else version)
-    except struct.error:
-        hint = "a whole number of at most 63 bits"
-        raise PlanError(Problem("invalid-argument", "version", found=repr(version), hint=hint)) from None
-
-
-def agreed_version(rows: list[bytes]) -> int | None:
-    """The version that those who give one give; on all ranks the same."""
-    stamps = sorted({number for given, number in (struct.unpack("<Bq", row[:9]) for row in rows) if given & 1})
-    if len(stamps) > 1:
-        hint = "every rank that sends gives the same version"
-        raise PlanError(Problem("ranks-disagree", "version", found=f"versions {stamps}", hint=hint))
-    return stamps[0] if stamps else None
 
 
 def values_row(facts: RankMeta, tensors: Mapping[str, Any]) -> bytes:
@@ -205,72 +170,29 @@ def _layout_text(layout: Any) -> str:
     return repr(layout)
 
 
-# ---- each call of a resharder ---------------------------------------------------------------------------------
+def agree_on_call(
+    members: GroupInfo,
+    plan: StateDictPlan,
+    facts: RankMeta,
+    tensors: Mapping[str, Any],
+    problems: Sequence[Problem],
+    token: bytes = b"",
+) -> list[bytes]:
+    """Compare a kept resharder's call: plan, plain tensors, problems. All raise before anything moves; a collective.
 
-
-class CallFacts(NamedTuple):
-    """Facts of one call on this rank, which all ranks compare: version, plain tensors, plan, and local problems."""
-
-    plan: str  # digest
-    facts: RankMeta
-    tensors: Mapping[str, Any]
-    row: bytes
-    problems: Sequence[Problem]
-
-    @classmethod
-    def of(
-        cls,
-        plan: StateDictPlan,
-        facts: RankMeta,
-        tensors: Mapping[str, Any],
-        version: int | None,
-        problems: Sequence[Problem],
-    ) -> CallFacts:
-        """Return the facts of a call; a rank with problems takes part, so that all raise them together."""
-        try:
-            row = version_row(version, _FAILED * bool(problems)) + (
-                bytes(8) if problems else values_row(facts, tensors)
-            )
-        except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
-            problems = (*problems, *problems_of(error))
-            row = version_row(None, _FAILED) + bytes(8)
-        return cls(plan.digest, facts, tensors, row + bytes.fromhex(plan.digest[:16]), problems)
-
-    def agree(self, members: GroupInfo, token: bytes = b"") -> tuple[int | None, list[bytes]]:
-        """Return the version, and the tokens and facts of all ranks; they all raise before anything moves."""
-        topic, start = Topic.CHANGES if token else Topic.VERSION, len(token)
-        found = all_gather_header(members, topic, token + self.row)() or []
-        rows = [row[start:] for row in found]
-        if not rows or any(row[0] & _FAILED for row in rows) or len({row[17:25] for row in rows}) > 1:
-            raise_joined(members, f"a call of the resharder of state dict plan {self.plan}", self.problems)
-        agree_on_values(members, self.facts, self.tensors, [row[9:17] for row in rows])
-        return agreed_version(rows), found
-
-
-_TOKEN_BYTES = 16
-
-
-class VersionChain:
-    """Token of the calls that a rank took part in: equal on all ranks, changes alone may be sent."""
-
-    def __init__(self, anchor_every: int) -> None:
-        given: object = anchor_every
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            hint = "a number of calls: 1 sends everything in every call"
-            raise PlanError(Problem("invalid-argument", "anchor_every", found=repr(given), hint=hint))
-        self._anchor_every = self._calls = anchor_every  # the first call sends everything
-        self._token = self._next = os.urandom(_TOKEN_BYTES)  # equal to no other rank's
-
-    def agree(self, members: GroupInfo, call: CallFacts) -> tuple[bool, int | None]:
-        """Return True where everything has to be sent, and the version; errors as in `CallFacts.agree`."""
-        # Until the call has ended no rank holds a state that is known: one that fails has a token of its own.
-        token, self._token = self._token, os.urandom(_TOKEN_BYTES)
-        version, rows = call.agree(members, token)
-        full = len({row[:_TOKEN_BYTES] for row in rows}) > 1 or self._calls >= self._anchor_every
-        self._calls = 1 if full else self._calls + 1
-        self._next = hashlib.sha256(b"".join(rows)).digest()[:_TOKEN_BYTES]
-        return full, version
-
-    def done(self) -> None:
-        """End a call that brought everything."""
-        self._token = self._next
+    Returns:
+        The rows of all ranks, which begin with their tokens.
+    """
+    values = bytes(8)
+    try:
+        values = values if problems else values_row(facts, tensors)
+    except Exception as error:  # whatever keeps this rank from comparing keeps all from going on
+        problems = (*problems, *problems_of(error))
+    row = token + bytes.fromhex(plan.digest[:32]) + values
+    lines = [f"a call of the resharder of state dict plan {plan.digest}"]
+    rows = all_gather_row(members, _CHANGES if token else _CALL, row, lines, problems)
+    start = len(token)
+    if len({other[start : start + 16] for other in rows}) > 1:
+        assert_consistent(members, "a state dict", lines, problems)
+    agree_on_values(members, facts, tensors, [other[start + 16 : start + 24] for other in rows])
+    return rows

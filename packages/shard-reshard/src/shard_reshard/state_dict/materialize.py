@@ -85,25 +85,21 @@ _HINT = (
 def uninitialized_buffers(module: Any) -> tuple[list[Problem], dict[str, bytes]]:
     """Return the buffers of this rank that hold no value, and checksums of the others to compare between ranks.
 
-    After ``to_empty()`` a buffer holds what the allocator last had there. Bit patterns of pointers are subnormal
-    numbers, or differ between processes; numbers that a constructor computed are neither.
+    After ``to_empty()`` a buffer holds what the allocator last had there: often NaNs, or other bits on other ranks.
     """
     problems, sums = [], {}
     saved = module.state_dict(keep_vars=True) if isinstance(module, nn.Module) else {}
     for name, buffer in module.named_buffers() if isinstance(module, nn.Module) else ():
-        if name in saved:
+        if name in saved or buffer.layout is not torch.strided:
             continue
         found = ""
         if _is_meta(buffer):
             found = "a buffer on the meta device, which is in no file"
-        elif buffer.layout is not torch.strided:
-            continue  # its constructor has made it; there is no bit pattern to compare
         elif not has_memory(local := local_tensor(buffer)):
             found = "a buffer whose storage was freed, which is in no file"
         elif buffer.is_floating_point() and not hasattr(buffer, "device_mesh") and buffer.dtype.itemsize > 1:
-            smallest = torch.finfo(local.dtype).smallest_normal
-            if bool((local.isnan() | ((local != 0) & (local.abs() < smallest))).any()):
-                found = "a buffer of NaNs or subnormal numbers, which is in no file"
+            if bool(local.isnan().any()):
+                found = "a buffer of NaNs, which is in no file"
             else:
                 sums[name] = checksum(local)
         if found:

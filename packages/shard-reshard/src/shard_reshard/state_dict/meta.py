@@ -1,4 +1,4 @@
-"""Metadata of a rank's tensors: shape, dtype, layout, and ties."""
+"""Metadata of a rank's tensors: shape, dtype, layout, ties; and modules on the meta device."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
+from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, storage_key, waited_for
-from shard_reshard.consensus import GroupInfo, data_device, problems_of
 from shard_reshard.execution.checks import address, memory_of
-from shard_reshard.layout.base import ShardMap
+from shard_reshard.group import GroupInfo, data_device
 from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.declared import layout_mismatches, own_layout
-from shard_reshard.layout.dtypes import dtype_name
-from shard_reshard.layout.parse import LayoutLike, resolve_layout
+from shard_reshard.layout.parse import LayoutLike, layout_mismatches, own_layout, resolve_layout
+from shard_reshard.layout.shard_map import ShardMap, dtype_name
 from shard_reshard.state_dict.plan import RankMeta, StateDictPlan, TensorMeta
-
-VERSION_KEY = "_shard_reshard_version"
 
 
 def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -30,9 +27,7 @@ def tensors_of(given: torch.nn.Module | Mapping[str, Any] | None) -> dict[str, A
         everything.update(given.named_parameters(remove_duplicate=False))
         kept = given.state_dict(keep_vars=True)
         return {name: value for name, value in everything.items() if name in kept}
-    found = dict(given)
-    found.pop(VERSION_KEY, None)
-    return found
+    return dict(given)
 
 
 def collect_metadata(
@@ -50,10 +45,6 @@ def collect_metadata(
             Problem("invalid-argument", "state_dict", found=repr(strange[0]), hint="names of tensors are text")
         )
     problems: list[Problem] = []
-    for name in src_layouts:
-        if name not in state_dict and state_dict:
-            hint = "src_layouts names tensors of state_dict"
-            problems.append(Problem("unknown-name", "src_layouts", found=repr(name), hint=hint))
     sources: dict[str, TensorMeta] = {}
     known_outs: dict[str, TensorMeta] = {}
     alike: dict[ShardMap | None, ShardMap | None] = {}  # equal layouts are one object, which travels once
@@ -66,9 +57,13 @@ def collect_metadata(
                 found[name] = known._replace(layout=alike.setdefault(known.layout, known.layout))
             except Exception as error:
                 listed = problems_of(error)
-                problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in listed]
+                problems += [p.named(name) for p in listed]
     return RankMeta(
-        _with_ties(sources, state_dict), _with_ties(known_outs, outs), tuple(problems), _shared(known_outs, outs)
+        _with_ties(sources, state_dict),
+        _with_ties(known_outs, outs),
+        tuple(problems),
+        _shared(known_outs, outs),
+        tuple(name for name in src_layouts if name not in state_dict),
     )
 
 
@@ -85,12 +80,12 @@ def tensor_metadata(name: str, value: Any, layout: LayoutLike | None, shape: Any
         if shape is not None and tuple(shape) != full:
             found, hint = f"shapes={tuple(shape)}, the tensor is of {full}", "say how it is sharded in src_layouts"
             raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
-        return TensorMeta(full, dtype_name(value.dtype), own, name)
+        return TensorMeta(full, dtype_name(value.dtype), own, name, value.is_meta)
     bound = resolve_layout(layout, shape, members.to_group)
     differs = layout_mismatches(name, value, bound, members)
     if differs:
         raise PlanError(differs)
-    return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name)
+    return TensorMeta(bound.shape, dtype_name(value.dtype), bound, name, value.is_meta)
 
 
 def _with_ties(known: dict[str, TensorMeta], tensors: Mapping[str, Any]) -> dict[str, TensorMeta]:
@@ -149,17 +144,6 @@ def device_of(state_dict: Mapping[str, Any], outs: Mapping[str, Any], members: G
         if isinstance(value, torch.Tensor) and not value.is_meta:
             return local_tensor(value).device
     return data_device(members.group)
-
-
-def stamp_version(out: torch.nn.Module | Mapping[str, Any], version: int | None) -> None:
-    """Say which version a module or mapping holds; None says that it holds none, or no complete one."""
-    if isinstance(out, torch.nn.Module):
-        if version is not None or hasattr(out, VERSION_KEY):
-            setattr(out, VERSION_KEY, version)
-    elif isinstance(out, dict) and version is None:
-        out.pop(VERSION_KEY, None)  # no name that ``load_state_dict`` would not know
-    elif isinstance(out, dict):
-        out[VERSION_KEY] = version
 
 
 def _declares(value: Any) -> bool:

@@ -10,11 +10,11 @@ import torch
 
 from shard_reshard._shared.problems import Problem
 from shard_reshard._torch_compat import as_dtensor, dtensor_maker
-from shard_reshard.consensus import BEFORE_WRITING, GroupInfo, assert_consistent
 from shard_reshard.execution.changes import ChangeExchange
 from shard_reshard.execution.checks import ONE_MEMORY_HINT, address, destination_problems, local_problems, memory_of
 from shard_reshard.execution.mover import Mover, shared_mover
-from shard_reshard.layout.dtypes import torch_dtype
+from shard_reshard.group import BEFORE_WRITING, GroupInfo, assert_consistent
+from shard_reshard.layout.shard_map import torch_dtype
 from shard_reshard.state_dict.plan import DstLayouts, StateDictPlan
 from shard_reshard.state_dict.planner import given_layout
 
@@ -54,11 +54,9 @@ class MovedStateDict(dict[str, Any]):
 
     Attributes:
         plan: What was moved how.
-        version: The stamp that the senders gave, None without one.
     """
 
     plan: StateDictPlan
-    version: int | None
 
     def explain(self, name: str | None = None) -> str:
         """Return the plan as text, see `StateDictPlan.explain`."""
@@ -74,7 +72,7 @@ class LocalTargets:
 
     Attributes:
         shapes: Destination name -> shapes of the local tensors; without names that are tied to another one.
-        buckets: For each bucket, the names of the sources it takes from this rank, and of the destinations it fills.
+        buckets: For each bucket, the moves that take a source from this rank, and the destinations it fills.
     """
 
     def __init__(self, plan: StateDictPlan, rank: int) -> None:
@@ -84,7 +82,7 @@ class LocalTargets:
         self.dtypes = {name: torch_dtype(plan.targets[name][1]) for name in self.shapes}
         self.buckets = [
             (
-                [plan.moves[at].source for at in bucket if plan.moves[at].plan.src.local_shapes(rank)],
+                [plan.moves[at] for at in bucket if plan.moves[at].plan.src.local_shapes(rank)],
                 [plan.moves[at].target for at in bucket],
             )
             for bucket in plan.buckets
@@ -174,6 +172,15 @@ class ReceiveBuffers:
             self.tensors[name] = found
         self.all_in_place = bool(outs) and len(self.in_place) == len(self.tensors)
 
+    def fill(self, fills: Mapping[str, float | None], outs: Mapping[str, torch.Tensor]) -> None:
+        """Write the elements that no source has; before the moves."""
+        for name, value in fills.items():
+            for tensor in self.tensors.get(name, ()):
+                if value is not None:
+                    tensor.fill_(value)
+                elif name not in self.in_place:
+                    tensor.copy_(outs[name])
+
 
 Bucket = tuple[list[torch.Tensor], list[torch.Tensor]]  # what is moved, and where to
 
@@ -182,10 +189,10 @@ def bucket_calls(here: LocalTargets, sources: Mapping[str, torch.Tensor], arrivi
     """The source and destination tensors of every bucket."""
     return [
         (
-            [sources[name] for name in given if name in sources],
+            [move.view(sources[move.source]) for move in moves if move.source in sources],
             [tensor for name in filled for tensor in arriving.tensors[name]],
         )
-        for given, filled in here.buckets
+        for moves, filled in here.buckets
     ]
 
 
@@ -195,7 +202,7 @@ def move_buckets(
     calls: Iterable[Bucket],
     fresh: bool,
     unchanged: bool,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> None:
     """Run one exchange after the other."""
     plan, done_bytes, done = here.plan, 0, 0
@@ -214,7 +221,7 @@ def source_problems(here: LocalTargets, sources: Mapping[str, torch.Tensor], arr
     problems = []
     for move in here.plan.moves:
         held = move.source in sources and move.plan.src.local_shapes(here.rank)
-        for problem in local_problems(move.plan, here.rank, [sources[move.source]] if held else []):
+        for problem in local_problems(move.plan, here.rank, [move.view(sources[move.source])] if held else []):
             name = f"{move.source}: {problem.name}"
             problems.append(Problem(problem.code, name, found=problem.found, hint=problem.hint))
     devices = {tensor.device for tensor in sources.values()}
@@ -280,7 +287,7 @@ def write_outputs(
             if not torch.equal(one, other) and not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 found = f"tied to {first} on rank {here.rank}, other values"
                 problems.append(Problem("invalid-out", second, found=found, hint=ONE_MEMORY_HINT))
-        assert_consistent(members, f"ties {plan.digest}", problems, "always", BEFORE_WRITING)
+        assert_consistent(members, "ties of a state dict", [plan.digest], problems, BEFORE_WRITING)
     for name in plan.targets:  # in the order of their names
         if name in arriving.in_place:
             result[name] = outs[name]

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from shard_reshard._shared.problems import Problem
-from shard_reshard.layout.base import ShardMap
+from shard_reshard.layout.boxes import ShardMapView
 from shard_reshard.layout.parse import LayoutLike
+from shard_reshard.layout.shard_map import ShardMap
 from shard_reshard.planning.analyze import ReshardPlan, human
 
 
@@ -19,14 +22,19 @@ class Part(NamedTuple):
     """Destination of a tensor, or of a span of one, in a tensor of another name: a value of ``key_map``.
 
     ``{"q.weight": Part("qkv.weight", start=0), "k.weight": Part("qkv.weight", start=4096)}`` fuses;
-    ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` takes apart.
+    ``{"qkv.weight": [Part("q.weight", size=4096), Part("k.weight", source_start=4096, size=1024)]}`` takes apart;
+    ``{f"experts.{n}.w1": Part("experts.w1", stack=n) for n in range(8)}`` stacks.
+    Together the parts of a destination fill it: an element without a source is a problem.
 
     Attributes:
         name: FQN of the destination.
-        start: First index along ``dim`` of the destination.
-        dim: Tensor dim, the same in source and destination.
+        start: First index in the destination, along the dim that ``dim`` becomes there.
+        dim: Tensor dim of the source.
         source_start: First index along ``dim`` of the source.
         size: How many indices; None: all that the source has from ``source_start`` on.
+        fill: Value of the destination's elements that have no source (padding). None: there are none.
+        stack: Index in a leading dim that the destination has and the source lacks. None: they have the same dims.
+        dims: The source's dims in the destination's order, as ``torch.permute`` takes them. None: the same order.
     """
 
     name: str
@@ -34,6 +42,9 @@ class Part(NamedTuple):
     dim: int = 0
     source_start: int = 0
     size: int | None = None
+    fill: float | None = None
+    stack: int | None = None
+    dims: tuple[int, ...] | None = None
 
 
 KeyMap = Mapping[str, "str | Part | Sequence[Part] | None"]
@@ -47,6 +58,7 @@ class TensorMeta(NamedTuple):
     dtype: str
     layout: ShardMap | None  # None for a plain tensor that says nothing of ranks
     tied_to: str  # first name with the same memory, its own where there is none
+    on_meta: bool = False  # has no values
 
 
 @dataclass(frozen=True)
@@ -57,14 +69,25 @@ class RankMeta:
     outs: dict[str, TensorMeta]
     problems: tuple[Problem, ...] = ()
     shared: tuple[tuple[str, ...], ...] = ()  # names of ``outs`` that are one memory here, whatever they declare
+    elsewhere: tuple[str, ...] = ()  # names of ``src_layouts`` that another rank has
 
 
 class TensorMove(NamedTuple):
-    """One tensor's (or stretch's) way."""
+    """One tensor, or a part of one, and its plan."""
 
     source: str
     target: str
     plan: ReshardPlan
+
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a local source tensor with its dims in the destination's order."""
+        dims = self.plan.src.dims if isinstance(self.plan.src, ShardMapView) else None
+        if dims is None:
+            return tensor
+        view = tensor.permute([dim for dim in dims if dim is not None])
+        for at in (at for at, dim in enumerate(dims) if dim is None):
+            view = view.unsqueeze(at)
+        return view
 
 
 @dataclass(frozen=True)
@@ -78,7 +101,7 @@ class StateDictPlan:
         aliases: Destination names that are tied to another destination, which is moved for both.
         tied: Destination names that are one memory with others on some rank, and not at the source: their values are
             compared between ranks when they have arrived.
-        problems: Always empty; a plan with problems is not made.
+        fills: Destination names with elements that no source has, and the value of these; None: they stay as they are.
     """
 
     moves: tuple[TensorMove, ...]
@@ -86,7 +109,7 @@ class StateDictPlan:
     targets: Mapping[str, tuple[ShardMap, str]]
     aliases: Mapping[str, str]
     tied: frozenset[str] = frozenset()
-    problems: tuple[Problem, ...] = field(default=())
+    fills: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def wire_bytes(self) -> int:
@@ -102,9 +125,17 @@ class StateDictPlan:
     def digest(self) -> str:
         """Hex digest; equal on every rank."""
         moves = [(move.source, move.target, move.plan.digest) for move in self.moves]
-        return hashlib.sha256(
-            json.dumps([moves, self.buckets, dict(self.aliases), sorted(self.tied)]).encode()
-        ).hexdigest()
+        facts = [moves, self.buckets, dict(self.aliases), sorted(self.tied), dict(self.fills)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    @property
+    def lines(self) -> list[str]:
+        """A line for each move, for ranks to compare."""
+        return [
+            f"{_title(move)}: {move.plan.dtype} {move.plan.shape} from {move.plan.src.describe()} to "
+            f"{move.plan.dst.describe()}, plan {move.plan.digest[:12]}"
+            for move in self.moves
+        ]
 
     def to_json(self) -> str:
         """Names and plans as JSON, byte-stable."""

@@ -7,16 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from difflib import get_close_matches
+from operator import add
+from typing import NamedTuple
 
 from shard_spec import Layout, MeshSpec
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard.layout.base import ShardMap
-from shard_reshard.layout.boxes import BoxShardMap
-from shard_reshard.layout.dtypes import ITEMSIZES
-from shard_reshard.layout.mesh import MeshShardMap
+from shard_reshard.layout.boxes import BoxShardMap, Dims, ShardMapView, tiling_problems
 from shard_reshard.layout.parse import LayoutLike, ToGroup, layout_value, resolve_layout
-from shard_reshard.layout.view import ShardMapView
+from shard_reshard.layout.shard_map import ITEMSIZES, Index, MeshShardMap, ShardMap
 from shard_reshard.planning.analyze import ReshardPlan
 from shard_reshard.planning.planner import make_plan
 from shard_reshard.state_dict.plan import DstLayouts, KeyMap, Part, RankMeta, StateDictPlan, TensorMeta, TensorMove
@@ -51,42 +50,53 @@ def plan_state_dict(
     """
     problems: list[Problem] = [p for facts in everyone for p in facts.problems]
     sources = _merge("source", [facts.sources for facts in everyone], problems)
-    parts = _parts(sources, key_map or {}, problems)
-    shapes = _target_shapes(sources, parts, problems)
-    given = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
-    located = {name for name, layout in given.items() if layout is not None}
+    problems += [
+        _unknown("src_layouts", name, sources, "src_layouts names tensors of some rank's state_dict")
+        for name in dict.fromkeys(name for facts in everyone for name in facts.elsewhere)
+        if name not in sources
+    ]
+    routes = _routes(sources, key_map or {}, problems)
+    by_target: dict[str, list[Route]] = {}
+    for route in routes:
+        by_target.setdefault(route.target, []).append(route)
+    shapes = {name: _least_shape(name, sources, by_target[name], problems) for name in sorted(by_target)}
+    in_layouts = {name: given_layout(name, shape, dst_layouts) for name, (shape, _) in shapes.items()}
+    located = {name for name, layout in in_layouts.items() if layout is not None}
     outs = _merge("out", [facts.outs for facts in everyone], problems, located)
     targets: dict[str, tuple[ShardMap, str]] = {}
+    fills: dict[str, float | None] = {}
     # Large models have many tensors and few layouts: what is equal is resolved, planned and scheduled once.
     resolved: dict[object, ShardMap] = {}
     for name, (shape, dtype) in shapes.items():
-        out, wanted = outs.get(name), given[name]
+        out, wanted = outs.get(name), in_layouts[name]
         key = id(wanted), id(out.layout) if out is not None and wanted is None else 0, shape
         try:
             if key not in resolved:
                 resolved[key] = _dst_layout(name, shape, wanted, out, to_group)
             targets[name] = resolved[key], dtype if out is None else out.dtype
+            if len(by_target[name]) > 1 or resolved[key].shape != by_target[name][0].shape:
+                _fill(name, resolved[key], by_target[name], everyone, strict, fills)
         except PlanError as error:
-            problems += [Problem(p.code, p.name or name, p.dim, p.axis, p.found, p.hint) for p in error.problems]
+            problems += [p.named(name) for p in error.problems]
     if strict:
         problems += _unfilled(outs, targets)
         problems += _unknown_layouts(dst_layouts, shapes, key_map or {})
     if problems:
         raise PlanError(dict.fromkeys(problems))
-    aliases = _aliases(sources, outs, parts, targets)
+    aliases = _aliases(sources, outs, by_target, routes, targets)
     plans: dict[object, ReshardPlan] = {}
     moves = []
-    for source, part in parts:
-        if part.name in aliases:
+    for route in routes:
+        if route.target in aliases:
             continue
-        layout, dtype = targets[part.name]
-        known = sources[source]
-        same = id(known.layout), known.dtype, part[1:], id(layout), dtype
+        layout, dtype = targets[route.target]
+        known = sources[route.source]
+        same = id(known.layout), known.dtype, route[2:], id(layout), dtype
         if same not in plans:
-            plans[same] = _plan_of_move(known, part, targets[part.name], bucket_bytes)
-        moves.append(TensorMove(source, part.name, plans[same]))
+            plans[same] = _plan_of_move(known, route, layout, dtype, bucket_bytes)
+        moves.append(TensorMove(route.source, route.target, plans[same]))
     tied = _tied_apart([names for facts in everyone for names in facts.shared], targets, aliases)
-    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied)
+    return StateDictPlan(tuple(moves), _buckets(moves, bucket_bytes), targets, aliases, tied, fills)
 
 
 def _merge(
@@ -154,74 +164,120 @@ def _joined_layout(by_rank: Mapping[int, TensorMeta]) -> ShardMap | None:
     return MeshShardMap(Layout(MeshSpec({axis: len(meshed), **axes}, ranks), f"{axis}:R, {text}"), first.shape)
 
 
-def _parts(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[tuple[str, Part]]:
-    """Return the destination of every source, with dims counted from the front and sizes filled in."""
-    parts: list[tuple[str, Part]] = []
-    for name in key_map:
-        if name not in sources:
-            problems.append(_unknown("key_map", name, sources, "key_map names tensors of the source state dict"))
-    for name, known in sources.items():
-        given = key_map.get(name, name)
-        listed = [] if given is None else [given] if isinstance(given, str | Part) else list(given)
-        for entry in listed:
-            if isinstance(entry, str):
-                parts.append((name, Part(entry, size=known.shape[0] if known.shape else None)))
-                continue
-            part = entry
-            ndim = len(known.shape)
-            if not ndim:
-                parts.append((name, Part(part.name)))
-                continue
-            if not -ndim <= part.dim < ndim:
-                found = f"{part!r} for a tensor of shape {known.shape}"
-                problems.append(Problem("dim-out-of-range", name, part.dim, found=found, hint="correct key_map"))
-                continue
-            dim = part.dim % ndim
-            size = known.shape[dim] - part.source_start if part.size is None else part.size
-            if size < 0 or part.start < 0 or part.source_start < 0 or part.source_start + size > known.shape[dim]:
-                found = f"{part!r} for a tensor of shape {known.shape}"
-                problems.append(Problem("box-out-of-range", name, dim, found=found, hint="correct key_map"))
-                continue
-            parts.append((name, Part(part.name, part.start, dim, part.source_start, size)))
-    return parts
+class Route(NamedTuple):
+    """An entry of ``key_map`` with all its numbers: a window of the source, and its place in the destination."""
+
+    source: str
+    target: str
+    source_start: Index  # in the source's dims
+    start: Index  # this and the shape are in the destination's dims
+    shape: Index
+    dims: Dims | None  # the source's dims in the destination's order; None: the same
+    fill: float | None
+
+    @property
+    def stop(self) -> Index:
+        """One past the last index in the destination."""
+        return tuple(map(add, self.start, self.shape))
 
 
-def _target_shapes(
-    sources: Mapping[str, TensorMeta], parts: list[tuple[str, Part]], problems: list[Problem]
-) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every destination; its parts have to tile it."""
-    times = Counter(part.name for _, part in parts)
-    by_name: dict[str, list[tuple[str, Part]]] = {}
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    for source, part in parts:
-        known = sources[source]
-        if times[part.name] == 1 and not part.start and (not known.shape or part.size == known.shape[part.dim]):
-            shapes[part.name] = known.shape, known.dtype
-        else:
-            by_name.setdefault(part.name, []).append((source, part))
-    for name, found in sorted(by_name.items()):
-        first = sources[found[0][0]]
-        dim = found[0][1].dim
-        end, rests = 0, set()
-        for source, part in sorted(found, key=lambda entry: entry[1].start):
-            known = sources[source]
-            rests.add((known.shape[:dim], known.shape[dim + 1 :], part.dim))
-            if part.start != end:
-                what = "overlaps the part before it" if part.start < end else f"leaves {end}..{part.start} empty"
-                hint = "the parts of a tensor follow each other without gaps"
-                problems.append(Problem("boxes-incomplete", name, dim, found=f"{source} {what}", hint=hint))
-            end = part.start + (part.size or 0)
-        if len(rests) > 1:
-            hint = "parts of one tensor differ along one dim only"
-            listed = ", ".join(f"{source} {sources[source].shape}" for source, _ in found)
-            problems.append(Problem("ranks-disagree", name, dim, found=listed, hint=hint))
-        dtypes = {sources[source].dtype for source, _ in found}
-        if len(dtypes) > 1:
-            hint = "parts of one tensor have one dtype"
-            problems.append(Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint=hint))
-        shape = (*first.shape[:dim], end, *first.shape[dim + 1 :]) if first.shape else ()
-        shapes[name] = shape, first.dtype
-    return dict(sorted(shapes.items()))
+def _routes(sources: Mapping[str, TensorMeta], key_map: KeyMap, problems: list[Problem]) -> list[Route]:
+    """Return where every source goes."""
+    problems += [
+        _unknown("key_map", name, sources, "key_map names tensors of the source state dict")
+        for name in key_map
+        if name not in sources
+    ]
+    routes: list[Route] = []
+    for name, meta in sources.items():
+        entries = key_map.get(name, name)
+        for entry in [] if entries is None else [entries] if isinstance(entries, str | Part) else list(entries):
+            try:
+                routes.append(_route(name, meta.shape, Part(entry) if isinstance(entry, str) else entry))
+            except PlanError as error:
+                problems += error.problems
+    return routes
+
+
+def _route(name: str, shape: Index, part: Part) -> Route:
+    found, zero = f"{part!r} for a tensor of shape {shape}", (0,) * len(shape)
+    order = tuple(range(len(shape))) if part.dims is None else tuple(part.dims)
+    if sorted(order) != list(range(len(shape))):
+        raise PlanError(Problem("invalid-argument", name, found=found, hint="dims names each dim of the source once"))
+    start, source_start, sizes = list(zero), list(zero), list(shape)
+    if shape:
+        if not -len(shape) <= part.dim < len(shape):
+            raise PlanError(Problem("dim-out-of-range", name, part.dim, found=found, hint="correct key_map"))
+        dim = part.dim % len(shape)
+        start[dim], source_start[dim] = part.start, part.source_start
+        sizes[dim] = shape[dim] - part.source_start if part.size is None else part.size
+        if min(sizes[dim], part.start, part.source_start) < 0 or part.source_start + sizes[dim] > shape[dim]:
+            raise PlanError(Problem("box-out-of-range", name, dim, found=found, hint="correct key_map"))
+    dims: Dims = order if part.stack is None else (None, *order)
+    if part.stack is not None and part.stack < 0:
+        raise PlanError(Problem("box-out-of-range", name, found=found, hint="stack is counted from 0"))
+    return Route(
+        name,
+        part.name,
+        tuple(source_start),
+        tuple(part.stack or 0 if dim is None else start[dim] for dim in dims),
+        tuple(1 if dim is None else sizes[dim] for dim in dims),
+        None if dims == tuple(range(len(shape))) else dims,
+        part.fill,
+    )
+
+
+def _least_shape(
+    name: str, sources: Mapping[str, TensorMeta], routes: Sequence[Route], problems: list[Problem]
+) -> tuple[Index, str]:
+    """Return the smallest shape that holds all parts of a destination, and their dtype."""
+    dtypes = {sources[route.source].dtype for route in routes}
+    if len(dtypes) > 1:
+        hint = "parts of one tensor have one dtype"
+        problems.append(Problem("ranks-disagree", name, found=", ".join(sorted(dtypes)), hint=hint))
+    if len({len(route.shape) for route in routes}) > 1:
+        found = ", ".join(f"{route.source} {route.shape}" for route in routes)
+        hint = "parts of one tensor have its number of dims"
+        problems.append(Problem("ranks-disagree", name, found=found, hint=hint))
+        routes = routes[:1]
+    return tuple(map(max, zip(*(route.stop for route in routes), strict=True))), sources[routes[0].source].dtype
+
+
+def _fill(
+    name: str,
+    layout: ShardMap,
+    routes: Sequence[Route],
+    everyone: Sequence[RankMeta],
+    strict: bool,
+    fills: dict[str, float | None],
+) -> None:
+    """Compare a destination with what arrives: each element has one source, a value of ``fill``, or stays.
+
+    Raises:
+        PlanError: With every element that has no source, or several.
+    """
+    for route in routes:
+        if len(route.shape) != len(layout.shape) or any(a > b for a, b in zip(route.stop, layout.shape, strict=True)):
+            found = f"{route.source} arrives as {route.shape} at {route.start}, the destination is of {layout.shape}"
+            hint = "pass a destination of that shape, or a Part of the source in key_map"
+            raise PlanError(Problem("shape-mismatch", name, found=found, hint=hint))
+    values = sorted({route.fill for route in routes if route.fill is not None})
+    if len(values) > 1:
+        found, hint = f"fill of {', '.join(map(str, values))}", "give one value for a destination"
+        raise PlanError(Problem("conflicting-arguments", name, found=found, hint=hint))
+    hint = "send the rest too, give Part(..., fill=) its value, or pass an out= that has values, and strict=False"
+    spans = [(route.source, (route.start, route.stop)) for route in routes if 0 not in route.shape]
+    problems = tiling_problems(layout.shape, spans, name, hint, "source")
+    gaps = {problem.code for problem in problems} == {"boxes-incomplete"}
+    stays = not strict and all(
+        rank < len(everyone) and name in everyone[rank].outs and not everyone[rank].outs[name].on_meta
+        for rank in layout.ranks
+        if layout.pieces(rank)
+    )
+    if gaps and (values or stays):
+        fills[name] = values[0] if values else None
+    elif problems:
+        raise PlanError(problems)
 
 
 def _dst_layout(
@@ -231,7 +287,7 @@ def _dst_layout(
         assert out.layout is not None  # merged
         return out.layout
     if layout is None:
-        hint = "name it in dst_layouts, or pass an out= that has it"
+        hint = "name it in dst_layouts, pass an out= that has it, or leave it out: key_map={name: None}"
         raise PlanError(Problem("missing-argument", name, found="no destination layout", hint=hint))
     return resolve_layout(layout, shape, to_group)
 
@@ -298,23 +354,24 @@ def _unknown(argument: str, name: object, names: Collection[str], hint: str) -> 
 def _aliases(
     sources: Mapping[str, TensorMeta],
     outs: Mapping[str, TensorMeta],
-    parts: list[tuple[str, Part]],
+    by_target: Mapping[str, Sequence[Route]],
+    routes: Sequence[Route],
     targets: Mapping[str, tuple[ShardMap, str]],
 ) -> dict[str, str]:
     """Tied tensors that move once: one memory at the source, one at the destination, one layout."""
-    whole = dict(parts)
-    num_parts = Counter(source for source, _ in parts)
-    times = Counter(part.name for _, part in parts)
+    by_source: dict[str, list[Route]] = {}
+    for route in routes:
+        by_source.setdefault(route.source, []).append(route)
     aliases: dict[str, str] = {}
-    for source, known in sources.items():
-        first = known.tied_to
-        if first == source or first not in whole or source not in whole or num_parts[source] + num_parts[first] > 2:
+    for source, meta in sources.items():
+        first = meta.tied_to
+        if first == source or len(by_source.get(source, ())) != 1 or len(by_source.get(first, ())) != 1:
             continue
-        part, first_part = whole[source], whole[first]
-        if part[1:] != first_part[1:]:  # other stretches of the one tensor
+        (route,), (first_route,) = by_source[source], by_source[first]
+        if route[2:] != first_route[2:]:  # other parts of the one tensor
             continue
-        target, first_target = part.name, first_part.name
-        simple = times[target] == 1 and times[first_target] == 1 and target != first_target
+        target, first_target = route.target, first_route.target
+        simple = len(by_target[target]) == len(by_target[first_target]) == 1 and target != first_target
         outs_tied = target not in outs or outs[target].tied_to == outs[first_target].tied_to
         if simple and outs_tied and targets[target] == targets[first_target]:
             aliases[target] = first_target
@@ -329,23 +386,16 @@ def _tied_apart(
     return frozenset(name for names in groups if len({aliases.get(name, name) for name in names}) > 1 for name in names)
 
 
-def _plan_of_move(known: TensorMeta, part: Part, target: tuple[ShardMap, str], bucket_bytes: int) -> ReshardPlan:
-    layout, dtype = target
-    src = known.layout
+def _plan_of_move(meta: TensorMeta, route: Route, layout: ShardMap, dtype: str, bucket_bytes: int) -> ReshardPlan:
+    src = meta.layout
     assert src is not None  # merged
-    if known.shape:
-        window = (*known.shape[: part.dim], part.size or 0, *known.shape[part.dim + 1 :])
-        src = _window(src, part.dim, part.source_start, window)
-        layout = _window(layout, part.dim, part.start, window)
-    itemsize = max(ITEMSIZES[known.dtype], ITEMSIZES[dtype])
+    if src.shape != route.shape or route.dims is not None:
+        src = ShardMapView(src, route.source_start, route.shape, route.dims)
+    if layout.shape != route.shape:
+        layout = ShardMapView(layout, route.start, route.shape)
+    itemsize = max(ITEMSIZES[meta.dtype], ITEMSIZES[dtype])
     limit = bucket_bytes if (src.largest + layout.largest) * itemsize > bucket_bytes else None
-    return make_plan(src, layout, known.dtype, dtype, limit)
-
-
-def _window(layout: ShardMap, dim: int, start: int, shape: tuple[int, ...]) -> ShardMap:
-    if layout.shape == shape:
-        return layout
-    return ShardMapView(layout, tuple(start if at == dim else 0 for at in range(len(shape))), shape)
+    return make_plan(src, layout, meta.dtype, dtype, limit)
 
 
 def _buckets(moves: Sequence[TensorMove], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import declared_layouts, is_fake
-from shard_reshard.consensus import (
-    GroupInfo,
-    assert_consistent,
-    check_mode,
-    group_info,
-    problems_of,
-    raise_on_all_ranks,
+from shard_reshard.execution.changes import ChangeChain
+from shard_reshard.execution.checks import (
+    Match,
+    TensorGuards,
+    freed_problems,
+    not_compiled,
+    not_transformed,
+    pointers,
+    record_guards,
 )
-from shard_reshard.execution.checks import freed_problems, not_compiled
-from shard_reshard.execution.guards import Match, TensorGuards, pointers, record_guards
-from shard_reshard.execution.mover import NotPicklable
+from shard_reshard.execution.mover import NotPicklable, remember, remembered
+from shard_reshard.group import GroupInfo, assert_consistent, check_mode, group_info, raise_on_all_ranks
 from shard_reshard.layout.parse import LayoutLike, layout_value
-from shard_reshard.state_dict.agreement import CallFacts, Question, VersionChain, agreed_plan, metadata_digest
-from shard_reshard.state_dict.meta import (
-    VERSION_KEY,
-    LayoutChecker,
-    collect_metadata,
-    device_of,
-    local_tensors,
-    stamp_version,
-    tensors_of,
-)
+from shard_reshard.state_dict.agreement import Question, agree_on_call, agreed_plan, metadata_digest
+from shard_reshard.state_dict.meta import LayoutChecker, collect_metadata, device_of, local_tensors, tensors_of
 from shard_reshard.state_dict.outputs import (
     Bucket,
-    DeferredProgress,
     LocalTargets,
     MovedStateDict,
     OutputKinds,
-    Progress,
     ReceiveBuffers,
     Ties,
     bucket_calls,
@@ -64,8 +55,6 @@ def reshard_state_dict(
     key_map: KeyMap | None = None,
     bucket_bytes: int = 64 * 2**20,
     group: dist.ProcessGroup | None = None,
-    version: int | None = None,
-    progress: Callable[[Progress], None] | None = None,
     atomic: bool = True,
     strict: bool = True,
     check: str = "first",
@@ -76,28 +65,25 @@ def reshard_state_dict(
 
     Args:
         state_dict: A module, or FQN -> DTensor or local tensor. A local tensor's layout is in ``src_layouts``, or
-            else in its ``_sharding_info``. One that has neither has to be whole and equal on every rank that passes
+            else in its ``_sharding_info``. One that has neither has to be full and equal on every rank that passes
             it, which is checked. DTensors on separate sub-meshes of one make (the tensor-parallel groups of data
             parallelism) are replicas.
         dst_layouts: Layout by destination name, one for all, or a function of name and global shape. Names that it
-            leaves out go where the tensor of ``out`` lies (a plain one is whole).
-        src_layouts: Layouts of local tensors.
-        shapes: Global shapes of local tensors, where their layout does not tell.
+            leaves out go where the tensor of ``out`` lies (a plain one is full).
+        src_layouts: Layouts of local tensors, the same on every rank; it may name tensors that this rank lacks.
+        shapes: Global shapes of local tensors, where their layout does not give them.
         out: A module or mapping whose tensors are filled in place; its dtypes are cast to.
         key_map: Source name -> destination name, `Part` of one, several parts, or None to leave it out.
         bucket_bytes: About how many buffer bytes a rank may use for one exchange.
         group: The union of all ranks; None is the default group.
-        version: A number that says which state this is; ranks with sources give the same, receivers read it. Numbers
-            that differ raise on all ranks before anything moves.
-        progress: Called on each rank after each tensor. What it raises is raised when all has been moved.
         atomic: Fill ``out`` only when everything has arrived: it costs memory for one more copy, and if a sender
-            dies ``out`` keeps its old values and version. False fills ``out`` as tensors arrive, and a sender that
-            dies then leaves a mixture without a version; what ranks refuse leaves ``out`` as it was in either case.
-        strict: A tensor of ``out`` that no source fills is a problem; False leaves it as it is.
+            dies ``out`` keeps its old values. False fills ``out`` as tensors arrive, and a sender that dies then
+            leaves a mixture; what ranks refuse leaves ``out`` as it was in either case.
+        strict: A tensor of ``out`` with elements that no source fills is a problem; False leaves these as they are.
         check: "first" or "always", see `reshard`.
 
     Returns:
-        The tensors of this rank by destination name, with ``.plan`` and ``.version``.
+        The tensors of this rank by destination name, with ``.plan``.
 
     Raises:
         PlanError: With the problems of all tensors of all ranks, on every rank, before any data moves.
@@ -105,6 +91,7 @@ def reshard_state_dict(
     """
     if torch.compiler.is_compiling():
         not_compiled("reshard_state_dict")
+    not_transformed("reshard_state_dict")
     members = group_info(group)
     recent = None
     try:
@@ -121,18 +108,17 @@ def reshard_state_dict(
         call = resharder._prepare(tensors, targets, atomic, compared)
         facts, digest = resharder._facts, resharder._digest
         if call.problems:  # as facts that no other call has: all ranks see them
-            facts = replace(facts, problems=(*facts.problems, *call.problems))
+            facts = replace(facts, problems=tuple(call.problems))
             digest = metadata_digest(facts, resharder._question)
-        question = resharder._question
-        plan, version, repeated = agreed_plan(members, facts, digest, tensors, question, version, True)
+        plan, repeated = agreed_plan(members, facts, digest, tensors, resharder._question, True)
         if plan is not resharder.plan:  # other ranks have other tensors now
-            resharder._follow(plan, version)
+            resharder._follow(plan)
             call = resharder._prepare(tensors, targets, atomic)
         # A rank that makes another call than before may have problems of its own.
         resharder._agreed = repeated and check == "first"
         resharder._compare(call)
-        return resharder._move(call, out, progress, version)
-    resharder = StateDictResharder(
+        return resharder._move(call)
+    resharder = _OneShot(
         state_dict,
         dst_layouts,
         src_layouts=src_layouts,
@@ -141,29 +127,24 @@ def reshard_state_dict(
         key_map=key_map,
         bucket_bytes=bucket_bytes,
         group=group,
-        version=version,
         strict=strict,
         check=check,
-        keep_workspace=False,
     )
     call = resharder._prepare(tensors, targets, atomic)
     resharder._compare(call)
-    result = resharder._move(call, out, progress, resharder._first_version)
+    result = resharder._move(call)
     if comparable and resharder._guards is not None:
-        kept = _recent.setdefault(members.group, [])
-        kept.append((asked, resharder))
-        del kept[:-_MAX_RECENT]
+        remember(members.group, "state dict", object(), (asked, resharder))
     return result
 
 
 class StateDictResharder(NotPicklable):
     """Moves the tensors of state dicts that are alike again and again: what ranks compare, they compare once.
 
-    Args and errors as in `reshard_state_dict`; ``keep_workspace`` keeps buffers and views between calls. Every call
-    compares versions, problems of tensors, and whether plain tensors are equal, before the tensors move: what one rank
-    refuses all ranks raise. With ``versions=False`` (the same on every rank) calls have no version and are one small
-    collective less, plain tensors are compared in the constructor only, and a rank that raises at a later call raises
-    alone. The constructor communicates, and so does every call; every rank of the group makes them in the same order.
+    Args and errors as in `reshard_state_dict`. The constructor communicates, and so does every call; every rank of the
+    group makes them in the same order. Every call compares problems of tensors, and whether plain tensors are equal,
+    before tensors move: what one rank refuses all ranks raise. With ``check="first"`` (the same on every rank) the
+    first call alone does, calls are one small collective less, and a rank that raises at a later call raises alone.
 
     With ``changed_only=True`` (the same on every rank) a call sends the elements whose bits changed since the call
     before, where that is shorter, and everything every ``anchor_every`` calls, or when some rank did not take part in
@@ -174,6 +155,7 @@ class StateDictResharder(NotPicklable):
     """
 
     _instead = "make another one, on every rank of the group"
+    _keeps = True  # buffers and views between calls
 
     def __init__(
         self,
@@ -186,19 +168,16 @@ class StateDictResharder(NotPicklable):
         key_map: KeyMap | None = None,
         bucket_bytes: int = 64 * 2**20,
         group: dist.ProcessGroup | None = None,
-        version: int | None = None,
         strict: bool = True,
-        check: str = "first",
-        keep_workspace: bool = True,
-        versions: bool = True,
+        check: str = "always",
         changed_only: bool = False,
         anchor_every: int = 64,
     ) -> None:
         self._members = group_info(group)
         try:
-            self._check, self._keeps = check_mode(check), keep_workspace
+            self._check = check_mode(check)
             tensors, targets = tensors_of(state_dict), tensors_of(out)
-            self._chain = VersionChain(anchor_every) if changed_only else None
+            self._chain = ChangeChain(anchor_every) if changed_only else None
             facts = collect_metadata(tensors, targets, src_layouts or {}, shapes or {}, self._members)
             layouts = kept_layouts(dst_layouts)
             self._question = Question(
@@ -206,7 +185,6 @@ class StateDictResharder(NotPicklable):
                 _snapshot(key_map),
                 bucket_bytes,
                 strict,
-                versions,
                 check,
                 anchor_every if changed_only else 0,
                 next(_SERIALS) if isinstance(layouts, LayoutAnswers) else 0,
@@ -215,11 +193,11 @@ class StateDictResharder(NotPicklable):
         except Exception as error:
             raise_on_all_ranks(self._members, error)
         self._facts = facts
-        self._follow(*agreed_plan(self._members, facts, self._digest, tensors, self._question, version)[:2])
+        self._follow(agreed_plan(self._members, facts, self._digest, tensors, self._question)[0])
 
-    def _follow(self, plan: StateDictPlan, version: int | None) -> None:
+    def _follow(self, plan: StateDictPlan) -> None:
         """Work out, once for all calls, what this rank does in a plan."""
-        self.plan, self._first_version = plan, version
+        self.plan = plan
         dropped = [name for name, to in (self._question.key_map or {}).items() if to is None]
         self._layout_checks = LayoutChecker(plan, self._facts.sources, dropped, self._members)
         self._here = LocalTargets(plan, self._members.rank)
@@ -237,37 +215,32 @@ class StateDictResharder(NotPicklable):
         state_dict: Mapping[str, Any] | torch.nn.Module,
         *,
         out: torch.nn.Module | Mapping[str, Any] | None = None,
-        version: int | None = None,
-        progress: Callable[[Progress], None] | None = None,
         atomic: bool = True,
     ) -> MovedStateDict:
         """Move tensors of the names, shapes, dtypes and layouts that the resharder was made for."""
         if torch.compiler.is_compiling():
             not_compiled("StateDictResharder")
+        not_transformed("StateDictResharder")
         problems: Sequence[Problem] = ()
         tensors: Mapping[str, Any] = {}
         targets: Mapping[str, Any] = {}
         try:
             tensors, targets = tensors_of(state_dict), tensors_of(out)
-            if version is not None and not self._question.versions:
-                hint = "make the resharder with versions=True"
-                raise PlanError(
-                    Problem("invalid-argument", "version", found=f"{version} with versions=False", hint=hint)
-                )
         except Exception as error:
             problems = problems_of(error)
         call = self._prepare(tensors, targets, atomic, problems=problems)
-        if is_fake(()) or not (self._chain or self._question.versions):
+        if is_fake(()) or (self._chain is None and self._check == "first"):
             self._compare(call)
-            return self._move(call, out, progress, version)
-        facts = CallFacts.of(self.plan, self._facts, tensors, version, call.problems)
+            return self._move(call)
+        token = b"" if self._chain is None else self._chain.begin()
+        rows = agree_on_call(self._members, self.plan, self._facts, tensors, call.problems, token)
         if self._chain is None:
-            return self._move(call, out, progress, facts.agree(self._members)[0])
-        full, version = self._chain.agree(self._members, facts)
+            return self._move(call)
+        full = self._chain.needs_all(rows)
         for mover in self._movers:
             assert mover.changes is not None
             mover.changes.begin(full)
-        result = self._move(call, out, progress, version)
+        result = self._move(call)
         self._chain.done()
         return result
 
@@ -332,17 +305,11 @@ class StateDictResharder(NotPicklable):
             if call.problems:
                 raise PlanError(call.problems)
             return
-        assert_consistent(self._members, f"tensors of state dict plan {self.plan.digest}", call.problems, "always")
+        assert_consistent(self._members, "a state dict", [f"tensors of plan {self.plan.digest}"], call.problems)
         self._agreed = self._check == "first" and not is_fake(())
 
-    def _move(
-        self,
-        call: PreparedState,
-        out: torch.nn.Module | Mapping[str, Any] | None,
-        progress: Callable[[Progress], None] | None,
-        version: int | None,
-    ) -> MovedStateDict:
-        """Move the tensors of a call without problems, whose version all ranks agree on."""
+    def _move(self, call: PreparedState) -> MovedStateDict:
+        """Move the tensors of a call without problems."""
         here, arriving = self._here, call.arriving
         assert arriving is not None
         with torch.no_grad():
@@ -350,18 +317,18 @@ class StateDictResharder(NotPicklable):
                 self._guards = StateGuards.of(call)
                 keeps = self._guards is not None and self._keeps and arriving.all_in_place
                 self._again = (arriving, call.buckets) if keeps else None
-            if out is not None and not call.atomic:
-                stamp_version(out, None)  # neither the old state nor the new one, until everything has arrived
+            arriving.fill(self.plan.fills, call.outs)
             unchanged = call.match is Match.MEMORY
-            deferred = None if progress is None else DeferredProgress(progress)
-            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged, deferred)
+            move_buckets(here, self._movers, call.buckets, arriving.fresh, unchanged)
             result = write_outputs(here, arriving, call.targets, call.outs, self._kinds, self._members, call.tied_outs)
-        result.plan, result.version = self.plan, version
-        if out is not None and (call.atomic or version is not None):
-            stamp_version(out, version)
-        if deferred is not None:
-            deferred.end()
+        result.plan = self.plan
         return result
+
+
+class _OneShot(StateDictResharder):
+    """A resharder whose buffers go with the call: what is kept for one caller's tensors must not meet another's."""
+
+    _keeps = False
 
 
 # Local tensors of both sides of a call, and how far guards on the last one hold.
@@ -424,17 +391,14 @@ def _ties(sources: Mapping[str, torch.Tensor], outs: Mapping[str, torch.Tensor])
 
 # ---- one-shot calls -------------------------------------------------------------------------------------------
 
-_MAX_RECENT = 8
-_recent: WeakKeyDictionary[dist.ProcessGroup, list[tuple[object, StateDictResharder]]] = WeakKeyDictionary()
-
 
 def _recent_resharder(
     members: GroupInfo, asked: object, tensors: Mapping[str, Any], targets: Mapping[str, Any]
 ) -> tuple[StateDictResharder, Compared] | None:
     """Return a resharder of an earlier one-shot call of the same arguments and metadata, ties among it."""
-    for known, resharder in reversed(_recent.get(members.group, [])):
+    for before, resharder in reversed(remembered(members.group, "state dict")):
         guards = resharder._guards
-        if known == asked and guards is not None:
+        if before == asked and guards is not None:
             with torch.no_grad():  # as when they were recorded
                 sources, outs, match = compared = resharder._matched(tensors, targets)
             same = match is Match.MEMORY or (match is Match.METADATA and _ties(sources, outs) == guards.ties)
@@ -458,9 +422,3 @@ def _as_values(layouts: Any) -> Any:
         found = {name: layout_value(layout) for name, layout in layouts.items()}
         return None if None in found.values() else found
     return layouts if callable(layouts) else layout_value(layouts)
-
-
-def state_version(out: torch.nn.Module | Mapping[str, Any]) -> int | None:
-    """Return the version of the state that `reshard_state_dict` last brought into ``out`` completely; None for none."""
-    found = out.get(VERSION_KEY) if isinstance(out, Mapping) else getattr(out, VERSION_KEY, None)
-    return None if found is None else int(found)

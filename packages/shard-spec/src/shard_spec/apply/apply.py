@@ -20,15 +20,22 @@ from shard_spec.apply.sources import (
     SOURCES,
     Initializer,
     Source,
-    fingerprint,
     local_shard,
     materialize,
     reset_parameters_of,
     reset_problems,
     scatter_to_all,
 )
-from shard_spec.apply.tensors import LocalParameter, TensorAction, replacing_problems, sharding_info, tensor_at
+from shard_spec.apply.tensors import (
+    InfoOnSave,
+    LocalParameter,
+    TensorAction,
+    replacing_problems,
+    sharding_info,
+    tensor_at,
+)
 from shard_spec.apply.transaction import Transaction, install_module, run_sharders
+from shard_spec.distributed.exchange import fingerprint
 from shard_spec.distributed.mesh_cache import RankState, capture_errors, group_or_default, raise_on_all_ranks
 from shard_spec.distributed.parameter_format import ParameterFormat, choose_format, dtensor_of, source_problems
 from shard_spec.estimate.roles import PIPELINE_AXIS_NAMES
@@ -335,9 +342,14 @@ def _install(
     for path, new in replaced.items():
         install_module(module, path, new, transaction)
         checks.append(irreversible(path, actions.sharders[path]))
-    hint = module.register_forward_hook(PlainInputHint(), always_call=True)
-    transaction.on_rollback(hint.remove)
-    return ShardHandle(plan, actions, module, group, placed, [hint.remove], checks)
+    hooks = [module.register_forward_hook(PlainInputHint(), always_call=True)]
+    owners = {
+        id(owner): owner for each in placed for owner, _, _ in each.places if hasattr(each.value, "_sharding_info")
+    }
+    hooks += [owner.register_state_dict_post_hook(InfoOnSave()) for owner in owners.values()]
+    for hook in hooks:
+        transaction.on_rollback(hook.remove)
+    return ShardHandle(plan, actions, module, group, placed, [hook.remove for hook in hooks], checks)
 
 
 class PlainInputHint:

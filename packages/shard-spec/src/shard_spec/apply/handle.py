@@ -6,7 +6,6 @@ import json
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shard_spec._shared.page import note, page, table
 from shard_spec._shared.problems import Problem, raise_problems
 from shard_spec._shared.stale_parameters import mark_current, mark_stale
 from shard_spec.apply.tensors import TensorAction
@@ -26,17 +24,14 @@ from shard_spec.layout.layout import Layout
 
 
 def write_report(handle: Any, path: Path) -> Path:
-    """Write the tensors and actions of ``handle`` to ``path``, and return it."""
-    rows = [_row(placed) for placed in handle._placed]
-    metadata = {
+    """Write the tensors and actions of ``handle`` to ``path`` as JSON, and return it."""
+    document = {
         "module": type(handle.module).__name__,
         "digest": handle.actions.digest,
         "actions": handle.actions.lines,
+        "tensors": [_row(placed) for placed in handle._placed],
     }
-    if path.suffix == ".json":
-        path.write_text(json.dumps({**metadata, "tensors": rows}, indent=1) + "\n", encoding="utf-8")
-    else:
-        path.write_text(_page(metadata, rows), encoding="utf-8")
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -50,24 +45,6 @@ def _row(placed: Any) -> dict[str, Any]:
         "local_shape": list(local.shape),
         "local_bytes": local.numel() * local.element_size(),
     }
-
-
-def _page(metadata: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    cells = [
-        [
-            f"<code>{escape(' = '.join(row['names']))}</code>", escape(row["layout"]),
-            str(row["global_shape"]), str(row["local_shape"]), f"{row['local_bytes']:,}",
-        ]
-        for row in rows
-    ]  # fmt: skip
-    lines = "".join(f"<li>{escape(line)}</li>" for line in metadata["actions"])
-    parts = [
-        note(f"Digest {metadata['digest']}"),
-        "<h2>Sharded tensors</h2>",
-        table(["tensor", "layout", "global shape", "local shape", "local bytes"], cells, numbers=[4]),
-        f"<h2>Actions</h2><ol>{lines}</ol>",
-    ]
-    return page(f"Sharded {metadata['module']}", parts)
 
 
 @dataclass
@@ -156,7 +133,7 @@ class ShardHandle:
         return self.module
 
     def report(self, path: str | Path) -> Path:
-        """Write what was done to ``path``: JSON for a name that ends in ``.json``, else a self-contained HTML page."""
+        """Write what was done to ``path``, as JSON."""
         return write_report(self, Path(path))
 
     def _undo_outcome(self) -> RankState:

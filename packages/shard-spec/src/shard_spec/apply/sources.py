@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shard_spec._shared.problems import Problem
 from shard_spec.apply.tensors import TensorAction
-from shard_spec.distributed.exchange import as_bytes, broadcast_, scatter, take
+from shard_spec.distributed.exchange import broadcast_, scatter, take
 from shard_spec.layout.layout import Layout
 
 Source: TypeAlias = Literal["scatter", "local", "meta"]
@@ -46,19 +46,6 @@ def scatter_to_all(
 def local_shard(full: torch.Tensor, layout: Layout, device: torch.device, rank: int) -> torch.Tensor:
     """This rank's shard of its own full tensor, in memory of its own, so that the full one can be freed."""
     return take(full, layout, rank).to(device).clone(memory_format=torch.contiguous_format)
-
-
-def fingerprint(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bytes, formed on its device; equal on ranks that hold the same values."""
-    flat = as_bytes(tensor.contiguous())
-    total = weighted = 0
-    step = 1 << 24
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step].to(torch.int64)
-        places = torch.arange(start, start + part.numel(), device=part.device) % 65521 + 1
-        total += int(part.sum())
-        weighted += int((part * places).sum())
-    return f"{total:x}-{weighted:x}"
 
 
 # ---- meta -----------------------------------------------------------------------------------------------------------

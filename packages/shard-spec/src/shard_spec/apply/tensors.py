@@ -151,6 +151,20 @@ class LocalParameter(nn.Parameter):
         return _rebuild, (self.detach(), self.requires_grad, dict(self.__dict__))
 
 
+class InfoOnSave:
+    """State-dict hook of a module: its local shards in ``state_dict()`` say what they are shards of.
+
+    ``state_dict()`` detaches tensors, which drops their attributes; ``dcp_state_dict`` needs this one.
+    """
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Mark the module's own tensors in ``state``."""
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            info = getattr(value, "_sharding_info", None)
+            if info is not None and prefix + name in state:
+                state[prefix + name]._sharding_info = info
+
+
 def _rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> LocalParameter:
     parameter = LocalParameter(data, requires_grad)
     parameter.__dict__.update(attributes)

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.cli.sources import UsageError, load_model, read_text, skeleton
-from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.estimate.cost import PRESETS, topology_preset
-from shard_spec.estimate.memory import Memory
+from shard_spec.estimate.memory import STEP_PARTS, Memory
+from shard_spec.estimate.roles import DATA_AXIS_NAMES, PIPELINE_AXIS_NAMES
+from shard_spec.formatting import joined
 from shard_spec.layout.mesh import MeshSpec
 from shard_spec.optimal import OptimalPlanner, Workload
 from shard_spec.plan.metadata import ModelMetadata, metadata_of
+from shard_spec.plan.resolve import examine
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
-from shard_spec.report.terminal import progress, show
+from shard_spec.report.explain import explain_model
 from shard_spec.sharding_plan import ShardingPlan
 
 if TYPE_CHECKING:
@@ -30,35 +32,32 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """``shard-spec plan``: plan, costs, and problems of the plan (there should be none)."""
-    with progress("building the model on meta"):
-        model = load_model(arguments.model)
+    model = load_model(arguments.model)
     mesh = _mesh(arguments)
-    with progress("planning"):
-        made, notes = _planned(arguments, mesh, model)
-        metadata = metadata_of(model)
-        plan = made.compact(metadata)
+    made, notes = _planned(arguments, mesh, model)
+    metadata = metadata_of(model)
+    plan = made.compact(metadata)
     if arguments.out:
-        text = plan.to_yaml() if arguments.out.endswith((".yaml", ".yml")) else plan.to_json()
-        _write(arguments.out, text)
+        _write(arguments.out, plan.to_json())
     return _report(plan, model, arguments, _problems(plan, metadata, arguments), notes)
 
 
 def run_check(arguments: argparse.Namespace) -> int:
     """``shard-spec check``: every problem, or what the plan costs."""
     plan = load_plan(arguments.plan)
-    with progress("building the model on meta"):
-        model = load_model(arguments.model)
+    model = load_model(arguments.model)
     return _report(plan, model, arguments, _problems(plan, metadata_of(model), arguments), [])
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
     """``shard-spec explain``: words."""
     plan = load_plan(arguments.plan)
-    metadata = metadata_of(load_model(arguments.model)) if arguments.model else None
+    model = load_model(arguments.model) if arguments.model else None
+    metadata = None if model is None else metadata_of(model)
     if arguments.html:
-        if metadata is None:
+        if model is None or metadata is None:
             raise UsageError("--html needs --model")
-        _write_html(plan, metadata, arguments, *_costs_of(plan, metadata, arguments))
+        _write_html(plan, metadata, arguments, *_costs_of(plan, model, arguments)[:2])
     text = plan.explain(arguments.name, metadata)
     print(json.dumps({"explanation": text, "digest": plan.digest}) if arguments.json else text)
     return 0
@@ -98,8 +97,6 @@ def run_convert(arguments: argparse.Namespace) -> int:
 def _converted(plan: ShardingPlan, metadata: ModelMetadata | None, target: str, axis: str | None) -> str:
     if target == "json":
         return plan.to_json()
-    if target == "yaml":
-        return plan.to_yaml()
     if target == "dtensor":
         found: Any = {name: list(map(str, said)) for name, said in plan.to_dtensor_placements(metadata).items()}
         return json.dumps(found, indent=1) + "\n"
@@ -124,14 +121,8 @@ def _style_text(style: Any) -> str:
 
 
 def load_plan(path: str) -> ShardingPlan:
-    """The plan in a JSON or YAML file."""
-    text = _read(path)
-    if path.endswith((".yaml", ".yml")):
-        try:
-            return ShardingPlan.from_yaml(text)
-        except ModuleNotFoundError as error:
-            raise UsageError(str(error)) from None
-    return ShardingPlan.from_json(text)
+    """The plan in a JSON file."""
+    return ShardingPlan.from_json(_read(path))
 
 
 def _read(path: str) -> str:
@@ -164,22 +155,34 @@ def _planned(
     module = skeleton(model) if isinstance(model, ModelMetadata) else model
     names = arguments.planner.split("+")
     if names == ["auto"]:
-        names = [n for n, axis in (("megatron", "tp"), ("fsdp", "dp")) if axis in mesh.axis_names]
-        if not names:
-            raise UsageError(f"--planner auto looks for axes called tp and dp; the mesh has {mesh}")
+        names = [*(["megatron"] if "tp" in mesh.axis_names else []), *(["fsdp"] if _data_axis(mesh) else [])]
+        unused = [axis for axis in mesh.axis_names if axis not in ("tp", *DATA_AXIS_NAMES, *PIPELINE_AXIS_NAMES)]
+        if unused or not names:
+            named = f"the axis {unused[0]!r} would shard nothing" if unused else f"the mesh has {mesh}"
+            raise UsageError(f"--planner auto looks for axes called tp, and fsdp or dp; {named}")
     made: list[Any] = []
     for name in names:
         if name == "megatron":
             made.append(planners.MegatronPlanner(mesh, "tp" if "tp" in mesh.axis_names else mesh.axis_names[-1]))
         elif name == "fsdp":
-            made.append(planners.FullyShardPlanner(mesh, "dp" if "dp" in mesh.axis_names else mesh.axis_names[0]))
+            made.append(planners.FullyShardPlanner(mesh, _data_axis(mesh) or mesh.axis_names[0]))
         elif name == "optimal":
             made.append(_optimal(arguments, mesh))
         else:
             raise UsageError(f"no planner {name!r}: megatron, fsdp, optimal, or auto")
     planner = made[0] if len(made) == 1 else planners.compose(*made)
     plan = planner.build_plan(module)
+    sharding = {axis for layout in plan.resolve(module).values() for axis in layout.sharded_axes}
+    idle = [axis for axis, size in mesh.axes.items() if size > 1 and axis not in (*sharding, *DATA_AXIS_NAMES)]
+    if idle and arguments.planner == "auto" and idle[0] not in PIPELINE_AXIS_NAMES:
+        reasons = "; ".join(_grouped(list(plan.unrecognised.values()))[:3]) or "no tensor that it could shard"
+        raise UsageError(f"the axis {idle[0]!r} of {mesh.axis_size(idle[0])} ranks would shard nothing: {reasons}")
     return plan, [*plan.notes, *plan.unrecognised.values()]
+
+
+def _data_axis(mesh: MeshSpec) -> str | None:
+    """The axis along which weights are fully sharded."""
+    return next((axis for axis in ("fsdp", "dp_shard", "dp") if axis in mesh.axis_names), None)
 
 
 def _optimal(arguments: argparse.Namespace, mesh: MeshSpec) -> Any:
@@ -220,10 +223,7 @@ def _limit(arguments: argparse.Namespace) -> int | None:
 
 
 def _problems(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace) -> tuple[Problem, ...]:
-    with progress("checking"):
-        return plan.validate(
-            metadata, world_size=arguments.world_size, memory_limit=_limit(arguments), optimizer=arguments.optimizer
-        )
+    return plan.validate(metadata, world_size=arguments.world_size)
 
 
 def _report(
@@ -233,95 +233,107 @@ def _report(
     problems: tuple[Problem, ...],
     notes: list[Problem],
 ) -> int:
-    metadata = metadata_of(model)
-    blocking = [problem for problem in problems if problem.code not in ("does-not-fit", "mesh-too-large")]
-    document: dict[str, Any] = {
-        "digest": plan.digest,
-        "problems": [vars(problem) for problem in problems],
-        "notes": [vars(note) for note in notes],
-    }
-    if not blocking:
-        with progress("memory and communication"):
-            memory, communication = _costs_of(plan, metadata, arguments)
-        with progress("activations"):
-            activations, reason = _activations_of(plan, model, arguments)
+    """Print the plan, its costs and the verdict; status 1 where there is a problem."""
+    metadata, limit = metadata_of(model), _limit(arguments)
+    memory = communication = None
+    if all(problem.code == "mesh-too-large" for problem in problems):
+        memory, communication, reason = _costs_of(plan, model, arguments)
         notes = [*notes, Problem("unverified", found=reason)] if reason else notes
-        if activations is not None and not problems:
-            problems = _activation_problems(memory, activations, arguments)
-        document["activations"] = None if activations is None else vars(activations)
-        document["problems"], document["notes"] = [vars(p) for p in problems], [vars(n) for n in notes]
+        if limit is not None and memory.max_bytes > limit:
+            hint = _what_would_fit(plan, model, arguments, memory, limit)
+            problems = (*problems, Problem("does-not-fit", found=memory.verdict(limit), hint=hint))
         if arguments.html:
-            with progress("drawing the page"):
-                _write_html(plan, metadata, arguments, memory, communication, activations)
+            _write_html(plan, metadata, arguments, memory, communication)
             print(f"wrote {arguments.html}", file=sys.stderr)
-        document["memory"] = json.loads(memory.to_json())
-        document["communication"] = None if communication is None else json.loads(communication.to_json())
     if arguments.json:
-        document["plan"] = None if blocking else json.loads(plan.to_json())
+        document: dict[str, Any] = {
+            "digest": plan.digest,
+            "problems": [vars(problem) for problem in problems],
+            "notes": [vars(note) for note in notes],
+            "plan": None if memory is None else json.loads(plan.to_json()),
+            "memory": None if memory is None else json.loads(memory.to_json()),
+            "communication": None if communication is None else json.loads(communication.to_json()),
+            "verdict": None if memory is None or limit is None else memory.verdict(limit),
+        }
         print(json.dumps(document, indent=1))
-    else:
-        print(f"{len(metadata.tensors)} tensors, plan {plan.digest[:12]}")
-        if not blocking:
-            show(plan, metadata, memory, communication)
-            if activations is not None:
-                print(f"\nactivations of a step:\n{activations}")
-        if not problems:
-            print("\nno problems")
-        for title, found in (("notes", notes), ("problems", problems)):
-            if found:
-                print(f"\n{title}:")
-                print("\n".join(f"  {problem}" for problem in found))
+        return 1 if problems else 0
+    print(f"{len(metadata.tensors)} tensors, plan {plan.digest[:12]}")
+    if memory is not None:
+        parts = [("plan", joined(explain_model(plan, examine(plan, metadata)))), ("memory on each rank", memory)]
+        parts += [] if communication is None else [("communication of a step", communication)]
+        for title, part in parts:
+            print(f"\n{title}:\n{part}")
+    for title, listed in (("notes", notes), ("problems", list(problems))):
+        if listed:
+            print(f"\n{title}:")
+            print("\n".join(f"  {line}" for line in _grouped(listed)))
+    if memory is not None and limit is not None:
+        print(f"\n{memory.verdict(limit)}")
+    if not problems:
+        print("\nno problems")
     return 1 if problems else 0
 
 
-def _costs_of(plan: ShardingPlan, metadata: ModelMetadata, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    memory = plan.memory(metadata, optimizer=arguments.optimizer, dtype=arguments.dtype)
-    axes = arguments.data_axes.split(",") if arguments.data_axes else None
+def _grouped(problems: list[Problem]) -> list[str]:
+    """One line for all that differ only in numbers and names: the first of them, and how many more there are."""
+    groups: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.code, re.sub(r"\d+", "*", problem.found), problem.hint), []).append(problem)
+    return [f"{first}{f' (and {len(more)} more like it)' if more else ''}" for first, *more in groups.values()]
+
+
+def _costs_of(
+    plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
+) -> tuple[Memory, Any, str]:
+    """Return memory, communication (None where layouts lie on several meshes), and why activations are not counted."""
+    batch, axes = _batch(arguments), arguments.data_axes.split(",") if arguments.data_axes else None
+    memory, reason = plan.memory(model, optimizer=arguments.optimizer, dtype=arguments.dtype), ""
+    if batch is not None and isinstance(model, ModelMetadata):
+        reason = "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
+    elif batch is not None:
+        try:
+            memory = memory.with_activations(_activations(plan, model, arguments))
+        except Exception as error:  # a forward that takes something else; the rest of the report stands without it
+            line = (str(error).splitlines() or [""])[0][:200]
+            reason = (
+                f"activations are not counted: forward on token ids {arguments.batch}: {type(error).__name__}: {line}"
+            )
     try:
-        communication = plan.communication(
-            metadata, _batch(arguments), topology=_topology(arguments), data_axes=axes, dtype=arguments.dtype
-        )
+        topology = _topology(arguments)
+        communication = plan.communication(model, batch, topology=topology, data_axes=axes, dtype=arguments.dtype)
     except PlanError as error:
         if any(problem.code != "mesh-mismatch" for problem in error.problems):
             raise
         communication = None
-    return memory, communication
+    return memory, communication, reason
 
 
-def _activations_of(
-    plan: ShardingPlan, model: nn.Module | ModelMetadata, arguments: argparse.Namespace
-) -> tuple[ActivationEstimate | None, str]:
-    """Return the estimate for one rank's part of ``--batch``; or none, and the reason."""
-    batch = _batch(arguments)
-    if batch is None:
-        return None, ""
-    if isinstance(model, ModelMetadata):
-        return None, "names and shapes have no forward; name a config.json or MODULE:FACTORY to count activations"
+def _activations(plan: ShardingPlan, model: Any, arguments: argparse.Namespace, **changed: Any) -> Any:
     axes = arguments.data_axes.split(",") if arguments.data_axes else None
-    try:
-        return plan.activations(model, batch, data_axes=axes, dtype=arguments.dtype), ""
-    except Exception as error:  # a forward that takes something else; the rest of the report stands without it
-        reason = (str(error).splitlines() or [""])[0][:200]
-        return None, f"forward on token ids {arguments.batch} raised {type(error).__name__}: {reason}"
+    loss = None if arguments.loss == "none" else arguments.loss
+    options = {"dtype": arguments.dtype, "loss": loss, "checkpointing": arguments.checkpointing, **changed}
+    return plan.activations(model, _batch(arguments), data_axes=axes, **options)
 
 
-def _activation_problems(
-    memory: Memory, activations: ActivationEstimate, arguments: argparse.Namespace
-) -> tuple[Problem, ...]:
-    limit = _limit(arguments)
-    size = activations.checkpointed_bytes if arguments.checkpointing else activations.local_bytes
-    if limit is None or memory.max_bytes + size <= limit:
-        return ()
-    found = (
-        f"rank {memory.worst_rank} needs {human_bytes(memory.max_bytes)} for parameters, gradients and optimizer state "
-        f"and about {human_bytes(size)} for activations, the limit is {human_bytes(limit)}"
-    )
-    fits = memory.max_bytes + activations.checkpointed_bytes <= limit
-    hint = "use more ranks or a smaller batch"
-    if not arguments.checkpointing and activations.num_blocks:
-        small = human_bytes(activations.checkpointed_bytes)
-        hint = f"with each block checkpointed about {small} remain, which {'fits' if fits else 'does not fit either'}"
-    return (Problem("does-not-fit", found=found, hint=hint),)
+def _what_would_fit(plan: ShardingPlan, model: Any, arguments: argparse.Namespace, memory: Memory, limit: int) -> str:
+    """Changes of the step that were tried, one more with each."""
+    state = sum(size for part, size in memory.on(memory.worst_rank).items() if part not in STEP_PARTS)
+    if not memory.moment or state > limit:
+        largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(memory.worst_rank, 3))
+        return f"use more ranks, or shard more of the largest tensors of rank {memory.worst_rank}: {largest}"
+    changes: dict[str, Any] = {}
+    for option, text, value in (
+        ("checkpointing", "--checkpointing", True),
+        ("loss", "--loss vocab-parallel", "vocab-parallel"),
+    ):
+        if getattr(arguments, option) == value:
+            continue
+        changes[option] = (text, value)
+        tried = _activations(plan, model, arguments, **{name: each for name, (_, each) in changes.items()})
+        names = " ".join(each for each, _ in changes.values())
+        if state + tried.peak_bytes <= limit:
+            return f"{names} fits: {human_bytes(state + tried.peak_bytes)}"
+    return "use more ranks, a smaller batch, or a loss in chunks"
 
 
 def _write_html(
@@ -330,17 +342,18 @@ def _write_html(
     arguments: argparse.Namespace,
     memory: Memory,
     communication: Any,
-    activations: ActivationEstimate | None = None,
 ) -> None:
     from shard_spec.report.html import html_report
 
     title = "/".join(Path(getattr(arguments, "model", None) or "plan").parts[-2:])
-    page = html_report(plan, metadata, memory, communication, activations, title=title)
+    page = html_report(plan, metadata, memory, communication, limit=_limit(arguments), title=title)
     _write(arguments.html, page)
 
 
 def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
+        beside = Path(f"{path}.part")  # a reader never sees half of a file, and a failed call leaves the old one
+        beside.write_text(text, encoding="utf-8", errors="backslashreplace")
+        beside.replace(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None

@@ -86,18 +86,18 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--planner",
         default="auto",
-        help="megatron, fsdp, optimal, several joined by '+', or auto: megatron on axis tp, fsdp on dp",
+        help="megatron, fsdp, optimal, several joined by '+', or auto: megatron on axis tp, fsdp on fsdp or dp",
     )
-    plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON or (by its suffix) YAML")
+    plan.add_argument("--out", metavar="FILE", help="write the plan there, as JSON")
     _costs(plan)
 
     check = _add(commands, "check", "list every problem of a plan for a model")
     check.add_argument("model")
-    check.add_argument("plan", help="a plan file, JSON or YAML")
+    check.add_argument("plan", help="a plan file (JSON)")
     _costs(check)
 
     explain = _add(commands, "explain", "explain a plan, or one tensor of it")
-    explain.add_argument("plan", help="a plan file, JSON or YAML")
+    explain.add_argument("plan", help="a plan file (JSON)")
     explain.add_argument("name", nargs="?", help="FQN of a parameter or buffer")
     explain.add_argument("--model", help="the model, for reasons and local shapes")
     _costs(explain)
@@ -109,12 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     _common(diff)
 
     convert = _add(commands, "convert", "write a plan in other terms")
-    convert.add_argument("plan", help="a plan file, JSON or YAML; or a tp_plan (JSON) with --from hf")
+    convert.add_argument("plan", help="a plan file (JSON); or a tp_plan (JSON) with --from hf")
     convert.add_argument("--from", dest="source", choices=["plan", "hf"], default="plan")
-    convert.add_argument(
-        "--to", required=True, choices=["json", "yaml", "dtensor", "parallelize", "hf", "layouts", "compact"]
-    )
-    convert.add_argument("--model", help="the model; needed for all but json, yaml and dtensor")
+    convert.add_argument("--to", required=True, choices=["json", "dtensor", "parallelize", "hf", "layouts", "compact"])
+    convert.add_argument("--model", help="the model; needed for all but json and dtensor")
     convert.add_argument("--axis", help="the axis that cuts, for parallelize and hf")
     convert.add_argument("--mesh", help="the mesh, with --from hf")
     convert.add_argument("--prefix", default="", help="put in front of the names, with --from hf")
@@ -145,6 +143,7 @@ def _costs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="dtype of all floating tensors, for example bfloat16")
     parser.add_argument("--memory-limit", metavar="SIZE", help="bytes one rank has, for example 80GiB")
     parser.add_argument("--batch", metavar="SxL", help="sequences x length of a global step, for example 512x8192")
+    parser.add_argument("--loss", default="causal-lm", help="causal-lm (default), vocab-parallel or none")
     parser.add_argument("--checkpointing", action="store_true", help="each repeated block is recomputed in backward")
     parser.add_argument("--topology", help="machine to tell times for: h100-sxm, a100-sxm-80gb, ...")
     parser.add_argument("--data-axes", help="axes along which ranks see different samples, for example dp,cp")

@@ -6,10 +6,9 @@ import importlib
 import math
 import os
 import re
-import struct
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from shard_spec.plan.metadata import ITEM_BYTES, ModelMetadata, TensorMetadata
 from shard_spec.plan.untrusted_input import MAX_BYTES, json_values
@@ -22,28 +21,11 @@ class UsageError(Exception):
     """Wrong arguments; the message says what would be right."""
 
 
-_MAX_HEADER = 100_000_000  # the format's own limit
 _MAX_NUMEL = 1 << 58  # in any dtype, bytes that fit torch's 64 bits
 _MAX_NUMBER, _MAX_MODULES, _MAX_DEPTH = 1 << 40, 4096, 12
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "U16": "uint16",
-    "I16": "int16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "U32": "uint32",
-    "I32": "int32",
-    "F32": "float32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-    "C64": "complex64",
-}
+_DTYPE = re.compile(r"(BF|F|I|U|C)(\d+)")  # of safetensors: "BF16", "U8"; float8 dtypes and BOOL have other names
+_DTYPE_STEMS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint", "C": "complex"}
+_OTHER_DTYPES = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 
 
 def load_model(source: str) -> nn.Module | ModelMetadata:
@@ -160,41 +142,31 @@ def _from_index(path: Path) -> ModelMetadata:
 
 
 def _header(path: Path) -> list[TensorMetadata]:
-    """Names, shapes and dtypes of a safetensors file: eight bytes of length, then JSON. No weight is read."""
+    """Names, shapes and dtypes of a safetensors file, in its order. No weight is read."""
     try:
-        if not path.is_file():  # a pipe would wait for ever
-            raise UsageError(f"there is no file {path}")
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if not 2 <= length <= min(_MAX_HEADER, path.stat().st_size - 8):
-                raise UsageError(f"{path} is no safetensors file")
-            header = json_values(file.read(length))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
-    if not isinstance(header, dict):
-        raise UsageError(f"{path} is no safetensors file: its header is no table")
-    return [_tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"]
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError:
+        raise UsageError("reading a safetensors file needs safetensors: pip install safetensors") from None
+    if not path.is_file():  # a pipe would wait for ever
+        raise UsageError(f"there is no file {path}")
+    try:
+        with path.open("rb") as file:  # the library keeps the last of two equal names
+            json_values(file.read(min(int.from_bytes(file.read(8), "little"), MAX_BYTES)))
+        with safe_open(path, framework="pt") as stored:
+            slices = {name: stored.get_slice(name) for name in stored.offset_keys()}
+            return [_tensor(path, name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UsageError(f"{path} is no safetensors file: {error!s:.300}") from None
 
 
-def _tensor(path: Path, name: str, entry: Any) -> TensorMetadata:
-    about = entry if isinstance(entry, dict) else {}
-    dtype, shape, place = (
-        _SAFETENSORS_DTYPES.get(str(about.get("dtype"))),
-        about.get("shape"),
-        about.get("data_offsets"),
-    )
-    if dtype is None or not _sizes(shape):
-        raise UsageError(f"{path}: tensor {name[:200]!r} has no dtype and shape that can be read")
+def _tensor(path: Path, name: str, stored: str, shape: tuple[int, ...]) -> TensorMetadata:
+    match = _DTYPE.fullmatch(stored)
+    dtype = _DTYPE_STEMS[match[1]] + match[2] if match else _OTHER_DTYPES.get(stored)
+    if dtype not in ITEM_BYTES:
+        raise UsageError(f"{path}: tensor {name[:200]!r} is of dtype {stored}, which torch cannot hold")
     if math.prod(max(size, 1) for size in shape) > _MAX_NUMEL:
         raise UsageError(f"{path}: tensor {name[:200]!r} has more elements than torch can count")
-    if not _sizes(place) or len(place) != 2 or place[1] - place[0] != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise UsageError(f"{path}: tensor {name[:200]!r} lies in bytes {str(place)[:80]}, not those of its shape")
-    return TensorMetadata(name, tuple(shape), dtype, requires_grad=dtype.startswith(("float", "bfloat")))
-
-
-def _sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(size) is int and size >= 0 for size in values)
+    return TensorMetadata(name, shape, dtype, requires_grad=dtype.startswith(("float", "bfloat")))
 
 
 def read_text(path: Path) -> str:

@@ -6,7 +6,8 @@ block-wise shards can be saved and loaded, and read back under every other layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from shard_spec._shared.consensus import all_gather_header, all_gather_objects
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec._shared.sharding_info import sharding_info_of
 from shard_spec._torch_compat import strided_shard_factor
+from shard_spec.distributed.exchange import fingerprint
 from shard_spec.layout.intervals import Box
 from shard_spec.layout.layout import Layout
 from shard_spec.plan.from_module import layout_of_tensor
@@ -137,19 +140,24 @@ def to_dcp(
     return converted
 
 
-def dcp_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+def dcp_state_dict(state: Mapping[str, Any], *, loading: bool = False) -> dict[str, Any]:
     """Return ``state`` with each tensor that torch's own checkpoint hooks would misplace as a `CheckpointShard`.
 
     These are DTensors with a strided placement (an axis shards before an earlier one, or each section of a fused dim
     is sharded by itself) and local parameters that carry ``_sharding_info`` (fused weights and their copies). All
-    else is handed on as it is. Memory is shared, so ``torch.distributed.checkpoint.load`` fills the tensors in place;
-    nothing is communicated. Any other mesh, and one process, reads the global tensors.
+    else is handed on as it is. Memory is shared, so ``torch.distributed.checkpoint.load`` fills the tensors in place.
+    Any other mesh, and one process, reads the global tensors.
+
+    A checkpoint holds one rank's values of a plain tensor. So the ranks of the default group compare theirs (one small
+    message where all are equal); every rank calls this.
 
     Args:
         state: A state dict of a model or an optimizer; dicts, lists and tuples may be nested.
+        loading: The values are about to be overwritten by ``load``: plain tensors are not compared.
 
     Raises:
-        PlanError: With the name of each tensor whose placements or sections no layout describes.
+        PlanError: On every rank, with the name of each plain tensor that differs between ranks
+            (``ranks-disagree``), and of each shard whose placements or sections no layout describes.
     """
     problems: list[Problem] = []
 
@@ -167,8 +175,44 @@ def dcp_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
             return value
 
     converted: dict[str, Any] = convert(state, "")
-    raise_problems(problems, "the state dict holds shards that no layout describes")
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and not loading:
+        problems += _replica_problems(dict(_plain_tensors(converted, "")), tuple(problems))
+    raise_problems(list(dict.fromkeys(problems)), "the state dict cannot be saved as it is")
     return converted
+
+
+def _plain_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _plain_tensors(each, f"{name}.{key}" if name else str(key))
+    elif type(value) in (list, tuple):
+        for at, each in enumerate(value):
+            yield from _plain_tensors(each, f"{name}.{at}")
+    elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor | CheckpointShard) and not value.is_meta:
+        yield name, value
+
+
+def _replica_problems(plain: Mapping[str, torch.Tensor], problems: tuple[Problem, ...]) -> list[Problem]:
+    """Every rank's problems, and plain tensors of one name with other values; a collective.
+
+    Ranks may hold other names (stages of a pipeline): those are not compared.
+    """
+    subject = "dcp_state_dict"
+    lines = {name: f"{value.dtype} {list(value.shape)} {fingerprint(value)}" for name, value in plain.items()}
+    digest = hashlib.sha256(repr(sorted(lines.items())).encode()).digest()
+    headers = all_gather_header(dist.group.WORLD, bytes([bool(problems)]) + digest, subject)
+    if len(set(headers)) == 1 and not problems:
+        return []
+    states = all_gather_objects(dist.group.WORLD, (lines, problems), subject)
+    found = [problem for _, others in states for problem in others]
+    hint = (
+        "its ranks hold shards that nothing describes, or replicas that drifted apart; loading=True where load follows"
+    )
+    for name in dict.fromkeys(name for values, _ in states for name in values):
+        if len({values[name] for values, _ in states if name in values}) > 1:
+            text = "a plain tensor that differs between ranks: a checkpoint would keep one rank's values"
+            found.append(Problem("ranks-disagree", name, found=text, hint=hint))
+    return found
 
 
 def _as_checkpoint_shard(tensor: torch.Tensor) -> torch.Tensor:

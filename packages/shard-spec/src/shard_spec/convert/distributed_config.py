@@ -1,4 +1,4 @@
-"""transformers' ``DistributedConfig``: sizes of parallelism and the plans of a model, to layouts and back.
+"""transformers' ``DistributedConfig``: sizes of parallelism and the plans of a model, as layouts.
 
 Read against transformers 5.23. Its dense mesh is ``(dp_replicate, fsdp, tp)``, that of experts ``(dp_replicate, efsdp,
 ep)`` over the same ranks, with ``efsdp * ep == fsdp * tp``. Both are views of one finer mesh, since ``tp`` divides
@@ -9,19 +9,18 @@ ep)`` over the same ranks, with ``efsdp * ep == fsdp * tp``. Both are views of o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
-from shard_spec.convert.hf import from_hf_tp_plan, generic_name, to_hf_tp_plan
+from shard_spec.convert.hf import from_hf_tp_plan, generic_name
 from shard_spec.convert.parallelize import not_expressible
 from shard_spec.layout.intervals import PlacementSpec
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.plan.content import PlanContent
-from shard_spec.plan.metadata import TensorMetadata, metadata_of
+from shard_spec.plan.metadata import metadata_of
 from shard_spec.plan.resolve import resolve
 
 _SIZES = ("pp_size", "dp_replicate_size", "fsdp_size", "tp_size", "ep_size")
@@ -96,54 +95,3 @@ def _layouts_along_tp(styles: Mapping[str, str], module: nn.Module, mesh: MeshSp
     used = {name: style for name, style in styles.items() if name in names}  # a model's own plan may name more
     content = from_hf_tp_plan(used, metadata, mesh, forward="drop")
     return {name: layout.specs[0] for name, layout in resolve(content, metadata).parameters.items()}
-
-
-def to_distributed_config(plan: PlanContent, module: nn.Module) -> dict[str, Any]:
-    """Arguments of a ``DistributedConfig``; see ``ShardingPlan.to_distributed_config``."""
-    resolution = resolve(plan, module)
-    wanted, mesh = resolution.parameters, resolution.one_mesh
-    axes = {name: size for name, size in mesh.axes.items() if size > 1}
-    if list(axes) != [name for name in ("dp_replicate", "fsdp", "efsdp", "ep", "tp") if name in axes] or mesh.rank_list:
-        hint = "name the axes dp_replicate, fsdp (or efsdp, ep), tp, in this order, with ranks from 0"
-        raise PlanError(not_expressible("mesh", f"the mesh {mesh!r}", hint))
-    tp, inner = axes.get("tp", 1), axes.get("ep", 1)
-    sizes = {
-        "dp_replicate_size": axes.get("dp_replicate", 1),
-        "fsdp_size": axes.get("fsdp", axes.get("efsdp", 1)) * inner,
-        "tp_size": tp,
-    }
-    # Whatever is returned was imported again and compared: the model's own plans first, then rules for every module.
-    differing: list[str] = []
-    for ep in dict.fromkeys((1, tp) if inner == 1 else (inner * tp,)):
-        for own_rules in (True, False) if tp > 1 else (True,):
-            config: dict[str, Any] = {**sizes, "ep_size": ep}
-            try:
-                if not own_rules:
-                    config["tp_plan"] = _tp_rules(wanted, module, differing)
-                found = from_distributed_config(config, module)
-            except PlanError:
-                continue
-            differing = [
-                tensor.name
-                for tensor in metadata_of(module).parameters
-                if not _equal(found[tensor.name], wanted[tensor.name], tensor)
-            ]
-            if not differing:
-                return config
-    hint = "FSDP shards dim 0 of every parameter, a tp_plan by its styles, an ep_plan experts by dim 0"
-    problems = [not_expressible(name, str(wanted[name]), hint) for name in differing or list(wanted)[:1]]
-    raise PlanError(problems, "a DistributedConfig cannot express this plan")
-
-
-def _tp_rules(wanted: Mapping[str, Layout], module: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """Rules along tp for parameters that the model's own plan lays out otherwise."""
-    specs = {name: wanted[name].specs[wanted[name].mesh.axis_index("tp")] for name in names}
-    mesh = MeshSpec({"tp": wanted[names[0]].mesh.axis_size("tp")})
-    along = {name: str(Layout(mesh, {"tp": spec})) for name, spec in specs.items() if spec.dim is not None}
-    replicated = {generic_name(name.rpartition(".")[0]): "replicate" for name in names if name not in along}
-    return {**replicated, **to_hf_tp_plan(PlanContent(along, mesh=mesh), module, "tp")}
-
-
-def _equal(one: Layout, other: Layout, tensor: TensorMetadata) -> bool:
-    ranks = one.mesh.world_size == other.mesh.world_size
-    return ranks and one.equivalent_to(other, tensor.shape)

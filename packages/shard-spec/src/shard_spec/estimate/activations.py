@@ -1,64 +1,85 @@
-"""Activations: an estimate of what autograd keeps between forward and backward, on the rank that keeps most.
+"""Activations: an estimate of what a step keeps beside the model's state, on the rank that keeps most.
 
-The forward runs once on the meta device: shapes only, but for what follows from integer inputs and constants
-(positions, masks, lengths), whose values are computed as well, since models branch on them. What autograd saves is
-counted once for each memory that holds it, parameters and buffers left out. Which of it a model axis shards is
-followed from weight to weight: the output of a weight with sharded output features is sharded, that of one with
-sharded input features is full again, and everything computed from something sharded is sharded. It is an estimate
-because a real run may fuse, recompute or allocate otherwise.
+Forward, loss and backward run once on the meta device: shapes only, but for what follows from integer inputs and
+constants (positions, masks, lengths), whose values are computed as well, since models branch on them. Each memory is
+followed from the operator that makes it until nothing refers to it; the sums of those alive give the peak, and
+recomputation (checkpointed blocks) is counted as it runs. Which memory a model axis shards is followed from weight to
+weight: the output of a weight with sharded output features is sharded, that of one with sharded input features is full
+again, and everything computed from something sharded is sharded; backward turns this round. It is an estimate because
+a real run may fuse or allocate otherwise.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec._torch_compat import memory_of, on_every_operator
-from shard_spec.estimate.roles import Batch, data_axes_of, forward_inputs, role
+from shard_spec.estimate.roles import (
+    Batch,
+    data_axes_of,
+    expert_modules,
+    forward_inputs,
+    is_embedding,
+    is_token_batch,
+    role,
+)
 from shard_spec.plan.metadata import require_floating
 from shard_spec.plan.resolve import Resolution, resolve
 
 if TYPE_CHECKING:
     from shard_spec.plan.content import PlanContent
 
+Loss: TypeAlias = "str | Callable[[Any, Any], torch.Tensor] | None"
 
 _MAX_VALUES = 1 << 22  # a causal mask of 2,048 x 2,048
+_LOSSES = ("causal-lm", "vocab-parallel")
 
 
 @dataclass(frozen=True)
 class ActivationEstimate:
-    """Bytes that autograd keeps between forward and backward. An estimate, see the module.
+    """Bytes of a step beside parameters, gradients and optimizer state, on one rank. An estimate, see the module.
 
     Attributes:
-        local_bytes: Bytes on one rank, where every axis cuts evenly.
-        whole_bytes: Bytes if nothing were cut: one process on the same local batch.
-        num_tensors: Number of memories that were counted.
-        checkpointed_bytes: Bytes on one rank if each block is recomputed in backward: the inputs of all blocks, what
-            the largest block keeps, and what lies outside of them. A block is a child of a `ModuleList`.
-        num_blocks: Number of such blocks.
+        local_bytes: Bytes that autograd keeps between forward and backward, where every axis cuts evenly.
+        whole_bytes: The same if nothing were cut: one process on the same local batch.
+        num_tensors: Number of memories that autograd keeps.
+        peak_bytes: Most bytes at one time in forward, loss and backward; gradients of parameters are not in it.
+        moment: ``"forward"``, ``"loss"`` or ``"backward"``: when that is.
+        loss_bytes: Share of ``peak_bytes`` that logits, loss and the gradient of the logits take.
+        num_blocks: Number of repeated blocks, the children of a `ModuleList`.
+        notes: What is not counted, a line each.
     """
 
     local_bytes: int
     whole_bytes: int
     num_tensors: int
-    checkpointed_bytes: int = 0
+    peak_bytes: int
+    moment: str
+    loss_bytes: int = 0
     num_blocks: int = 0
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"about {human_bytes(self.local_bytes)} of activations on a rank (an estimate)"
-        if self.num_blocks:
-            text += f"; about {human_bytes(self.checkpointed_bytes)} with each of {self.num_blocks} blocks checkpointed"
-        return text
+        text = f"about {human_bytes(self.peak_bytes)} of activations on a rank at the peak ({self.moment}), of which "
+        text += f"{human_bytes(self.loss_bytes)} for logits and loss; {human_bytes(self.local_bytes)} are kept between "
+        return "\n".join([text + "forward and backward (an estimate)", *(f"- {note}" for note in self.notes)])
 
 
 def estimate_activations(
@@ -68,46 +89,179 @@ def estimate_activations(
     *,
     data_axes: Iterable[str] | None = None,
     dtype: str | None = None,
+    loss: Loss = "causal-lm",
+    checkpointing: bool = False,
 ) -> ActivationEstimate:
-    """The estimate for one forward; see ``ShardingPlan.activations``."""
+    """The estimate for one step; see ``ShardingPlan.activations``."""
     require_floating(dtype)
-    found = resolve(plan, module)
-    mesh, data = found.one_mesh, data_axes_of(found.one_mesh, data_axes)
-    state, effects = _meta_state(module, found, set(mesh.axis_names) - set(data), dtype)
-    flow = _Flow(effects)
-    blocks = _Blocks(module)
-    kept: dict[int, tuple[int, nn.Module | None]] = {}  # memory -> local bytes, block that keeps it
-    whole = 0
-
-    def local_bytes(tensor: torch.Tensor) -> int:
-        size = tensor.untyped_storage().nbytes()
-        for axis in flow.cut.get(memory_of(tensor), frozenset()):
-            size = -(-size // mesh.axis_size(axis))
-        return size
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal whole
-        memory = memory_of(tensor)
-        if memory not in flow.effects and memory not in kept:
-            flow.alive.append(tensor)
-            kept[memory] = local_bytes(tensor), blocks.current
-            whole += tensor.untyped_storage().nbytes()
-        return tensor
-
+    if isinstance(loss, str) and loss not in _LOSSES:
+        hint = f"one of {', '.join(map(repr, _LOSSES))}, a function loss(output, batch), or None"
+        raise PlanError(Problem("invalid-argument", "loss", found=repr(loss), hint=hint))
+    if getattr(type(module), "forward", None) is nn.Module.forward:
+        text = f"a {type(module).__name__} has no forward, so nothing says what it keeps"
+        hint = "give a module whose forward calls its parts, or count their forwards one by one"
+        raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
+    resolution = resolve(plan, module)
+    mesh, data = resolution.one_mesh, data_axes_of(resolution.one_mesh, data_axes)
+    model_axes = [axis for axis in mesh.axis_names if axis not in data]
+    state, effects = _meta_state(module, resolution, model_axes, dtype, gathers=loss != "vocab-parallel")
+    flow = _Flow(effects, dict(mesh.axes))
     arguments, named = flow.inputs(forward_inputs(module, batch, prod(map(mesh.axis_size, data))))
-    kept_by = saved_tensors_hooks(keep, lambda tensor: tensor)
-    with torch.enable_grad(), kept_by, on_every_operator(flow.run), _TorchFunctions(flow), blocks:
-        output = torch.func.functional_call(module, state, arguments, named)
-    del output
-    local = sum(size for size, _ in kept.values())
-    # Checkpointed, the inputs of all blocks are kept, and beside them what the block keeps that is recomputed just now.
-    by_block: dict[nn.Module | None, int] = {}
-    for memory, (size, block) in kept.items():
-        if memory not in blocks.inputs:
-            by_block[block] = by_block.get(block, 0) + size
-    outside = by_block.pop(None, 0) + sum(map(local_bytes, blocks.inputs.values()))
-    checkpointed = outside + max(by_block.values(), default=0)
-    return ActivationEstimate(local, whole, len(kept), min(local, checkpointed), blocks.count)
+    blocks = _blocks_of(module)
+    # transformers sets this on modules that checkpoint their blocks themselves.
+    checkpointing = checkpointing and not any(
+        getattr(each, "gradient_checkpointing", False) for each in module.modules()
+    )
+    if checkpointing and "use_cache" in inspect.signature(module.forward).parameters:
+        named.setdefault("use_cache", False)  # a recomputed block would append its keys and values again
+    tokens = (named.get("input_ids", arguments[0] if arguments else None)) if is_token_batch(batch) else None
+    step = _Step(module, flow, loss, tokens if tokens is not None else (arguments, named))
+    with (
+        _checkpointed(blocks if checkpointing else []),
+        torch.enable_grad(),
+        on_every_operator(flow.run),
+        _TorchFunctions(flow),
+    ):
+        torch.func.functional_call(step, {f"model.{name}": each for name, each in state.items()}, (arguments, named))
+    notes = step.notes
+    if expert_modules(resolution.metadata.parameters):
+        notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
+    peak, moment, of_loss = flow.timeline.peak(step.first_of_loss)
+    return ActivationEstimate(
+        step.local_bytes, step.whole_bytes, step.num_kept, peak, moment, of_loss, len(blocks), tuple(notes)
+    )
+
+
+class _Step(nn.Module):
+    """Forward, loss and backward as one call, so that recomputation in backward sees the same parameters on meta."""
+
+    def __init__(self, model: nn.Module, flow: _Flow, loss: Loss, batch: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.notes: list[str] = []
+        self.local_bytes = self.whole_bytes = self.num_kept = 0
+        self.first_of_loss: int | None = None  # the allocation that holds the logits
+        self._flow, self._loss, self._batch = flow, loss, batch
+
+    def forward(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        flow, timeline = self._flow, self._flow.timeline
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if memory_of(tensor) not in flow.effects:
+                kept[memory_of(tensor)] = tensor.untyped_storage()
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = self.model(*arguments, **named)
+        # A checkpointed block keeps its inputs without autograd's hooks: what lives now and is no output counts too.
+        returned = {memory_of(tensor) for tensor in _held(output, set())}
+        sizes = {memory: flow.local_bytes(memory, storage) for memory, storage in kept.items()}
+        whole = {memory: storage.nbytes() for memory, storage in kept.items()}
+        for memory, (allocation, nbytes) in flow.alive.items():
+            if memory not in returned:
+                sizes.setdefault(memory, timeline.sizes[allocation])
+                whole.setdefault(memory, nbytes)
+        self.local_bytes, self.whole_bytes, self.num_kept = sum(sizes.values()), sum(whole.values()), len(sizes)
+        kept.clear()  # nothing but the step itself keeps memory alive
+        logits = self._logits_of(output)
+        if logits is not None:
+            self.first_of_loss = flow.alive.get(memory_of(logits), (None, 0))[0]
+        timeline.begin("loss")
+        scalars = self._scalars(output, logits)
+        if logits is None or not logits.requires_grad:
+            timeline.begin("backward")
+        else:
+            logits.register_hook(lambda grad: timeline.begin("backward"))
+        self._backward(scalars)
+
+    def _logits_of(self, output: Any) -> torch.Tensor | None:
+        """Scores over a vocabulary: the field ``logits``, or one tensor as wide as a table of the model is long."""
+        tables = {each.num_embeddings for each in self.model.modules() if isinstance(each, nn.Embedding)}
+        logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        if isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[-1] in tables:
+            logits = output
+        return logits if isinstance(logits, torch.Tensor) and logits.is_floating_point() else None
+
+    def _scalars(self, output: Any, logits: torch.Tensor | None) -> list[torch.Tensor]:
+        """Tensors that backward begins at: the loss; without one, every output."""
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(own, torch.Tensor):
+            return [own]
+        if callable(self._loss):
+            return [self._loss(output, self._batch)]
+        tokens = self._batch
+        loss_by_tokens = self._loss is not None and isinstance(tokens, torch.Tensor)
+        if loss_by_tokens and logits is not None and logits.shape[:-1] == tokens.shape:
+            # transformers' models compute their loss in float32, others in the dtype of the logits.
+            scores = logits if logits is output else logits.float()
+            return [functional.cross_entropy(scores[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())]
+        outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        if not (len(outputs) == 1 and outputs[0].dim() == 0):
+            self.notes.append("the loss is not counted: pass labels in batch, or loss=")
+        return outputs
+
+    def _backward(self, outputs: list[torch.Tensor]) -> None:
+        timeline, alive = self._flow.timeline, self._flow.alive
+
+        def exclude(parameter: torch.Tensor) -> None:
+            # Gradients of parameters are counted to the byte elsewhere, as their layouts cut them.
+            assert parameter.grad is not None
+            timeline.excluded.add(alive.get(memory_of(parameter.grad), (-1, 0))[0])
+
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(exclude)
+        outputs = [tensor for tensor in outputs if tensor.requires_grad]
+        try:
+            torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+        except Exception as error:  # an operator without a shape function; what forward keeps is known all the same
+            reason = (str(error).splitlines() or [""])[0][:120]
+            self.notes.append(f"backward is not counted: {type(error).__name__}: {reason}")
+
+
+class _Timeline:
+    """Every memory that was made and freed, in order; the largest sum of those alive."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []  # local bytes by allocation
+        self.excluded: set[int] = set()
+        self._events: list[tuple[int, int]] = []  # (allocation, +1 or -1)
+        self._begins: dict[str, int] = {"forward": 0}  # moment -> its first event
+
+    def begin(self, moment: str) -> None:
+        self._begins.setdefault(moment, len(self._events))
+
+    def allocate(self, size: int) -> int:
+        self.sizes.append(size)
+        self._events.append((len(self.sizes) - 1, 1))
+        return len(self.sizes) - 1
+
+    def free(self, allocation: int) -> None:
+        self._events.append((allocation, -1))
+
+    def peak(self, logits: int | None) -> tuple[int, str, int]:
+        """Return the most bytes alive, when, and how many of them belong to logits and loss.
+
+        Args:
+            logits: The allocation of the logits; what is made after it and before backward passes it is the loss's.
+        """
+        begins = dict(self._begins)
+        if logits is not None:
+            begins["loss"] = min(begins["loss"], self._events.index((logits, 1)))
+        end_of_loss = begins.get("backward", len(self._events))
+        of_loss: set[int] = set()
+        current = current_loss = best = best_loss = at_best = 0
+        for at, (allocation, sign) in enumerate(self._events):
+            if allocation in self.excluded:
+                continue
+            if logits is not None and sign > 0 and begins["loss"] <= at < end_of_loss:
+                of_loss.add(allocation)
+            current += sign * self.sizes[allocation]
+            current_loss += sign * self.sizes[allocation] * (allocation in of_loss)
+            if current > best:
+                best, best_loss, at_best = current, current_loss, at
+        return best, max((begin, moment) for moment, begin in begins.items() if begin <= at_best)[1], best_loss
 
 
 class _TorchFunctions(TorchFunctionMode):
@@ -170,66 +324,80 @@ class _TorchFunctions(TorchFunctionMode):
         return output
 
 
-class _Blocks:
-    """Repeated blocks of a model while it runs: which one runs now, and what entered each."""
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: children of a `ModuleList` that lies in no other block."""
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
+    inner = {id(below) for each in lists for child in each for below in child.modules() if below is not child}
+    return [child for each in lists if id(each) not in inner for child in each]
 
-    def __init__(self, module: nn.Module) -> None:
-        lists = [each for each in module.modules() if isinstance(each, nn.ModuleList) and len(each) > 1]
-        inner = {id(below) for each in lists for child in each for below in child.modules() if below is not child}
-        self.blocks = [child for each in lists if id(each) not in inner for child in each]
-        self.count = len(self.blocks)
-        self.current: nn.Module | None = None
-        self.inputs: dict[int, torch.Tensor] = {}
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> None:
-        for block in self.blocks:
-            self._handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._handles.append(block.register_forward_hook(self._leave, always_call=True))
+@contextmanager
+def _checkpointed(blocks: list[nn.Module]) -> Iterator[None]:
+    """Recompute each block in backward while this lasts."""
+    before = [block.__dict__.get("forward") for block in blocks]
+    for block in blocks:
+        block.__dict__["forward"] = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            block.__dict__.pop("forward")
+            if own is not None:
+                block.__dict__["forward"] = own
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
 
-    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.current = block
-        for tensor in _tensors((args, kwargs)):
-            if tensor.is_floating_point():
-                self.inputs[memory_of(tensor)] = tensor
+@dataclass(frozen=True)
+class _Effect:
+    """Axes along which a parameter's cut makes what is computed with it sharded, or full; backward differs."""
 
-    def _leave(self, *_: object) -> None:
-        self.current = None
+    sharded: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
+    backward_sharded: frozenset[str] = frozenset()
+    backward_full: frozenset[str] = frozenset()
 
 
 class _Flow:
-    """Follows, memory by memory, along which axes each result is cut."""
+    """Follows, memory by memory, along which axes each result is cut and how long it lives."""
 
-    def __init__(self, effects: dict[int, tuple[frozenset[str], frozenset[str]]]) -> None:
-        self.effects = effects  # memory of a parameter -> (axes it makes cut, axes it makes whole)
-        self.cut: dict[int, frozenset[str]] = {}
-        self.alive: list[torch.Tensor] = []  # a memory's address means something only while the memory lives
-        self.given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
-        self.values: dict[int, torch.Tensor] = {}  # id of a tensor on meta -> its values, where they are known
+    def __init__(self, effects: dict[int, _Effect], axes: Mapping[str, int]) -> None:
+        self.effects = effects  # by memory of a parameter or buffer
+        self.timeline = _Timeline()
+        self.alive: dict[int, tuple[int, int]] = {}  # memory -> (allocation, bytes if nothing were cut)
+        self._axes = axes
+        self._cut: dict[int, frozenset[str]] = {}  # memory -> axes
+        self._given: dict[int, torch.Tensor] = {}  # id of an input -> that input on meta
+        self._originals: list[Any] = []  # an id means something only while the input lives
+        self._given_memory: set[int] = set()  # inputs are the caller's, whatever views of them are made
+        self._values = WeakTensorKeyDictionary()  # tensor on meta -> its values, where they are known
 
     def inputs(self, value: Any) -> Any:
         """Return inputs on meta; integers keep their values, those that are on meta already count as zeros."""
         if isinstance(value, torch.Tensor):
-            if id(value) in self.given:  # one tensor as query, key and value stays one
-                return self.given[id(value)]
-            meta = self.given[id(value)] = value.detach().to("meta")
+            if id(value) in self._given:  # one tensor as query, key and value stays one
+                return self._given[id(value)]
+            meta = self._given[id(value)] = value.detach().to("meta")
+            self._originals.append(value)
+            self._given_memory.add(memory_of(meta))
             if not value.is_floating_point() and not value.is_complex() and value.numel() <= _MAX_VALUES:
-                self.values[id(meta)] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
+                self._values[meta] = torch.zeros_like(value, device="cpu") if value.is_meta else value.cpu()
             return meta
         return _mapped(value, self.inputs)
+
+    def local_bytes(self, memory: int, storage: torch.UntypedStorage) -> int:
+        """Bytes of a memory on one rank."""
+        size = storage.nbytes()
+        for axis in self._cut.get(memory, frozenset()):
+            size = -(-size // self._axes[axis])
+        return size
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Run one operator and note what it made."""
         if operator is torch.ops.aten._local_scalar_dense.default:
             known = self._value(args[0])
             if known is None:
-                found = "forward reads a value that follows from parameters or floating-point inputs"
+                text = "forward reads a value that follows from parameters or floating-point inputs"
                 hint = "the estimate runs on shapes; measure this model, or estimate its parts"
-                raise PlanError(Problem("unverified", "batch", found=found, hint=hint))
+                raise PlanError(Problem("unverified", "batch", found=text, hint=hint))
             return known.item()
         if operator is torch.ops.aten._grouped_mm.default:
             # Torch's shape function takes bfloat16 alone, its kernels more. Autograd is above: it keeps the originals.
@@ -238,18 +406,38 @@ class _Flow:
         else:
             result = operator(*args, **kwargs)
         self._follow_values(operator, args, kwargs, result)
-        axes: frozenset[str] = frozenset()
-        gone: frozenset[str] = frozenset()
+        sharded: frozenset[str] = frozenset()
+        full: frozenset[str] = frozenset()
+        # Backward runs without grad mode, recomputation in it with.
+        forward = torch.is_grad_enabled() or "backward" not in self.timeline._begins
         for tensor in _tensors((args, kwargs)):
             memory = memory_of(tensor)
-            made, whole = self.effects.get(memory, (self.cut.get(memory, frozenset()), frozenset()))
-            axes, gone = axes | made, gone | whole
+            effect = self.effects.get(memory)
+            if effect is None:
+                sharded |= self._cut.get(memory, frozenset())
+            else:
+                sharded |= effect.sharded if forward else effect.backward_sharded
+                full |= effect.full if forward else effect.backward_full
         for tensor in _tensors(result):
-            memory = memory_of(tensor)
-            self.alive.append(tensor)
-            if memory not in self.effects:
-                self.cut[memory] = axes - gone
+            if tensor.is_meta and memory_of(tensor) not in self.effects and memory_of(tensor) not in self._given_memory:
+                self._note(tensor.untyped_storage(), memory_of(tensor), sharded - full)
         return result
+
+    def _note(self, storage: torch.UntypedStorage, memory: int, axes: frozenset[str]) -> None:
+        """A result: of a memory that is new, or of one that lives already (a view, a result in place)."""
+        self._cut[memory] = axes
+        if memory in self.alive:
+            self.timeline.sizes[self.alive[memory][0]] = self.local_bytes(memory, storage)
+            return
+        allocation = self.timeline.allocate(self.local_bytes(memory, storage))
+        self.alive[memory] = allocation, storage.nbytes()
+
+        def free() -> None:
+            self.timeline.free(allocation)
+            if self.alive.get(memory, (-1, 0))[0] == allocation:
+                del self.alive[memory], self._cut[memory]
+
+        weakref.finalize(storage, free).atexit = False
 
     def _follow_values(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute small results for real where all that they are computed from is known: integers and constants."""
@@ -260,12 +448,12 @@ class _Flow:
         if any(self._value(tensor) is None for tensor in _tensors((args, kwargs))):
             return
         real = operator(*self._real(args), **self._real(kwargs))
-        self.alive += made
-        self.values.update(zip(map(id, made), _tensors(real), strict=True))
+        for tensor, values in zip(made, _tensors(real), strict=True):
+            self._values[tensor] = values
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Values of a tensor; one that is not on meta is a constant of the forward, such as a list that indexes."""
-        return self.values.get(id(tensor)) if tensor.is_meta else tensor
+        return self._values.get(tensor) if tensor.is_meta else tensor
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -274,27 +462,44 @@ class _Flow:
 
 
 def _meta_state(
-    module: nn.Module, found: Resolution, model_axes: set[str], dtype: str | None
-) -> tuple[dict[str, torch.Tensor], dict[int, tuple[frozenset[str], frozenset[str]]]]:
-    """Parameters and buffers on meta, and what each one's cuts do to what is computed with it."""
+    module: nn.Module, resolution: Resolution, model_axes: list[str], dtype: str | None, *, gathers: bool
+) -> tuple[dict[str, torch.Tensor], dict[int, _Effect]]:
+    """Parameters and buffers on meta, and what each one's cuts do to what is computed with it.
+
+    Args:
+        gathers: Whether outputs that no later weight takes sharded (logits) are gathered.
+    """
     state: dict[str, torch.Tensor] = {}
-    effects = {}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for name, tensor in tensors.items():
-        metadata = found.tensor(name)
-        kept = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
-        meta = torch.empty(metadata.shape, dtype=kept, device="meta", requires_grad=tensor.requires_grad)
+    roles: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        metadata = resolution.tensor(name)
+        layout = resolution.layouts.get(metadata.name)
+        roles[name] = {} if layout is None else {axis: role(metadata, layout, axis) for axis in model_axes}
+    # Column-sharded weights behind the last row-sharded one: the model's ends.
+    names = list(roles)
+    last_row = {
+        axis: max((at for at, name in enumerate(names) if roles[name].get(axis) == "row"), default=-1)
+        for axis in model_axes
+    }
+    effects = {}
+    for at, (name, tensor) in enumerate(tensors.items()):
+        item = getattr(torch, dtype) if dtype and tensor.is_floating_point() else tensor.dtype
+        shape = resolution.tensor(name).shape
+        meta = torch.empty(shape, dtype=item, device="meta", requires_grad=tensor.requires_grad)
         state[name] = meta
-        made, whole = set(), set()
-        layout = found.layouts.get(metadata.name)
-        for axis in model_axes if layout is not None else ():
-            assert layout is not None
-            kind = role(metadata, layout, axis)
-            if kind == "row":
-                whole.add(axis)
-            elif kind != "whole":
-                made.add(axis)
-        effects[memory_of(meta)] = (frozenset(made), frozenset(whole))
+        by_role: dict[str, set[str]] = {kind: set() for kind in ("row", "column", "cut", "gathered", "whole")}
+        for axis, kind in roles[name].items():
+            gathered = kind == "column" and gathers and at > last_row[axis]
+            # A table that is the head too: as a table it is looked up, as a head it gives scores that are gathered.
+            gathered |= kind == "row" and is_embedding(resolution.tensor(name))
+            by_role["gathered" if gathered else kind].add(axis)
+        effects[memory_of(meta)] = _Effect(
+            sharded=frozenset(by_role["column"] | by_role["cut"]),
+            full=frozenset(by_role["row"] | by_role["gathered"]),
+            backward_sharded=frozenset(by_role["row"]),
+            backward_full=frozenset(by_role["column"] | by_role["gathered"]),
+        )
     return state, effects
 
 
@@ -307,6 +512,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _held(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Tensors of an output, those in attributes of its objects too (a cache of keys and values)."""
+    if isinstance(value, torch.Tensor | Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        yield from (
+            [value] if isinstance(value, torch.Tensor) else (each for item in items for each in _held(item, seen))
+        )
+    elif hasattr(value, "__dict__") and id(value) not in seen:
+        seen.add(id(value))
+        yield from _held(vars(value), seen)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

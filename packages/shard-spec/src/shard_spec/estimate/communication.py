@@ -209,9 +209,8 @@ def _activations(found: Resolution, step: _Step) -> list[Transfer]:
                 transfers.append(Transfer(axis, "all_gather", "activations", tensor.name, out_bytes, 1, size))
             elif kind == "column":
                 entry = (_parent(tensor.name), tensor.shape[dims[1]])
-                if (
-                    entry not in entered
-                ):  # siblings (q, k, v; gate, up) share one input and one reduction of its gradient
+                # Siblings (q, k, v; gate, up) share one input and one reduction of its gradient.
+                if entry not in entered:
                     entered.add(entry)
                     transfers.append(Transfer(axis, "all_reduce", "activations", tensor.name, in_bytes, 1, size))
                 if _parent(tensor.name) not in row_parents:  # nothing downstream takes the cut output

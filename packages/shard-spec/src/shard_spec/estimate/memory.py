@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.activations import ActivationEstimate
 from shard_spec.formatting import joined, memory_parts
@@ -122,17 +123,21 @@ def _require_all_trained(optimizer: object, resolution: Resolution) -> None:
 
 
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "master")
+STEP_PARTS = ("activations", "logits and loss")
 
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Bytes per rank, without the allocator's rounding. All parts are exact but activations, an estimate.
+    """Bytes per rank, without the allocator's rounding. Exact but for activations, logits and loss, an estimate.
 
     Attributes:
         ranks: The ranks, ascending.
         parts: ``"parameters"``, ``"buffers"``, ``"gradients"``, ``"optimizer"``, ``"master"`` (copies) and, with a
-            batch, ``"activations"`` to the bytes on each rank of ``ranks``.
+            batch, ``"activations"`` and ``"logits and loss"`` at the peak of the step, to the bytes on each rank of
+            ``ranks``.
         optimizer: What was counted as optimizer state.
+        moment: When the peak is: ``"forward"``, ``"loss"`` or ``"backward"``; ``""`` without a batch.
+        notes: What is not counted, a line each.
         uncounted: Modules whose parameters a Sharder shards: nobody knows how, they are not in the sums.
     """
 
@@ -140,6 +145,8 @@ class Memory:
     parts: dict[str, tuple[int, ...]]
     optimizer: OptimizerState
     uncounted: tuple[str, ...] = ()
+    moment: str = ""
+    notes: tuple[str, ...] = ()
     _resolution: Resolution | None = field(default=None, repr=False)
     _settings: Any = field(default=None, repr=False)
 
@@ -187,10 +194,22 @@ class Memory:
             found.setdefault(tuple(values[at] for values in needed.values()), []).append(rank)
         return [(ranks, dict(zip(needed, sizes, strict=True))) for sizes, ranks in found.items()]
 
-    def with_activations(self, found: ActivationEstimate, checkpointing: bool) -> Memory:
-        """The same with activations on each rank."""
-        size = found.checkpointed_bytes if checkpointing else found.local_bytes
-        return replace(self, parts={**self.parts, "activations": (size,) * len(self.ranks)})
+    def with_activations(self, estimate: ActivationEstimate) -> Memory:
+        """The same with what a step needs beside the state at its peak."""
+        added = zip(STEP_PARTS, (estimate.peak_bytes - estimate.loss_bytes, estimate.loss_bytes), strict=True)
+        sizes = {part: (size,) * len(self.ranks) for part, size in added}
+        return replace(self, parts={**self.parts, **sizes}, moment=estimate.moment, notes=estimate.notes)
+
+    def verdict(self, limit: int) -> str:
+        """Return in one line whether every rank stays within ``limit`` bytes."""
+        of = f"{self.max_bytes / 2**30:.1f} of {limit / 2**30:.1f} GiB"
+        if max(self.max_bytes, limit) < 2**27:  # toys: a tenth of a GiB says nothing
+            of = f"{human_bytes(self.max_bytes)} of {human_bytes(limit)}"
+        counted = "" if self.moment else " for parameters, gradients and optimizer state; activations are not counted"
+        if self.max_bytes <= limit:
+            return f"fits: {of} on each of {len(self.ranks)} ranks{counted}"
+        where = f"peak at the {self.moment}" if self.moment else f"rank {self.worst_rank}"
+        return f"does not fit: {of}, {where}{counted}"
 
     def to_json(self) -> str:
         """The numbers as JSON."""
@@ -202,6 +221,8 @@ class Memory:
             "total": list(self.totals),
             "optimizer": self.optimizer.name,
             "uncounted": list(self.uncounted),
+            "moment": self.moment,
+            "notes": list(self.notes),
         }
         return json.dumps(document, sort_keys=True, indent=1)
 
@@ -262,7 +283,7 @@ def memory_of(
                 sums[part][position[rank]] += size * count
     parts = {part: tuple(values) for part, values in sums.items()}
     uncounted = tuple(resolution.sharders)
-    return Memory(ranks, parts, settings.state, uncounted, resolution, settings)
+    return Memory(ranks, parts, settings.state, uncounted, _resolution=resolution, _settings=settings)
 
 
 def _groups(resolution: Resolution) -> Counter[tuple[Layout, TensorMetadata]]:

@@ -76,8 +76,8 @@ def uncounted_axes(mesh: MeshSpec) -> list[str]:
 
 def expert_modules(parameters: Iterable[TensorMetadata]) -> frozenset[str]:
     """FQNs of the modules that hold several experts in one parameter: its dim 0 counts them."""
-    owners = (tensor.name.rpartition(".")[0] for tensor in parameters if len(tensor.shape) == 3 and tensor.shape[0] > 1)
-    return frozenset(owners)
+    stacked = (tensor for tensor in parameters if len(tensor.shape) == 3 and tensor.shape[0] > 1)
+    return frozenset(t.name.rpartition(".")[0] for t in stacked if not t.module_type.startswith("Conv"))
 
 
 def weight_dims(tensor: TensorMetadata) -> tuple[int, int] | None:
@@ -146,6 +146,11 @@ def forward_inputs(module: nn.Module, batch: Batch, data_ranks: int) -> tuple[tu
     if "input_ids" in inspect.signature(module.forward).parameters:
         return (), {"input_ids": tokens}
     return (tokens,), {}
+
+
+def is_token_batch(batch: Batch) -> bool:
+    """Return whether ``batch`` is ``(sequences, length)`` of token ids."""
+    return _is_numbers(batch)
 
 
 def _is_numbers(batch: Batch) -> bool:

@@ -77,7 +77,7 @@ def parse_placement(text: str) -> PlacementSpec:
     """
     match = _PLACEMENT.fullmatch(text.strip()) if len(text) <= _MAX_TEXT else None
     kind = _LONG_NAMES.get(match[1], match[1]) if match else ""
-    arguments = _split(match[2] or "") if match else []
+    arguments = split_items(match[2] or "") if match else []
     try:
         if kind == "R" and not arguments:
             return REPLICATE
@@ -114,7 +114,7 @@ def parse_layout(text: str, axis_names: Sequence[str]) -> tuple[dict[str, Placem
     body, _, tail = text.partition(";")
     problems: list[Problem] = []
     order = _order(tail.strip(), text, problems)
-    items = [item for item in _split(body) if item]
+    items = [item for item in split_items(body) if item]
     named = [_NAMED.fullmatch(item) for item in items]
     specs: dict[str, PlacementSpec] = {}
     if items and not any(named):
@@ -152,7 +152,7 @@ def _order(tail: str, text: str, problems: list[Problem]) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(">"))
 
 
-def _split(text: str) -> list[str]:
+def split_items(text: str) -> list[str]:
     """Split at the commas that stand outside of parentheses and brackets."""
     items, depth, start = [], 0, 0
     for at, letter in enumerate(text):

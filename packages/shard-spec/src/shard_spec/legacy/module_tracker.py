@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from shard_spec import _torch_compat
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.gradients import SumGradient, summed_over, sums_over
-from shard_spec.apply.sources import fingerprint
 from shard_spec.apply.tensors import is_sharded, replica_problems
+from shard_spec.distributed.exchange import fingerprint
 from shard_spec.distributed.mesh_cache import GroupRef, RankState
 
 

@@ -1,11 +1,9 @@
 """Plans of least modelled time: one strategy for each operation and tensor, chosen together and exactly.
 
-`planner` is the public class; `model` prices the `operations` that a `workload` passes. The solvers know nothing of
-tensors: `problem` is a sum of costs of nodes and pairs, `elimination` minimises it exactly, `memory_cap` adds one
-inequality and proves how far from the optimum it stopped, `highs` asks a mixed-integer solver for a second opinion.
+`planner` has the public class; `model` prices the `operations` of a workload. The solvers know nothing of tensors:
+`problem` is a sum of costs of nodes and pairs with its exact minimisation, `memory_cap` adds one inequality.
 """
 
-from shard_spec.optimal.highs import HighsAnswer, solve_highs
 from shard_spec.optimal.memory_cap import CappedSolution, InfeasibleError, least_memory, solve_capped
 from shard_spec.optimal.model import StepModel, Workload
 from shard_spec.optimal.operations import Operation, Structure, structure_of
@@ -28,6 +26,4 @@ __all__ = [
     "CappedSolution",
     "InfeasibleError",
     "least_memory",
-    "solve_highs",
-    "HighsAnswer",
 ]

@@ -4,8 +4,9 @@ Layouts of activations along one mesh axis, what operations read and write, and 
 
 An activation of ``[batch, sequence, channels]`` is, along each axis of the mesh, in one *state*:
 
-- ``b``: cut along the batch; ``s``: cut along the sequence; ``h``: cut along channels (heads, hidden units,
-vocabulary); - ``r``: the same on every rank; - ``p``: partial sums, still to be added.
+- ``b``: sharded along the batch; ``s``: along the sequence; ``h``: along channels (heads, hidden units, vocabulary);
+- ``r``: the same on every rank;
+- ``p``: partial sums, still to be added.
 
 An operation takes one *strategy* along each axis: which state it reads and writes, and how it keeps its weight.
 """

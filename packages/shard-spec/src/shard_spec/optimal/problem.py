@@ -15,7 +15,6 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -72,86 +71,18 @@ class PairwiseProblem:
         """Number of nodes."""
         return len(self.names)
 
-    @cached_property
-    def flat(self) -> Flat:
-        """The same numbers in few long tensors, for looking up whole assignments."""
-        return Flat.of(self)
-
     def evaluate(self, assignment: Sequence[int]) -> float:
         """The cost of `assignment`, one strategy index per node."""
-        chosen = torch.as_tensor(assignment, dtype=torch.int64)
-        if chosen.shape != (self.num_nodes,):
-            raise ValueError(f"evaluate: {tuple(chosen.shape)} strategies for {self.num_nodes} nodes.")
-        return float(self.flat.node_costs(chosen).sum() + self.flat.edge_costs(chosen).sum())
+        if len(assignment) != self.num_nodes:
+            raise ValueError(f"evaluate: {len(assignment)} strategies for {self.num_nodes} nodes.")
+        costs = [cost[choice] for cost, choice in zip(self.costs, assignment, strict=True)]
+        pairs = zip(self.edges, self.edge_costs, strict=True)
+        costs += [matrix[assignment[i], assignment[j]] for (i, j), matrix in pairs]
+        return float(torch.stack(costs).sum()) if costs else 0.0
 
     def memory_of(self, assignment: Sequence[int]) -> int:
         """Bytes of `assignment`; 0 if the problem has no memory."""
-        if not self.memory:
-            return 0
-        return int(self.flat.bytes(torch.as_tensor(assignment, dtype=torch.int64)).sum())
-
-
-@dataclass(frozen=True, eq=False)
-class Flat:
-    """A problem's numbers end to end. `chosen` is an int64 tensor ``[num_nodes]`` of strategy indices.
-
-    Attributes:
-        first, second: nodes of each edge, ``[num_edges]``.
-    """
-
-    first: Tensor
-    second: Tensor
-    _costs: Tensor
-    _memory: Tensor
-    _node_start: Tensor
-    _edges: Tensor
-    _edge_start: Tensor
-    _edge_width: Tensor
-
-    @classmethod
-    def of(cls, problem: PairwiseProblem) -> Flat:
-        """Concatenates."""
-        sizes = torch.tensor([cost.numel() for cost in problem.costs], dtype=torch.int64)
-        pairs = torch.tensor(problem.edges, dtype=torch.int64).reshape(-1, 2)
-        entries = torch.tensor([matrix.numel() for matrix in problem.edge_costs], dtype=torch.int64)
-        none = torch.zeros(0, dtype=torch.float64)
-        return cls(
-            first=pairs[:, 0],
-            second=pairs[:, 1],
-            _costs=torch.cat(problem.costs) if problem.costs else none,
-            _memory=torch.cat(problem.memory) if problem.memory else torch.zeros(int(sizes.sum()), dtype=torch.int64),
-            _node_start=sizes.cumsum(0) - sizes,
-            _edges=torch.cat([matrix.reshape(-1) for matrix in problem.edge_costs]) if problem.edges else none,
-            _edge_start=entries.cumsum(0) - entries,
-            _edge_width=sizes[pairs[:, 1]],
-        )
-
-    def node_costs(self, chosen: Tensor) -> Tensor:
-        """Cost of each node, ``[num_nodes]``."""
-        return self._costs[self._node_start + chosen]
-
-    def bytes(self, chosen: Tensor) -> Tensor:
-        """Bytes of each node, ``[num_nodes]``."""
-        return self._memory[self._node_start + chosen]
-
-    def edge_costs(self, chosen: Tensor, other: Tensor | None = None) -> Tensor:
-        """Cost of each edge with its first node as in `chosen`, its second as in `other` (or `chosen`)."""
-        second = chosen if other is None else other
-        return self._edges[self._edge_start + chosen[self.first] * self._edge_width + second[self.second]]
-
-    def edge_rows(self, edges: Tensor, chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For edges with matrices of one shape: what each strategy of one end costs while the other stays.
-
-        Returns:
-            First nodes and their rows ``[num_edges, num_strategies]``, then second nodes and theirs.
-        """
-        first, second, start = self.first[edges], self.second[edges], self._edge_start[edges]
-        width = int(self._edge_width[edges[0]])
-        after = int(self._edge_start[edges[0] + 1]) if int(edges[0]) + 1 < len(self._edge_start) else len(self._edges)
-        height = (after - int(start[0])) // width
-        column = start[:, None] + torch.arange(height) * width + chosen[second][:, None]
-        row = start[:, None] + chosen[first][:, None] * width + torch.arange(width)
-        return [(first, self._edges[column]), (second, self._edges[row])]
+        return sum(int(amount[choice]) for amount, choice in zip(self.memory, assignment, strict=False))
 
 
 @dataclass(frozen=True)

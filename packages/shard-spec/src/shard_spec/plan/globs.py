@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a path component that is a number
-_GLOB_LETTERS = re.compile(r"[*?\[{]|\Are:")
+_GLOB_LETTERS = re.compile(r"[*?\[{]")
 
 
 def glob_rules(values: Mapping[str, T | None], aliases: Collection[str], others: Collection[str]) -> dict[str, T]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from shard_spec._shared.problems import PlanError, Problem
+from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.layout import Layout
 from shard_spec.layout.mesh import MeshSpec
+from shard_spec.layout.text import parse_placement, split_items
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.serialize import FORMAT, VERSION
-from shard_spec.plan.untrusted_input import json_values, yaml_values
+from shard_spec.plan.untrusted_input import json_values
 from shard_spec.specs.enumerable import ChunkShardingSpec, EnumerableShardingSpec
 from shard_spec.specs.shards import ShardMetadata
 
@@ -21,8 +22,8 @@ def from_json(text: str | bytes) -> PlanContent:
     """Read what :func:`to_json` wrote. Reads data only; runs nothing, imports nothing by name.
 
     Raises:
-        PlanError: ``invalid-plan`` for anything else, ``invalid-plan`` for a newer format. Wrong rules inside of a
-            well-formed file are read, and listed by ``validate``.
+        PlanError: ``invalid-plan`` for anything else, and for another format number. Rules that do not fit the model
+            are read; ``validate`` lists them.
     """
     try:
         document = json_values(text)
@@ -31,37 +32,30 @@ def from_json(text: str | bytes) -> PlanContent:
     return from_document(document)
 
 
-def from_yaml(text: str | bytes) -> PlanContent:
-    """Read YAML that :func:`to_yaml` or a person wrote, up to 1 MiB of it; needs ``shard-spec[yaml]``.
+def from_dict(document: Any) -> PlanContent:
+    """Read the document of :func:`to_json` as values, also as people write it by hand.
 
-    Axes may also be written as a mapping, ``mesh: {axes: {dp: 2, tp: 4}}``, and keys that are null left out. Values are
-    those of JSON (``on``, ``010`` and dates are text); a key that stands twice, an alias or a tag is refused.
+    Rules and axes may be mappings, ``mesh: {axes: {dp: 2, tp: 4}}``, and keys that are null may be left out.
 
     Raises:
-        PlanError: ``invalid-plan``, or as ``from_json``.
-        ModuleNotFoundError: Without PyYAML.
+        PlanError: As ``from_json``.
     """
-    try:
-        document = yaml_values(text)
-    except ValueError as error:
-        raise _bad(f"not YAML: {str(error)[:200]}") from None
     return from_document(_as_json_document(document))
 
 
 def _as_json_document(document: Any) -> Any:
     if not isinstance(document, dict):
         return document
-    found = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
+    full = {"mesh": None, "strict": False, "output_plan": None, "return_local_tensor": None, **document}
     for key in ("rules", "output_plan"):
-        if isinstance(found.get(key), dict):
-            found[key] = [[pattern, value] for pattern, value in found[key].items()]
-    mesh = found["mesh"]
-    if isinstance(mesh, dict):
-        mesh = {"ranks": None, "ranks_per_host": None, **mesh}
+        if isinstance(full.get(key), dict):
+            full[key] = [[pattern, value] for pattern, value in full[key].items()]
+    if isinstance(full["mesh"], dict):
+        mesh = {"ranks": None, "ranks_per_host": None, **full["mesh"]}
         if isinstance(mesh.get("axes"), dict):
             mesh["axes"] = [[axis, size] for axis, size in mesh["axes"].items()]
-        found["mesh"] = mesh
-    return found
+        full["mesh"] = mesh
+    return full
 
 
 def from_document(document: Any) -> PlanContent:
@@ -83,9 +77,22 @@ def from_document(document: Any) -> PlanContent:
     if local is not None and not (isinstance(local, list) and all(isinstance(name, str) for name in local)):
         raise _bad("'return_local_tensor' is no list of names")
     rules = _read_items("rules", document["rules"])
-    return PlanContent(
-        rules, None if output is None else _read_items("output_plan", output), local, mesh=mesh, strict=strict
-    )
+    outputs = None if output is None else _read_items("output_plan", output)
+    _check_texts({**rules, **(outputs or {})})
+    return PlanContent(rules, outputs, local, mesh=mesh, strict=strict)
+
+
+def _check_texts(items: dict[str, Any]) -> None:
+    """Refuse text that is no layout on any mesh; whether it fits this mesh and a model, ``validate`` says."""
+    problems: list[Problem] = []
+    for text, name in {value: name for name, value in items.items() if isinstance(value, str)}.items():
+        placements = [item.rpartition(":")[2] for item in split_items(text.partition(";")[0])]
+        try:
+            for placement in filter(None, placements):
+                parse_placement(placement)
+        except PlanError as error:
+            problems += [Problem("invalid-plan", name, found=each.found, hint=each.hint) for each in error.problems]
+    raise_problems(problems, "the file holds layouts that cannot be read")
 
 
 def _read_items(name: str, items: Any) -> dict[str, Any]:
@@ -159,4 +166,4 @@ def _texts(value: Any) -> bool:
 
 
 def _bad(found: str) -> PlanError:
-    return PlanError(Problem("invalid-plan", found=found, hint="this reads what ShardingPlan.to_json or to_yaml wrote"))
+    return PlanError(Problem("invalid-plan", found=found, hint="this reads what ShardingPlan.to_json wrote"))

@@ -34,7 +34,7 @@ class Resolution(Mapping[str, Layout]):
         matched: First FQN of each tensor to all patterns that matched.
         sharders: FQN of each module that a Sharder shards.
         mesh: The mesh of the tensors that no rule mentions.
-        problems: Always empty in what ``resolve`` returns.
+        problems: What ``examine`` noted; ``resolve`` raises them.
     """
 
     metadata: ModelMetadata
@@ -152,7 +152,7 @@ def examine(plan: PlanContent, module: nn.Module | ModelMetadata) -> Resolution:
 class _Name(Pattern):
     """The full name of a tensor, where it holds letters of a glob (``nn.ModuleDict`` takes any key)."""
 
-    is_exact, is_regex, names_buffers = True, False, True
+    is_exact, names_buffers = True, True
 
     def __post_init__(self) -> None:
         """It was read as a pattern before."""
@@ -226,12 +226,9 @@ def _decide(
             text, hint = "no rule mentions it, and the plan is strict", "add a rule; 'R' replicates it"
             problems.append(Problem("unmatched-pattern", tensor.name, found=text, hint=hint))
         return None, None
-    winners = {alias: _most_specific(alias, found, problems) for alias, found in rules.items()}
-    winners = {  # a rule for one name of a tied tensor also has to beat the more general ones for its other names
-        alias: rule
-        for alias, rule in winners.items()
-        if not any(_beats_anywhere(other, rule) for other in winners.values())
-    }
+    winners = {alias: _deciding(alias, found, problems) for alias, found in rules.items()}
+    # An exact rule for one name of a tied tensor also beats globs that match its other names.
+    winners = {alias: rule for alias, rule in winners.items() if _is_exact(rule)} or winners
     layouts = {alias: made.of(rule, tensor) for alias, rule in winners.items()}
     first = next(iter(winners))
     for alias, layout in layouts.items():
@@ -243,35 +240,17 @@ def _decide(
     return winners[first], layouts[first]
 
 
-def _most_specific(name: str, rules: list[Rule], problems: list[Problem]) -> Rule:
-    if len(rules) == 1:
-        return rules[0]
-    if rules[0].pattern is not None and rules[0].pattern.is_exact:
-        return rules[0]
-    for rule in rules:
-        if all(other is rule or _beats(rule, other) for other in rules):
-            return rule
-    best = [rule for rule in rules if not any(other is not rule and _beats(other, rule) for other in rules)]
-    if any(not _same_value(rule, best[0]) for rule in best):
-        found = "matched by " + " and ".join(repr(rule.key) for rule in best) + ", none more specific"
-        hint = "add an exact rule for this name, or narrow one of the patterns"
+def _deciding(name: str, rules: list[Rule], problems: list[Problem]) -> Rule:
+    """The rule that decides: the exact one; globs have to agree."""
+    if not _is_exact(rules[0]) and any(not _same_value(rule, rules[0]) for rule in rules):
+        found = "matched by " + " and ".join(repr(rule.key) for rule in rules) + ", which differ"
+        hint = "add an exact rule for this name, or narrow one of the globs"
         problems.append(Problem("ambiguous-pattern", name, found=found, hint=hint))
-    return best[0]
+    return rules[0]
 
 
-def _beats(rule: Rule, other: Rule) -> bool:
-    assert rule.pattern is not None
-    assert other.pattern is not None
-    return rule.pattern.within(other.pattern) and not other.pattern.within(rule.pattern)
-
-
-def _beats_anywhere(rule: Rule, other: Rule) -> bool:
-    """As ``_beats``, for rules that match different names of one tensor: an exact one beats every other."""
-    assert rule.pattern is not None
-    assert other.pattern is not None
-    if rule.pattern.is_exact != other.pattern.is_exact:
-        return rule.pattern.is_exact
-    return not rule.pattern.is_exact and _beats(rule, other)
+def _is_exact(rule: Rule) -> bool:
+    return rule.pattern is not None and rule.pattern.is_exact
 
 
 def _same_value(rule: Rule, other: Rule) -> bool:
@@ -329,8 +308,7 @@ def _taken_by_sharder(
         hint = "untie it, or give the Sharder a module that holds all of its names"
         problems.append(Problem("tied-weights", tensor.name, found=text, hint=hint))
     for alias, found in rules.items():
-        exact = found[0].pattern is not None and found[0].pattern.is_exact
-        if owners[alias] is not None and exact:
+        if owners[alias] is not None and _is_exact(found[0]):
             text = f"module {owners[alias]!r} has a Sharder, which decides about this tensor"
             problems.append(Problem("ambiguous-pattern", alias, found=text, hint="remove one of the two rules"))
     return True

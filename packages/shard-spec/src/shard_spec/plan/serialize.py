@@ -1,4 +1,4 @@
-"""Plans as JSON and YAML: one form for one content, and a format number.
+"""Plans as JSON: one form for one content, and a format number.
 
 The document, one rule a line, rules sorted by pattern::
 
@@ -41,34 +41,6 @@ def to_json(plan: PlanContent) -> str:
         PlanError: ``invalid-plan`` for each rule that a file cannot hold (a Sharder, a user's own spec).
     """
     return dump(document_of(plan))
-
-
-def to_yaml(plan: PlanContent) -> str:
-    """The plan as YAML; equal plans give equal bytes.
-
-    Needs no YAML library: every value is written as JSON, which is YAML.
-
-    Raises:
-        PlanError: As ``to_json``.
-    """
-    document = document_of(plan)
-    lines = [f"{key}: {json.dumps(document[key])}" for key in ("format", "version")]
-    mesh = document["mesh"]
-    if mesh is None:
-        lines.append("mesh: null")
-    else:
-        lines.append("mesh:")
-        lines += [f"  axes: {json.dumps(mesh['axes'])}", f"  ranks: {json.dumps(mesh['ranks'])}"]
-        lines.append(f"  ranks_per_host: {json.dumps(mesh['ranks_per_host'])}")
-    lines.append(f"strict: {json.dumps(document['strict'])}")
-    for key in ("rules", "output_plan"):
-        if not document[key]:
-            lines.append(f"{key}: {'null' if document[key] is None else '{}'}")
-        else:
-            lines.append(f"{key}:")
-            lines += [f"  {json.dumps(pattern)}: {json.dumps(value)}" for pattern, value in document[key]]
-    lines.append(f"return_local_tensor: {json.dumps(document['return_local_tensor'])}")
-    return "\n".join(lines) + "\n"
 
 
 def document_of(plan: PlanContent) -> dict[str, Any]:
@@ -165,6 +137,6 @@ def _spec_document(key: str, value: Any, problems: list[Problem]) -> Any:
             ]
         }
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    hint = "write the layouts it stands for: ShardingPlan.from_resolution(plan.resolve(model))"
+    hint = "write the layouts it stands for: ShardingPlan.from_layouts(plan.resolve(model))"
     problems.append(Problem("invalid-plan", key, found=f"a spec of the user-defined type {name}", hint=hint))
     return {"spec": name, "repr": "" if " at 0x" in repr(value) else repr(value)}

@@ -2,6 +2,7 @@
 
 from shard_spec.planners.base import (
     ComposedPlanner,
+    Decisions,
     LayoutPlanner,
     OptimalityBound,
     PlannedSharding,
@@ -14,6 +15,7 @@ from shard_spec.planners.megatron import MegatronPlanner
 __all__ = [
     "ShardingPlanner",
     "LayoutPlanner",
+    "Decisions",
     "ComposedPlanner",
     "compose",
     "PlannedSharding",

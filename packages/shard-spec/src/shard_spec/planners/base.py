@@ -84,7 +84,7 @@ class ShardingPlanner(abc.ABC):
 
 @dataclass(frozen=True)
 class Decisions:
-    """Decisions of a planner of this package.
+    """Decisions of a planner: layouts by FQN, and what a reader of the plan should know.
 
     Attributes:
         layouts: FQN to layout, for parameters that are cut along an axis of this planner.

@@ -28,9 +28,9 @@ class FullyShardPlanner(LayoutPlanner):
         mesh: the axes of the plan.
         axis: the axis that cuts, or several, the first of them first. Axes that are not named replicate (a replica axis
             beside ``axis="dp_shard"`` gives hybrid sharding).
-        uneven: what becomes of a parameter whose rows do not divide: ``"shard"`` cuts it anyway, the last ranks hold
-            less or
-            nothing, as FSDP2 does; ``"replicate"`` leaves it whole, with a note; ``"refuse"`` raises with all of them.
+        uneven: what becomes of a parameter whose rows do not divide: ``"shard"`` shards it anyway, the last ranks hold
+            less or nothing, as FSDP2 does; ``"replicate"`` leaves it replicated, with a note; ``"refuse"`` raises with
+            all of them.
         min_bytes: smaller parameters stay whole.
         keep: patterns of parameters that stay whole.
 

@@ -75,7 +75,7 @@ def _explain_name(plan: PlanContent, name: str) -> str:
     lines = [f"{name}: matched by"]
     lines += [f"  {rule.key!r}: {_value_text(rule)}" for rule in matching]
     if len(matching) > 1:
-        lines.append("the most specific of them decides; pass the model to see which")
+        lines.append("an exact name decides; globs have to agree")
     return "\n".join(lines)
 
 
@@ -103,7 +103,7 @@ def _explain_tensor(plan: PlanContent, found: Resolution, name: str) -> str:
         owner = next((path for path in found.sharders if tensor.name.startswith(path + ".")), "")
         lines.append(f"sharded by the Sharder of module {owner!r}")
     elif rule:
-        beaten = f", which is more specific than {', '.join(map(repr, others))}" if others else ""
+        beaten = f"; {', '.join(map(repr, others))} match too" if others else ""
         lines.append(f"rule {rule!r} decides{beaten}")
     else:
         lines.append("no rule mentions it: replicated")

@@ -15,7 +15,6 @@ from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.report.explain import alike, tensor_table
 
 if TYPE_CHECKING:
-    from shard_spec.estimate.activations import ActivationEstimate
     from shard_spec.estimate.communication import Communication
     from shard_spec.estimate.memory import Memory
     from shard_spec.plan.content import PlanContent
@@ -29,6 +28,7 @@ _PART_COLOURS = {
     "optimizer": "#5d9f6b",
     "master": "#9b6bb0",
     "activations": "#c05a5a",
+    "logits and loss": "#d98c3f",
 }
 _MAX_ROWS, _MAX_RANKS = 200, 64
 
@@ -38,8 +38,8 @@ def html_report(
     module: ModelMetadata,
     memory: Memory,
     communication: Communication | None = None,
-    activations: ActivationEstimate | None = None,
     *,
+    limit: int | None = None,
     title: str = "plan",
 ) -> str:
     """Return the page as text; it loads nothing from anywhere.
@@ -49,18 +49,19 @@ def html_report(
         module: The model's metadata.
         memory: ``plan.memory(...)``.
         communication: ``plan.communication(...)``, where there is one mesh.
-        activations: ``plan.activations(...)``, where there is a batch.
+        limit: Bytes that one rank has.
         title: Heading of the page.
     """
     found = examine(plan, module)
     parts = [
         note(_summary(plan, found)),
-        _cards(found, memory, communication, activations),
+        *([] if limit is None else [note(memory.verdict(limit), "note" if memory.max_bytes <= limit else "bad")]),
+        _cards(found, memory, communication),
         _problems(found),
         "<h2>Who holds what</h2>",
         _picture(found),
         "<h2>Memory on each rank</h2>",
-        _memory(memory, activations),
+        _memory(memory),
     ]
     if communication is not None:
         parts += ["<h2>Bytes that each rank sends in a step</h2>", _communication(communication)]
@@ -75,9 +76,7 @@ def _summary(plan: PlanContent, found: Resolution) -> str:
     return f"{len(found.metadata.parameters)} parameters, {numel:,} elements; plan {plan.digest[:12]}"
 
 
-def _cards(
-    found: Resolution, memory: Memory, communication: Communication | None, activations: ActivationEstimate | None
-) -> str:
+def _cards(found: Resolution, memory: Memory, communication: Communication | None) -> str:
     """The numbers that people ask for first."""
     numel = sum(tensor.numel for tensor in found.metadata.parameters)
     mesh = " × ".join(f"{axis} {size}" for axis, size in found.mesh.axes.items()) if found.mesh else "several"
@@ -88,8 +87,12 @@ def _cards(
     ]
     if numel and not memory.uncounted:
         entries.append((f"{_local_numel(found, memory) / numel:.1%}", "of the weights on that rank"))
-    if activations is not None:
-        entries.append((human_bytes(activations.local_bytes), "of activations on a rank (an estimate)"))
+    if memory.moment:
+        rank = memory.on(memory.worst_rank)
+        size = rank["activations"] + rank["logits and loss"]
+        entries.append(
+            (human_bytes(size), f"of activations, logits and loss at the peak ({memory.moment}), an estimate")
+        )
     if communication is not None:
         sent = sum(sum(kinds.values()) for kinds in communication.by_axis().values())
         entries.append((human_bytes(sent), "sent by each rank in a step"))
@@ -176,13 +179,14 @@ def _cell(
 # ---- bars -----------------------------------------------------------------------------------------------------------
 
 
-def _memory(memory: Memory, activations: ActivationEstimate | None) -> str:
+def _memory(memory: Memory) -> str:
     groups = memory.groups()
     rows = [(_ranks_text(ranks), list(sizes.items())) for ranks, sizes in groups[:32]]
     drawn = stacked_bars("memory", rows, _PART_COLOURS)
     remark = "Exact for the tensors themselves; activations and collectives' buffers come on top."
-    if activations is not None:
-        remark += f" Activations: {activations}."
+    if memory.moment:
+        remark = f"State is exact; activations, logits and loss are an estimate at the peak ({memory.moment})."
+        remark += "".join(f" {line[0].upper()}{line[1:]}." for line in memory.notes)
     if len(groups) > len(rows):
         remark += f" The first {len(rows)} of {len(groups)} different fillings are shown."
     return drawn + note(remark)

@@ -1,4 +1,4 @@
 """Agreement of ranks: which of them hold the same shards, and that they hold the same values.
 
-``axes`` is pure. ``replicas`` compares by fingerprint. ``verdict`` lets all ranks raise together.
+``axes`` is pure. ``replicas`` compares by fingerprint, and lets all ranks raise together.
 """

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge._shared.consensus import all_gather_header, named_collective, ranks_of
-from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.consensus import all_gather_header, assert_consistent, named_collective, ranks_of
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
 
 _CHUNK = 1 << 20
+
+Scope: TypeAlias = Sequence[DeviceMesh | dist.ProcessGroup]
+"""The ranks that raise together: those of a mesh, or all that groups connect, in an order that all ranks share."""
+
+
+def raise_on_all_ranks(scope: Scope, subject: str, problems: Sequence[Problem], lines: Sequence[str] = ()) -> None:
+    """Return on every rank, or raise on every rank; a collective.
+
+    Args:
+        scope: For example the data-parallel group and then the tensor-parallel ones: a problem of one rank reaches its
+            peers in the first, and theirs in the next.
+        subject: The call, for messages.
+        problems: Everything that keeps this rank from going on.
+        lines: Facts that have to be equal on all ranks.
+
+    Raises:
+        PlanError: The problems of all ranks.
+    """
+    error: Exception | None = PlanError(problems) if problems else None
+    for where in scope:
+        try:
+            assert_consistent(where, subject, lines, error)
+        except Exception as agreed:
+            error = agreed  # also in the next group, whose other members do not have it yet
+    if not isinstance(error, PlanError):
+        if error is not None:
+            raise error
+        return
+    merged: dict[Problem, Problem] = {}  # several groups may have found the same, each on its ranks
+    for problem in error.problems:
+        present = merged.setdefault(replace(problem, found=""), problem)
+        if problem.found not in present.found:
+            merged[replace(problem, found="")] = replace(present, found=f"{present.found}; {problem.found}")
+    raise PlanError(merged.values(), error.summary) from None
 
 
 @dataclass(eq=False)
@@ -82,9 +118,9 @@ def _replicas_of(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> Itera
         yield Replica(name, local, ("full",) * len(ranks))
     elif len(places) == len(ranks) and layout.sections:
         (axis,) = axes
-        for index, (each, section) in enumerate(zip(layout.local_ranges(), layout.sections, strict=True)):
+        for index, ((_, view), section) in enumerate(zip(layout.section_views(local), layout.sections, strict=True)):
             shards = tuple(place[axis] // section.copies for place in places)
-            yield Replica(f"{name} section {index}", each.of(local), shards)
+            yield Replica(f"{name} section {index}", view, shards)
     else:
         shards = tuple(tuple(place[axis] for axis in axes) for place in places)
         # A group that this mesh covers in part: another rank would see other places.
@@ -132,15 +168,9 @@ def _digest_problems(lines: Iterable[str], group: dist.ProcessGroup | None, subj
     digests = all_gather_header(group, digest, subject)
     if len(set(digests)) == 1:
         return []
-    return [
-        Problem(
-            "ranks-disagree",
-            "module",
-            found=f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards",
-            hint="the group must be the ranks with the same tensor-parallel coordinate, and the module the same on "
-            "all of them",
-        )
-    ]
+    reason = f"the ranks {_partition(digests, ranks_of(group))} hold different tensors, or different shards"
+    hint = "pass the group of the ranks with the same tensor-parallel coordinate, and the same module on all of them"
+    return [Problem("ranks-disagree", "module", found=reason, hint=hint)]
 
 
 def value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None) -> list[Problem]:
@@ -154,19 +184,16 @@ def value_problems(replicas: Sequence[Replica], group: dist.ProcessGroup | None)
     with named_collective("check_replicas: the comparison of fingerprints"):
         dist.all_gather(gathered, own, group=group)
     table = torch.stack(gathered).cpu()  # ranks x tensors x 2
+    hint = (
+        "load or initialise it alike on all of them (same seed, or a broadcast); a gradient that is summed on one rank "
+        "only lets replicas drift apart"
+    )
     problems = []
     for index, each in enumerate(replicas):
         prints = [str(row) for row in table[:, index].tolist()]
         if len(set(zip(each.shard, prints, strict=True))) > len(set(each.shard)):
-            problems.append(
-                Problem(
-                    "replicas-differ",
-                    each.name,
-                    found=f"different values on ranks {_partition(prints, ranks)}",
-                    hint="load or initialise it alike on all of them (same seed, or a broadcast); a gradient that is "
-                    "summed on one rank only lets replicas drift apart",
-                )
-            )
+            reason = f"different values on ranks {_partition(prints, ranks)}"
+            problems.append(Problem("replicas-differ", each.name, found=reason, hint=hint))
     return problems
 
 

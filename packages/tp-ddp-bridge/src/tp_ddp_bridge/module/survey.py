@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from tp_ddp_bridge._shared.problems import Problem
 from tp_ddp_bridge._torch_compat import default_axis_order, local_of, torch_bridge_hooks, torch_bridge_spec
 from tp_ddp_bridge.layout import Layout, is_replicated_tag, layout_of
 from tp_ddp_bridge.module.view import View
-from tp_ddp_bridge.plan import BridgePlan, ViewEntry
 
 
 @dataclass(eq=False)
@@ -55,19 +55,15 @@ class SurveyedTensor:
         """This rank's shard, sharing memory."""
         return local_of(self.tensor) if isinstance(self.tensor, DTensor) else self.tensor
 
-    def entry(self) -> ViewEntry:
-        """Return the printable form."""
-        return ViewEntry(
-            names=tuple(fqn for registration in self.registrations for fqn in registration.fqns),
-            kind=self.kind,
-            shape=tuple(self.layout.shape),
-            local_shape=tuple(self.local.shape),
-            placements=tuple(str(placement) for placement in self.layout.placements),
-            axes=self.layout.axes,
-            mesh_shape=tuple(self.layout.mesh.shape),
-            dtype=str(self.tensor.dtype),
-            requires_grad=self.tensor.requires_grad,
-        )
+    def __str__(self) -> str:
+        names = [fqn for registration in self.registrations for fqn in registration.fqns]
+        sizes = zip(self.layout.axes, self.layout.mesh.shape, self.layout.placements, strict=True)
+        places = ", ".join(f"{axis}[{size}]={placement}" for axis, size, placement in sizes)
+        head = f"{names[0]}  {self.kind}  {self.tensor.dtype}"
+        frozen = "" if self.tensor.requires_grad or self.kind == "buffer" else "  frozen"
+        tied = f"  (tied: {', '.join(names[1:])})" if len(names) > 1 else ""
+        shapes = f"global {tuple(self.layout.shape)} -> local {tuple(self.local.shape)}"
+        return f"{head}  {shapes}  {places}{frozen}{tied}"
 
 
 @dataclass(eq=False)
@@ -91,11 +87,6 @@ class Survey:
         """Everything that lies on a mesh."""
         return [*self.bridgeable, *self.local]
 
-    @property
-    def plan(self) -> BridgePlan:
-        """The printable form."""
-        return BridgePlan(tuple(each.entry() for each in self.distributed), tuple(self.plain), tuple(self.problems))
-
 
 def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
     """Collect every DTensor of ``module``, every leaf, and every problem.
@@ -109,11 +100,8 @@ def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
     plain: dict[int, tuple[str, nn.Parameter]] = {}
     for owner, prefixes in _owners(module):
         views: dict[str, View] = owner.__dict__.get("_dp_views", {})
-        tensors: list[tuple[str, str, torch.Tensor | None]] = [
-            ("parameter", *item) for item in owner._parameters.items()
-        ]
-        tensors += [("buffer", *item) for item in owner._buffers.items()] if buffers else []
-        for kind, name, tensor in tensors:
+        parameters: Any = [("parameter", *item) for item in owner._parameters.items()]
+        for kind, name, tensor in (*parameters, *(("buffer", *item) for item in owner._buffers.items() if buffers)):
             if tensor is None:
                 continue
             registration = Registration(owner, name, [f"{prefix}.{name}" if prefix else name for prefix in prefixes])
@@ -135,19 +123,28 @@ def survey(module: nn.Module, *, buffers: bool = True) -> Survey:
     problems = list(_module_problems(module))
     for each in bridgeable.values():
         problems += _tensor_problems(each)
-    for name, parameter in plain.values():
-        problems += _plain_problems(name, parameter)
+    reason, hint = "an uninitialized parameter", "run the module once before bridging"
+    problems += [
+        Problem("uninitialized-parameter", name, found=reason, hint=hint)
+        for name, parameter in plain.values()
+        if nn.parameter.is_lazy(cast(torch.Tensor, parameter))
+    ]
     return Survey(list(bridgeable.values()), list(local.values()), dict(plain.values()), problems)
 
 
-def bridge_plan(module: nn.Module, *, buffers: bool = True) -> BridgePlan:
-    """Plan what ``pre_dp_module_transform`` does, or did, to ``module``; communicates and changes nothing.
+def bridge_plan(module: nn.Module, *, buffers: bool = True) -> str:
+    """Return what ``pre_dp_module_transform`` does, or did, to ``module`` as text; communicates and changes nothing.
 
     Args:
         module: A module with DTensor parameters, bridged or not.
         buffers: Whether DTensor buffers are bridged.
+
+    Returns:
+        One line for each leaf with its global and local shape, for each other parameter, and for each problem.
     """
-    return survey(module, buffers=buffers).plan
+    surveyed = survey(module, buffers=buffers)
+    plain = [f"{name}  parameter  plain: replicated on every tensor-parallel rank" for name in surveyed.plain]
+    return "\n".join([*map(str, surveyed.distributed), *plain, *map(str, surveyed.problems)])
 
 
 def _owners(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
@@ -166,73 +163,39 @@ def _module_problems(module: nn.Module) -> Iterator[Problem]:
     swapped = torch_bridge_hooks(hooks)
     for name, submodule in module.named_modules():
         if isinstance(submodule, DistributedDataParallel):
-            yield Problem(
-                "already-applied", name, found="a DistributedDataParallel", hint="bridge its .module before wrapping it"
-            )
+            hint = "bridge its .module before wrapping it"
+            yield Problem("already-applied", name, found="a DistributedDataParallel", hint=hint)
         if isinstance(submodule, torch.jit.ScriptModule):
             yield Problem("unsupported-wrapper", name, found="a ScriptModule", hint="use the module as plain PyTorch")
         if fsdp is not None and isinstance(submodule, fsdp.FSDPModule):
-            yield Problem(
-                "unsupported-wrapper",
-                name,
-                found="an FSDP module",
-                hint="FSDP shards over the data axis itself; use it without DDP",
-            )
+            hint = "FSDP shards over the data axis itself; use it without DDP"
+            yield Problem("unsupported-wrapper", name, found="an FSDP module", hint=hint)
         local = [
             key for key, value in submodule.named_parameters(recurse=False) if torch_bridge_spec(value) is not None
         ]
         left = [key for key, value in submodule.__dict__.items() if isinstance(value, DTensor)]
         if local or (left and swapped):
-            yield Problem(
-                "unsupported-wrapper",
-                name,
-                found=f"torch's own _pre_dp_module_transform ran on {', '.join(local or left)} (it made frozen "
-                "parameters trainable)",
-                hint="build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)",
-            )
+            names = ", ".join(local or left)
+            reason = f"torch's own _pre_dp_module_transform ran on {names} (it made frozen parameters trainable)"
+            hint = "build it again and use wrap_ddp(module, mesh=mesh), or bridge before DDP(device_mesh=...)"
+            yield Problem("unsupported-wrapper", name, found=reason, hint=hint)
 
 
 def _tensor_problems(surveyed: SurveyedTensor) -> Iterator[Problem]:
-    layout, tensor = surveyed.layout, surveyed.tensor
+    layout, tensor, name = surveyed.layout, surveyed.tensor, surveyed.name
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
         if placement.is_partial():
-            yield Problem(
-                "partial-value",
-                surveyed.name,
-                axis=axis,
-                found=f"placement {placement}",
-                hint="redistribute it to Shard or Replicate before bridging",
-            )
+            hint = "redistribute it to Shard or Replicate before bridging"
+            yield Problem("partial-value", name, axis=axis, found=f"placement {placement}", hint=hint)
     if layout.mesh.get_coordinate() is None:
-        yield Problem(
-            "rank-outside-mesh",
-            surveyed.name,
-            found="this rank is not in the tensor's mesh",
-            hint="bridge it on the mesh's ranks only",
-        )
+        reason = "this rank is not in the tensor's mesh"
+        yield Problem("rank-outside-mesh", name, found=reason, hint="bridge it on the mesh's ranks only")
     if isinstance(tensor, DTensor):
         if not default_axis_order(tensor):
-            yield Problem(
-                "invalid-layout",
-                surveyed.name,
-                found="mesh axes that share a tensor dim shard it in another order than the mesh's",
-                hint="redistribute it to Shard placements in mesh order",
-            )
+            reason = "mesh axes that share a tensor dim shard it in another order than the mesh's"
+            hint = "redistribute it to Shard placements in mesh order"
+            yield Problem("invalid-layout", name, found=reason, hint=hint)
         device = surveyed.local.device.type
         if device not in (layout.mesh.device_type, "meta"):
-            yield Problem(
-                "device-mismatch",
-                surveyed.name,
-                found=f"local tensor on {device!r}, mesh for {layout.mesh.device_type!r}",
-                hint="move the module to the mesh's device first",
-            )
-
-
-def _plain_problems(name: str, parameter: torch.Tensor) -> Iterator[Problem]:
-    if nn.parameter.is_lazy(parameter):
-        yield Problem(
-            "uninitialized-parameter",
-            name,
-            found="an uninitialized parameter",
-            hint="run the module once before bridging",
-        )
+            reason = f"local tensor on {device!r}, mesh for {layout.mesh.device_type!r}"
+            yield Problem("device-mismatch", name, found=reason, hint="move the module to the mesh's device first")

@@ -6,20 +6,19 @@ Both work in two steps: everything that can go wrong is found first, by reading;
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.problems import Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale, mark_stale
 from tp_ddp_bridge.layout import LEAF_TAGS, ReplicatedOn, is_local_shard, untag_replicated
-from tp_ddp_bridge.module.eager import forward_hooks_to_leaf, has_local_hooks, refuse_gradients, return_hooks
+from tp_ddp_bridge.module.hooks import forward_hooks_to_leaf, has_local_hooks, refuse_gradients, return_hooks
 from tp_ddp_bridge.module.survey import Registration, Survey, SurveyedTensor, survey
 from tp_ddp_bridge.module.view import View
-from tp_ddp_bridge.module.view_class import BridgedModule, original_class, set_views, tag_after_load, tag_all
+from tp_ddp_bridge.module.view_class import BridgedModule, LeafTable, restore_class, set_views, tag_after_load, tag_all
 from tp_ddp_bridge.optim.repoint import as_list, repoint, repointing_problems
 
 M = TypeVar("M", bound=nn.Module)
@@ -60,26 +59,20 @@ def bridging_problems(surveyed: Survey, optimizers: list[Optimizer]) -> list[Pro
 def _bridge(surveyed: SurveyedTensor) -> None:
     """Exchange one DTensor for its leaf, under all its names."""
     tensor, layout = surveyed.tensor, surveyed.layout
-    local = surveyed.local.detach()
-    leaf = nn.Parameter(local, requires_grad=tensor.requires_grad) if surveyed.kind == "parameter" else local
+    leaf = surveyed.local.detach()
+    is_parameter = surveyed.kind == "parameter"
+    if is_parameter:
+        leaf = nn.Parameter(leaf, requires_grad=tensor.requires_grad)
     leaf.__dict__.update({key: value for key, value in tensor.__dict__.items() if key != "_is_param"})
-    if surveyed.kind == "parameter":
-        assert isinstance(leaf, nn.Parameter)
+    if is_parameter:
         forward_hooks_to_leaf(tensor, leaf, layout)
-        if tensor.grad is not None:
-            assert isinstance(tensor.grad, DTensor)
-            leaf.grad = layout.localize(tensor.grad)
-        mark_stale(
-            tensor,
-            Problem(
-                "parameter-replaced",
-                surveyed.name,
-                found="a local leaf took its place when the module was bridged for data parallelism",
-                hint="pass the optimizer that still holds it, pre_dp_module_transform(module, optimizers=[optimizer]) "
-                "(this can be done later, too), or build it afterwards",
-            ),
-            leaf,
+        leaf.grad = None if tensor.grad is None else layout.localize(tensor.grad)
+        reason = "a local leaf took its place when the module was bridged for data parallelism"
+        hint = (
+            "pass the optimizer that still holds it, pre_dp_module_transform(module, optimizers=[optimizer]) (this can "
+            "be done later, too), or build it afterwards"
         )
+        mark_stale(tensor, Problem("parameter-replaced", surveyed.name, found=reason, hint=hint), leaf)
         refuse_gradients(tensor, surveyed.name)
     for registration in surveyed.registrations:
         _register(registration, surveyed.kind, leaf)
@@ -89,11 +82,9 @@ def _bridge(surveyed: SurveyedTensor) -> None:
 
 def _register(registration: Registration, kind: str, tensor: torch.Tensor) -> None:
     # Not by setattr: nn.Module.__setattr__ refuses to exchange some of them, and hooks of users would run.
-    if kind == "parameter":
-        assert isinstance(tensor, nn.Parameter)
-        registration.owner._parameters[registration.name] = tensor
-    else:
-        registration.owner._buffers[registration.name] = tensor
+    owner = registration.owner
+    table: dict[str, Any] = owner._parameters if kind == "parameter" else owner._buffers
+    table[registration.name] = tensor
 
 
 def _make_root(module: nn.Module, surveyed: Survey) -> None:
@@ -107,6 +98,9 @@ def _make_root(module: nn.Module, surveyed: Survey) -> None:
     mesh = max((each.layout.mesh for each in surveyed.distributed), key=lambda mesh: mesh.size())
     module.__dict__["_dp_replicated_on"] = ReplicatedOn(mesh)
     tag_all(module)
+    for submodule in module.modules():
+        if submodule._parameters:
+            submodule.__dict__["_parameters"] = LeafTable(submodule._parameters)
 
 
 def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer = ()) -> M:
@@ -124,27 +118,20 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
     """
     listed = as_list(optimizers)
     surveyed = survey(module)
-    leaves = [each for each in surveyed.bridgeable if each.is_leaf]
-    ids = {id(each.tensor) for each in leaves}
+    leaves = {id(each.tensor): each for each in surveyed.bridgeable if each.is_leaf}
     problems = [problem for problem in surveyed.problems if problem.code == "already-applied"]
+    reason, hint = "a hook that was registered on the local leaf", "remove it; on the DTensor it would see DTensors"
     problems += [
-        Problem(
-            "parameter-hooks",
-            each.name,
-            found="a hook that was registered on the local leaf",
-            hint="remove it; on the DTensor parameter it would see DTensors",
-        )
-        for each in leaves
+        Problem("parameter-hooks", each.name, found=reason, hint=hint)
+        for each in leaves.values()
         if each.kind == "parameter" and has_local_hooks(each.tensor)
     ]
-    problems += repointing_problems(
-        listed, lambda parameter: id(parameter) in ids or is_stale(parameter), lambda _: False
-    )
+    problems += repointing_problems(listed, lambda each: id(each) in leaves or is_stale(each), lambda _: False)
     raise_problems(problems, "the bridge cannot be undone")
-    for each in leaves:
+    for each in leaves.values():
         _unbridge(each)
     for submodule in module.modules():
-        _restore_class(submodule)
+        restore_class(submodule)
     for parameter in surveyed.plain.values():
         untag_replicated(parameter)
     for optimizer in listed:
@@ -153,36 +140,20 @@ def undo_dp_transform(module: M, *, optimizers: Iterable[Optimizer] | Optimizer 
 
 
 def _unbridge(surveyed: SurveyedTensor) -> None:
+    """Exchange one leaf for its DTensor, under all its names."""
     leaf, layout = surveyed.tensor, surveyed.layout
     dtensor: torch.Tensor = layout.wrap(leaf)
-    attributes = {key: value for key, value in leaf.__dict__.items() if key not in LEAF_TAGS}
     if surveyed.kind == "parameter":
-        assert isinstance(leaf, nn.Parameter)
         dtensor = nn.Parameter(dtensor, requires_grad=leaf.requires_grad)
         return_hooks(leaf, dtensor)
-        if leaf.grad is not None:
-            dtensor.grad = layout.wrap(leaf.grad)
-        mark_stale(
-            leaf,
-            Problem(
-                "parameter-replaced",
-                surveyed.name,
-                found="a DTensor took the place of this local leaf when the bridge was undone",
-                hint="pass the optimizer that still holds it, undo_dp_transform(module, optimizers=[optimizer]) (this "
-                "can be done later, too); bridge the module and wrap it again to go on with data parallelism",
-            ),
-            dtensor,
+        dtensor.grad = None if leaf.grad is None else layout.wrap(leaf.grad)
+    dtensor.__dict__.update({key: value for key, value in leaf.__dict__.items() if key not in LEAF_TAGS})
+    if surveyed.kind == "parameter":
+        reason = "a DTensor took the place of this local leaf when the bridge was undone"
+        hint = (
+            "pass the optimizer that still holds it, undo_dp_transform(module, optimizers=[optimizer]) (this can be "
+            "done later, too); bridge the module and wrap it again to go on with data parallelism"
         )
-    dtensor.__dict__.update(attributes)
+        mark_stale(leaf, Problem("parameter-replaced", surveyed.name, found=reason, hint=hint), dtensor)
     for registration in surveyed.registrations:
         _register(registration, surveyed.kind, dtensor)
-
-
-def _restore_class(module: nn.Module) -> None:
-    if isinstance(module, BridgedModule):
-        module.__class__ = original_class(module)  # type: ignore[assignment]  # a class of another module
-        del module.__dict__["_dp_views"]
-        if module.__dict__.pop("_dp_replicated_on", None) is not None:
-            hooks = module._load_state_dict_post_hooks
-            for key in [key for key, hook in hooks.items() if hook is tag_after_load]:
-                del hooks[key]

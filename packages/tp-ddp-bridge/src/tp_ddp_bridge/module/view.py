@@ -179,8 +179,3 @@ class ForwardScope:
 def in_forward() -> bool:
     """Return whether a bridged module is running in this thread."""
     return _forward.depth > 0
-
-
-def live_views() -> int:
-    """Return how many views are kept at this moment (0 outside any forward)."""
-    return len(_forward.views or ())

@@ -17,13 +17,31 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tp_ddp_bridge.layout import ReplicatedOn, tag_leaf, tag_replicated
+from tp_ddp_bridge._shared.problems import PlanError, Problem
+from tp_ddp_bridge.layout import ReplicatedOn, bridge_tag, is_local_shard, tag_leaf, tag_replicated
 from tp_ddp_bridge.module.eager import eager_view
+from tp_ddp_bridge.module.loading import ShardingStateDict, run_pre_hooks_first
 from tp_ddp_bridge.module.view import ForwardScope, View, in_forward
-from tp_ddp_bridge.state_dict.loading import ShardingStateDict, run_pre_hooks_first
 
 _scope = ForwardScope()
 _classes: weakref.WeakValueDictionary[tuple[type, tuple[str, ...]], type] = weakref.WeakValueDictionary()
+
+
+class LeafTable(dict[str, Any]):
+    """``_parameters`` of a module below a bridged root: refuses that a leaf's place is taken past ``nn.Module``.
+
+    Handles of what sharded the model write full parameters here, with the attributes of those that stand here.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        present = self.get(name)
+        if isinstance(present, nn.Parameter) and isinstance(value, nn.Parameter) and value is not present:
+            is_copy = bridge_tag(value) is not None and bridge_tag(value) is bridge_tag(present)
+            if is_copy or (value.shape != present.shape and is_local_shard(present) and bridge_tag(present) is None):
+                reason = "the call gives the module its full parameter, but the module is bridged to data parallelism"
+                hint = "undo in the reverse order: undo_dp_transform(module), then the undo() of what sharded it"
+                raise PlanError(Problem("parameter-replaced", name, found=reason, hint=hint))
+        super().__setitem__(name, value)
 
 
 class BridgedModule:
@@ -160,6 +178,19 @@ def view_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 def original_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a bridged module had."""
     return cast("type[nn.Module]", type(module).__mro__[2])  # view class, BridgedModule, the module's own
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo ``set_views`` of one module, and what makes it a root."""
+    if isinstance(module._parameters, LeafTable):
+        module.__dict__["_parameters"] = dict(module._parameters)
+    if isinstance(module, BridgedModule):
+        module.__class__ = original_class(module)  # type: ignore[assignment]  # a class of another module
+        del module.__dict__["_dp_views"]
+        if module.__dict__.pop("_dp_replicated_on", None) is not None:
+            hooks = module._load_state_dict_post_hooks
+            for key in [key for key, hook in hooks.items() if hook is tag_after_load]:
+                del hooks[key]
 
 
 def set_views(module: nn.Module, views: dict[str, View]) -> None:

@@ -1,7 +1,7 @@
-"""Optimizers of models with local shards: tried on a small tensor before they step, and looked through for groups.
+"""Optimizers of models with local shards, at their steps.
 
-The trial is that of `_shared/elementwise`. It happens once for each optimizer that holds shards, at its first step
-(torch's global step pre-hook) or in ``check_optimizer``.
+Each is tried on a small tensor before its first step, as in ``check_optimizer`` (see ``_shared/elementwise``). At steps
+1, 2, 4, 8, ... ranks compare the gradients that they have in common.
 """
 
 from __future__ import annotations
@@ -9,19 +9,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tp_ddp_bridge._shared.consensus import named_collective
 from tp_ddp_bridge._shared.elementwise import elementwise_problems
-from tp_ddp_bridge._shared.problems import Problem, raise_problems
+from tp_ddp_bridge._shared.problems import PlanError, Problem, raise_problems
 from tp_ddp_bridge._shared.stale_parameters import is_stale
-from tp_ddp_bridge.layout import is_local_shard, layout_of
+from tp_ddp_bridge.layout import is_local_shard, layout_of, tensor_groups
 
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+"""Number of parameters and of steps that were seen."""
+
+_LAST = 1024
+"""The last step at which gradients are compared."""
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -49,32 +55,75 @@ def shard_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tensor], bo
 
 
 @functools.cache
-def check_at_first_step() -> None:
-    """From now on try each optimizer that holds local shards at its first step; installed once for the process."""
+def check_steps() -> None:
+    """From now on check each optimizer that holds local shards at its steps; installed once for the process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:  # groups only grow
-        return
-    raise_problems(shard_problems(optimizer, is_local_shard), f"{type(optimizer).__name__} cannot work on shards")
-    _checked[optimizer] = count
+    parameters = list(parameters_of(optimizer))
+    if torch.compiler.is_compiling() or any(is_stale(each) for each in parameters):
+        return  # a stale parameter raises in the step
+    count, step = _checked.get(optimizer, (0, 0))
+    if count != len(parameters):  # groups only grow
+        raise_problems(shard_problems(optimizer, is_local_shard), f"{type(optimizer).__name__} cannot work on shards")
+        if getattr(optimizer, "is_elementwise", None) is True:  # the user's word, for norms of shards as well
+            for parameter in parameters:
+                vars(parameter).pop("norm", None)
+    _checked[optimizer] = len(parameters), step + 1
+    if is_zero_optimizer(optimizer):  # its inner optimizer holds other parameters on each rank, on some none
+        _checked.setdefault(cast(Any, optimizer).optim, (0, _LAST))
+    # A norm that exceeds its limit does so early, and a scheduler's period is seldom a power of two.
+    if (step + 1) & step == 0 and step < _LAST and any(map(is_local_shard, parameters)):
+        _compare_replicated_gradients(parameters)
+
+
+def _compare_replicated_gradients(parameters: list[torch.Tensor]) -> None:
+    """Raise on all ranks of a tensor-parallel group that scaled a common gradient differently, as torch's clip does."""
+    for group in tensor_groups(parameters, sharded=True):
+        ranks = dist.get_process_group_ranks(group)
+        replicated = [each for each in parameters if _is_replicated_over(each, ranks)]
+        norms = torch.stack([_norm(each) for each in replicated]) if replicated else None
+        if norms is None or norms.is_meta or type(norms) is not torch.Tensor:
+            continue  # fake tensors have no values
+        rows = [torch.empty_like(norms) for _ in ranks]
+        with named_collective("the comparison of gradients at an optimizer's step"):
+            dist.all_gather(rows, norms, group=group)
+        table = torch.stack(rows)  # ranks x parameters
+        spread, largest = table.amax(0) - table.amin(0), table.amax(0)
+        # Ranks may sum in another order. Norms far below the others are rounding alone.
+        unequal = (spread > 1e-3 * largest) & (largest > 1e-5 * largest.max())
+        for index in unequal.nonzero().flatten().tolist():
+            reason = f"gradient norms {table[:, index].tolist()} on ranks {ranks}, where all hold the same parameter"
+            hint = "clip with tp_ddp_bridge.clip_grad_norm_: torch's takes the norm of one rank's shards"
+            shape = tuple(replicated[index].shape)
+            raise PlanError(Problem("gradients-differ", f"a parameter of shape {shape}", found=reason, hint=hint))
+
+
+def _norm(parameter: torch.Tensor) -> torch.Tensor:
+    grad = parameter.grad
+    if grad is None or isinstance(grad, DTensor) or grad.layout != torch.strided:
+        return torch.zeros((), device=parameter.device)
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(grad.detach(), dtype=dtype)
+    return norm.float()
+
+
+def _is_replicated_over(parameter: torch.Tensor, ranks: list[int]) -> bool:
+    layout = layout_of(parameter)
+    return layout is not None and any(
+        placement.is_replicate() and dist.get_process_group_ranks(layout.mesh.get_group(axis)) == ranks
+        for axis, placement in enumerate(layout.placements)
+    )
 
 
 def _zero_group_problems(optimizer: Any) -> Iterator[Problem]:
     group = set(dist.get_process_group_ranks(optimizer.process_group))
     mixed = [index for index, each in enumerate(parameters_of(optimizer)) if len(group & _shard_ranks(each)) > 1]
     if mixed:
-        yield Problem(
-            "mesh-mismatch",
-            "optimizer: ZeroRedundancyOptimizer",
-            found=f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters "
-            f"{mixed}",
-            hint="give it the data-parallel group: process_group=ddp.process_group",
-        )
+        reason = f"its process_group runs over ranks {sorted(group)}, which hold different shards of parameters {mixed}"
+        hint = "give it the data-parallel group: process_group=ddp.process_group"
+        yield Problem("mesh-mismatch", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint)
 
 
 def _shard_ranks(parameter: torch.Tensor) -> set[int]:

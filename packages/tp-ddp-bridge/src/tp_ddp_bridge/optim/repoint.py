@@ -45,13 +45,10 @@ def repointing_problems(
     problems: list[Problem] = []
     for optimizer in optimizers:
         if is_zero_optimizer(optimizer) and any(map(is_replaced, parameters_of(optimizer))):
+            reason = "its partition and flat buffers hold the parameters that are about to be replaced"
+            hint = "build it after the module has been bridged (or undone)"
             problems.append(
-                Problem(
-                    "unsupported-wrapper",
-                    "optimizers: ZeroRedundancyOptimizer",
-                    found="its partition and flat buffers hold the parameters that are about to be replaced",
-                    hint="build it after the module has been bridged (or undone)",
-                )
+                Problem("unsupported-wrapper", "optimizers: ZeroRedundancyOptimizer", found=reason, hint=hint)
             )
         problems += shard_problems(optimizer, is_sharded)
     return problems
@@ -118,25 +115,18 @@ def check_optimizer(module: nn.Module, optimizer: Optimizer) -> int:
         hint = "the order is check_optimizer(module, optimizer)"
         raise PlanError(Problem("wrong-type", "optimizer", found=type(optimizer).__name__, hint=hint))
     parameters = list(parameters_of(optimizer))
+    reason = "the optimizer holds a parameter that the bridge replaced"
+    hint = "pass the optimizer as optimizers=, or build it from module.parameters() again"
     problems = [
-        Problem(
-            "parameter-replaced",
-            f"parameter {index}",
-            found="the optimizer holds a parameter that the bridge replaced",
-            hint="pass the optimizer as optimizers=, or build it from module.parameters() again",
-        )
+        Problem("parameter-replaced", f"parameter {index}", found=reason, hint=hint)
         for index, parameter in enumerate(parameters)
         if is_stale(parameter)
     ]
     ids = {id(parameter) for parameter in parameters}
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    reason, hint = "it trains, but the optimizer does not hold it", "add it to a group, or freeze it"
     problems += [
-        Problem(
-            "not-in-optimizer",
-            name,
-            found="it trains, but the optimizer does not hold it",
-            hint="add it to a group, or freeze it",
-        )
+        Problem("not-in-optimizer", name, found=reason, hint=hint)
         for name, parameter in trainable
         if id(parameter) not in ids
     ]

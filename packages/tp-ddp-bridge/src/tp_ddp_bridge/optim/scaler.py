@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from tp_ddp_bridge._shared.consensus import named_collective
+from tp_ddp_bridge._shared.problems import own_errors
 from tp_ddp_bridge._torch_compat import LocalGradScaler
-from tp_ddp_bridge.layout import layout_of
+from tp_ddp_bridge.layout import tensor_groups
 from tp_ddp_bridge.optim.elementwise import parameters_of
 
 
@@ -25,6 +26,11 @@ class GradScaler(LocalGradScaler):
     already.
     """
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale."""
+        with own_errors():  # of a parameter that another package marked as stale
+            super().unscale_(optimizer)
+
     def _reduce_found_inf(self, optimizer: Optimizer, found_inf: dict[torch.device, torch.Tensor]) -> None:
         """Let every rank take the verdict of all shards.
 
@@ -33,28 +39,14 @@ class GradScaler(LocalGradScaler):
             found_inf: For each device a 0-dim float, 1.0 for an infinity or NaN; changed in place.
         """
         parameters = list(parameters_of(optimizer))
-        groups = _sharded_groups(parameters)
+        groups = tensor_groups(parameters, sharded=True)
         if not groups:
             return
         verdict = torch.zeros((), device=parameters[0].device)
         for local in found_inf.values():
             verdict = torch.maximum(verdict, local.to(verdict.device))
-        for group in groups.values():
+        for group in groups:
             with named_collective("GradScaler: the verdict on infinite gradients"):
                 dist.all_reduce(verdict, op=dist.ReduceOp.MAX, group=group)
         for local in found_inf.values():
             local.copy_(verdict)  # stays on the device: no synchronization
-
-
-def _sharded_groups(parameters: list[torch.Tensor]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Return every group that a parameter is sharded over, in the order of parameters and of their mesh's axes.
-
-    That order is the same on all ranks; an order by rank numbers is not.
-    """
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for parameter in parameters:
-        layout = layout_of(parameter)
-        for axis in () if layout is None else layout.sharded_axes():
-            group = layout.mesh.get_group(axis)  # type: ignore[union-attr]  # no axes without a layout
-            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    return groups

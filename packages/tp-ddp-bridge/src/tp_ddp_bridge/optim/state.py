@@ -23,7 +23,7 @@ from tp_ddp_bridge._shared.stale_parameters import is_stale
 from tp_ddp_bridge._torch_compat import local_of
 from tp_ddp_bridge.layout import is_replicated_tag, layout_of
 from tp_ddp_bridge.optim.elementwise import is_zero_optimizer, parameters_of
-from tp_ddp_bridge.state_dict.sections import SectionedTensor
+from tp_ddp_bridge.optim.sections import SectionedTensor
 
 HAS_STATE = "has_state"
 
@@ -83,16 +83,8 @@ def optimizer_state_to_local(module: nn.Module, optimizer: Optimizer, state_dict
     saved: Mapping[str, Mapping[str, Any]] = state_dict["state"]
     problems = list(_group_problems(names, optimizer, state_dict["param_groups"]))
     aliases = {alias for all_names in names.values() for alias in all_names}
-    problems += [
-        Problem(
-            "model-mismatch",
-            fqn,
-            found="state of a parameter that the optimizer does not hold",
-            hint="load it into the model it is of",
-        )
-        for fqn in saved
-        if fqn not in aliases
-    ]
+    reason, hint = "state of a parameter that the optimizer does not hold", "load it into the model it is of"
+    problems += [Problem("model-mismatch", fqn, found=reason, hint=hint) for fqn in saved if fqn not in aliases]
     without_state = {
         fqn
         for group in state_dict["param_groups"]
@@ -118,14 +110,9 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
     """Return all names of every parameter; raise if the optimizer holds others."""
     problems = []
     if is_zero_optimizer(optimizer):
-        problems.append(
-            Problem(
-                "unsupported-wrapper",
-                "optimizer: ZeroRedundancyOptimizer",
-                found="each rank has the state of its own shard only",
-                hint="consolidate_state_dict() it, or checkpoint a plain optimizer",
-            )
-        )
+        reason = "each rank has the state of its own shard only"
+        hint = "consolidate_state_dict() it, or checkpoint a plain optimizer"
+        problems.append(Problem("unsupported-wrapper", "optimizer: ZeroRedundancyOptimizer", found=reason, hint=hint))
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     names: dict[torch.Tensor, list[str]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
@@ -133,17 +120,12 @@ def _names(module: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, list[s
     for index, each in enumerate(parameters_of(optimizer)):
         if each in names:
             continue
-        stale = is_stale(each)
-        problems.append(
-            Problem(
-                "parameter-replaced" if stale else "parameter-not-in-module",
-                f"optimizer parameter {index} of shape {tuple(each.shape)}",
-                found="it was replaced" if stale else "it is not in the module",
-                hint="pass the optimizer as optimizers="
-                if stale
-                else "pass the module that holds all of the optimizer's parameters",
-            )
-        )
+        code, reason = "parameter-not-in-module", "it is not in the module"
+        hint = "pass the module that holds all of the optimizer's parameters"
+        if is_stale(each):
+            code, reason, hint = "parameter-replaced", "it was replaced", "pass the optimizer as optimizers="
+        name = f"optimizer parameter {index} of shape {tuple(each.shape)}"
+        problems.append(Problem(code, name, found=reason, hint=hint))
     raise_problems(problems, "the optimizer does not fit the module")
     return names
 
@@ -179,12 +161,9 @@ def _shape_problems(fqn: str, parameter: torch.Tensor, values: Mapping[str, Any]
     shape = parameter.shape if layout is None else layout.shape
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dim() and value.shape != shape:
-            yield Problem(
-                "shape-mismatch",
-                f"{fqn}.{key}",
-                found=f"shape {tuple(value.shape)}, the parameter has the global shape {tuple(shape)}",
-                hint="load DTensors or full tensors, not one rank's shard",
-            )
+            reason = f"shape {tuple(value.shape)}, the parameter has the global shape {tuple(shape)}"
+            hint = "load DTensors or full tensors, not one rank's shard"
+            yield Problem("shape-mismatch", f"{fqn}.{key}", found=reason, hint=hint)
 
 
 def _group_problems(
@@ -192,25 +171,18 @@ def _group_problems(
 ) -> Iterator[Problem]:
     own = optimizer.param_groups
     if len(own) != len(saved):
-        yield Problem(
-            "model-mismatch",
-            "param_groups",
-            found=f"{len(saved)} groups saved, {len(own)} here",
-            hint="build the same groups",
-        )
+        reason = f"{len(saved)} groups saved, {len(own)} here"
+        yield Problem("model-mismatch", "param_groups", found=reason, hint="build the same groups")
         return
     for index, (group, other) in enumerate(zip(own, saved, strict=True)):
         missing = [
             names[parameter][0] for parameter in group["params"] if not set(names[parameter]) & set(other["params"])
         ]
         if missing or len(group["params"]) != len(other["params"]):
-            yield Problem(
-                "model-mismatch",
-                f"param_groups[{index}]",
-                found=f"{len(other['params'])} parameters saved, {len(group['params'])} here, not among the saved: "
-                f"{', '.join(missing) or 'none'}",
-                hint="build the same groups of the same parameters",
-            )
+            counts = f"{len(other['params'])} parameters saved, {len(group['params'])} here"
+            reason = f"{counts}, not among the saved: {', '.join(missing) or 'none'}"
+            hint = "build the same groups of the same parameters"
+            yield Problem("model-mismatch", f"param_groups[{index}]", found=reason, hint=hint)
 
 
 def _numbered(optimizer: Optimizer, saved: list[Mapping[str, Any]]) -> list[dict[str, Any]]:

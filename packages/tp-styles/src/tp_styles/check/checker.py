@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cache
@@ -17,34 +18,35 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 
+from tp_styles._shared.execution_check import Compared, Precision, random_state_restored
+from tp_styles._shared.norms import BRIDGE_TAGS
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed, outside_of_tracing
+from tp_styles._torch_compat import dispatch_modes, is_compiling, is_fake, is_transformed
 from tp_styles.check import IN_FLOAT64, IN_ORIGINAL
 from tp_styles.check.compare import Comparison, Difference, cotangents
-from tp_styles.check.inputs import Inputs, Layouts, NotReady, is_close
-from tp_styles.check.randomness import ConstantRandomness, Precision, generators_restored
+from tp_styles.check.inputs import Inputs, Mode, NotReady, is_close
+from tp_styles.check.randomness import ConstantRandomness
 from tp_styles.check.runs import GradientsAside, Original, Run, full_numel, has_fsdp_below
 from tp_styles.plan.planned import TPPlan
 from tp_styles.problems import CheckError, PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.forwards import Forward
-from tp_styles.runtime.parameters import agreed_values
+from tp_styles.runtime.parameters import ShardParameter, agreed_values
+from tp_styles.runtime.rng import default_generator
 from tp_styles.values.spec import is_below
 
 Check = Literal["first", "always", "never"]
-Mode = tuple[bool, bool]
-"""True if a module trains, and whether gradients are recorded."""
-
 OFTEN = 8
 """Changes at one place of a model that are checked one by one; later ones at powers of two: a loop may make them."""
+
+ALIKE = "its inputs are all alike, so that mistakes may not show; the next call with others is checked"
 
 FLOAT64_LIMIT = 2**26
 """Elements of full parameters up to which both runs are made in float64, where no rounding hides a mistake."""
@@ -69,12 +71,14 @@ class Verdict:
         differences: Values that are not equal.
         is_closed: Full outputs, which a region around this one may take for the original's.
         failure: The error that ended it before all was compared.
+        compared: Counts of what was compared.
     """
 
     stage: Stage = Stage.NOTHING
     differences: list[Difference] = field(default_factory=list)
     is_closed: bool = False
     failure: str = ""
+    compared: Compared = field(default_factory=Compared)
 
     def failed(self, failure: str) -> Verdict:
         """Return the verdict with the error that ended it."""
@@ -94,11 +98,11 @@ class Scope:
         inside: Scopes within it.
         declared: Argument name -> layout that a style on the module itself declares.
         names: Names of the module's positional arguments.
-        input_dims: Dims that styles inside declare incoming activations to be sharded on.
+        inner_dims: Dims on which styles inside, but none on the module, declare incoming activations to be sharded.
         has_partial_output: A style inside leaves a partial sum.
         unstyled: FQNs of parameters that no style speaks of.
         verified: Modes in which the sharded module was found equal to the original, from full inputs to full outputs.
-        done: Modes in which it was checked, or could not be.
+        done: Modes in which it was checked, or could not be -> elements of the largest input.
         not_in_float64: Modes that cannot be compared within a run in float64: they wait for one in their own type.
     """
 
@@ -108,11 +112,11 @@ class Scope:
     inside: list[Scope] = field(default_factory=list)
     declared: dict[str, Placement] = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    input_dims: tuple[int, ...] = ()
+    inner_dims: tuple[int, ...] = ()
     has_partial_output: bool = False
     unstyled: frozenset[str] = frozenset()
     verified: set[Mode] = field(default_factory=set)
-    done: set[Mode] = field(default_factory=set)
+    done: dict[Mode, int] = field(default_factory=dict)
     not_in_float64: set[Mode] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -148,16 +152,15 @@ class Checker:
         self.may_leave = may_leave
         self.names = {module: name for name, module in model.named_modules()}
         self.planned = frozenset(name for name, _ in model.named_parameters())
-        self.results: dict[tuple[str, Mode], str] = {}
+        self.results: dict[tuple[str, Mode], tuple[str, Compared]] = {}
         self.failure = ""
+        self.failures: list[tuple[str, bool]] = []
         self.failed_by_plan = False
         self.entered: list[nn.Module] = []
         self.has_compared_replicas = False
         self.scopes: list[Scope] = []
         self.standing = dict(self.names)  # as of the last check: the model may have changed since the plan
         self.changes: Counter[tuple[int, str]] = Counter()
-        # Text: the compiler guards it, and would make a number that changes a symbol.
-        self.structure = "0 changes"
         _watch(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -173,27 +176,35 @@ class Checker:
         count = self.changes[id(module), name]
         if count > OFTEN and count & (count - 1):
             return
-        self.structure = f"{int(self.structure.split()[0]) + 1} changes"
         self.has_compared_replicas = False
         for scope in self.scopes:
-            for modes in (scope.done, scope.verified, scope.not_in_float64):
-                modes.clear()
+            scope.done.clear()
+            scope.verified.clear()
+            scope.not_in_float64.clear()
+
+    def forget_mode(self, mode: Mode) -> None:
+        """Check a mode again, the regions too."""
+        for scope in self.scopes:
+            scope.done.pop(mode, None)
+            scope.verified.discard(mode)
 
     def report(self) -> list[str]:
-        """Lines on what was found equal, and on what was not compared."""
+        """Lines on what was found equal, with counts, and on what was not compared."""
         lines = []
-        for (name, (training, with_gradients)), reason in self.results.items():
+        for (name, (training, with_gradients)), (reason, compared) in self.results.items():
             mode = f"{'training' if training else 'evaluation'}, {'with' if with_gradients else 'without'} gradients"
-            lines.append(
-                f"check of {name} ({mode}): " + (f"unchecked: {reason}" if reason else "equal to the original")
-            )
-        return lines
+            outcome = f"unchecked: {reason}" if reason else f"equal to the original ({compared})"
+            lines.append(f"check of {name} ({mode}): {outcome}")
+        seen = {name for name, _ in self.results}
+        return lines + [
+            f"check of {scope}: unchecked: never entered" for scope in self.scopes if seen and str(scope) not in seen
+        ]
 
     def __call__(self, hook: CheckHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check one call of a scope, before it happens.
 
         Raises:
-            StyleInputError: The root's inputs differ between the ranks.
+            StyleInputError: The root's inputs, modes or generators differ between the ranks.
             CheckError: The sharded module is not equal to the original; on every rank.
         """
         if is_compiling() or IN_ORIGINAL.get() or is_transformed() or self.axis.size == 1:
@@ -205,24 +216,35 @@ class Checker:
         if IN_FLOAT64.get() and mode in scope.not_in_float64:
             return
         try:
-            inputs = Inputs(args, kwargs, self.axis, scope.declared, scope.names, scope.input_dims)
+            inputs = Inputs(args, kwargs, self.axis, mode, scope.declared, scope.names, scope.inner_dims)
         except NotReady as error:  # the next call may have an empty cache
-            self.results[str(scope), mode] = str(error)
+            self.results[str(scope), mode] = str(error), Compared()
             return
-        if scope.is_root and not self.is_staged and not self.has_compared_replicas:
+        is_root = scope.is_root and not self.is_staged
+        if is_root and not self.has_compared_replicas:
             self._compare_replicas(scope)
             self.has_compared_replicas = True
-        hypotheses = inputs.hypotheses()
-        if scope.is_root and inputs.differ and not hypotheses and not self.is_staged:
+        if is_root and inputs.differ and not scope.inner_dims:
             raise StyleInputError(_different(scope, inputs))
+        unchecked = ""
         if has_fsdp_below(scope.module):
             # FSDP2's hooks would gather and reduce within both runs. Regions inside its units are checked in the call.
-            self.results[str(scope), mode] = "FSDP2 shards modules inside; regions within them are checked"
+            unchecked = "FSDP2 shards modules inside; regions within them are checked"
+        elif inputs.differ or (scope.inner_dims and not scope.is_root and not inputs.has_shards):
+            unchecked = "its inputs are shards, and no style on the module declares how: PrepareModuleInput does"
+        if unchecked:
+            self.results[str(scope), mode] = unchecked, Compared()
+            if is_root and inputs.differ:
+                warnings.warn(f"{scope}: the sharded model is not checked: {unchecked}", stacklevel=4)
             is_final = True
         else:
-            is_final = self._check(hook, inputs, hypotheses, mode) or not IN_FLOAT64.get()
-        # What raised is checked again by the next call.
-        (scope.done if is_final else scope.not_in_float64).add(mode)
+            is_final = self._check(hook, inputs, mode) or not IN_FLOAT64.get()
+            if scope.is_root and self.results[str(scope), mode][0] == ALIKE:
+                return  # the next call is checked
+        if is_final:  # what raised is checked again by the next call
+            scope.done[mode] = largest_input(args, kwargs)
+        else:
+            scope.not_in_float64.add(mode)
 
     def _compare_replicas(self, scope: Scope) -> None:
         """Compare parameters that no style speaks of: nothing has made them equal on all ranks.
@@ -249,40 +271,30 @@ class Checker:
                 for one in found
             )
 
-    def _check(self, hook: CheckHook, inputs: Inputs, hypotheses: list[Layouts], mode: Mode) -> bool:
-        """Compare under one layout after the other; False if neither run could be compared with the other."""
-        scope = hook.scope
-        key = (str(scope), mode)
-        # Reasons stay visible in the report. A region that is unchecked by itself is still a part of the root's runs.
-        self.results[key] = "inputs differ between the ranks, and no style declares how" if not hypotheses else ""
-        differences: list[Difference] = []
-        failed: Verdict | None = None
-        for layouts in hypotheses:
-            verdict = self._verdict(hook, inputs, layouts, mode)
-            if verdict.differences:
-                differences = differences or verdict.differences
-            elif verdict.stage >= Stage.OUTPUTS:
-                self.results[key] = verdict.failure
-                if verdict.stage == Stage.ALL:
-                    if verdict.is_closed and not any(isinstance(layout, Shard) for layout in layouts):
-                        scope.verified.add(mode)
-                elif scope.is_root and verdict.stage == Stage.SHARDED_BACKWARD:
-                    _warn(scope, verdict, "gradients of the sharded model are")
-                return True
-            else:
-                failed = failed or verdict
-        if scope.is_root and inputs.differ and not self.is_staged:  # the likely cause stands first
-            raise StyleInputError([*_different(scope, inputs), *_problems(scope, differences)])
-        if differences:
-            raise CheckError(_problems(scope, differences))
-        if failed is not None:
-            self.results[key] = failed.failure
-            if (
-                scope.is_root and not self.is_staged and failed.stage == Stage.SHARDED
-            ):  # else the call itself will raise
-                self._refuse_late_modules(scope, failed)
-                _warn(scope, failed, "the sharded model is")
-        return failed is None
+    def _check(self, hook: CheckHook, inputs: Inputs, mode: Mode) -> bool:
+        """Compare; False if the two runs could not be compared."""
+        scope, key = hook.scope, (str(hook.scope), mode)
+        verdict, constant = self._verdict(hook, inputs, mode, noise=inputs.has_noise), inputs.is_constant
+        if inputs.has_noise and (verdict.stage < Stage.ALL or any(d.kind == "raises" for d in verdict.differences)):
+            verdict, constant = self._verdict(hook, inputs, mode, noise=False), True
+        if verdict.differences:
+            raise CheckError(_problems(scope, verdict.differences))
+        reason = verdict.failure
+        if verdict.stage >= Stage.OUTPUTS:
+            if not reason and not verdict.compared:
+                reason = "its forward returns and keeps no tensors that could be compared"
+            elif not reason and constant:
+                reason = ALIKE
+            if verdict.stage == Stage.ALL and verdict.is_closed and not inputs.has_shards:
+                scope.verified.add(mode)
+        self.results[key] = reason, verdict.compared
+        if scope.is_root and not self.is_staged and verdict.stage == Stage.SHARDED:  # else the call itself will raise
+            self._refuse_late_modules(scope, verdict)
+        # A staged part may be no module of its own on full weights: other calls complete it.
+        if scope.is_root and reason and verdict.stage >= (Stage.SHARDED_BACKWARD if self.is_staged else Stage.SHARDED):
+            subject = "gradients" if verdict.stage == Stage.SHARDED_BACKWARD else "outputs"
+            warnings.warn(f"{scope}: {subject} of the sharded model are not checked: {reason}", stacklevel=5)
+        return verdict.stage >= Stage.OUTPUTS
 
     def _refuse_late_modules(self, scope: Scope, verdict: Verdict) -> None:
         """Refuse a model that cannot be compared and has layers that the plan never saw: adapters, mostly.
@@ -300,17 +312,17 @@ class Checker:
 
     # ------------------------------------------------------------------ both runs
 
-    def _verdict(self, hook: CheckHook, inputs: Inputs, layouts: Layouts, mode: Mode) -> Verdict:
+    def _verdict(self, hook: CheckHook, inputs: Inputs, mode: Mode, *, noise: bool) -> Verdict:
         """Compare both runs in the first way in which they can be made; the same verdict on every rank."""
         small = sum(full_numel(p) for p in hook.scope.module.parameters()) <= FLOAT64_LIMIT
         best = Verdict()
         # Code may take one type only. Within a run in float64 that is left to the run around it in its own type.
         inside = IN_FLOAT64.get()
         for dtype in (torch.float64,) if inside else (torch.float64, None) if small else (None,):
-            verdict = self._compared(hook, inputs, layouts, mode, dtype, everywhere=False)
+            verdict = self._compared(hook, inputs, mode, dtype, noise=noise, small=small, everywhere=False)
             if Stage.OUTPUTS <= verdict.stage < Stage.ALL:
                 # A re-entrant checkpoint refuses to be asked for the gradients of chosen leaves.
-                verdict = self._compared(hook, inputs, layouts, mode, dtype, everywhere=True)
+                verdict = self._compared(hook, inputs, mode, dtype, noise=noise, small=small, everywhere=True)
             if verdict.stage == Stage.ALL:
                 return verdict
             best = verdict if verdict.stage >= best.stage else best
@@ -320,10 +332,11 @@ class Checker:
         self,
         hook: CheckHook,
         inputs: Inputs,
-        layouts: Layouts,
         mode: Mode,
         dtype: torch.dtype | None,
         *,
+        noise: bool,
+        small: bool,
         everywhere: bool,
     ) -> Verdict:
         scope = hook.scope
@@ -333,47 +346,111 @@ class Checker:
             self.may_leave or not scope.is_root,
             only_first=not scope.is_root,
         )
-        verdict = Verdict()
+        verdict = Verdict(compared=comparison.compared)
         with ExitStack() as stack:
-            mode_of_runs = stack.enter_context(self._isolated())
+            constants = stack.enter_context(self._isolated())
             # Of the whole root: parameters outside of a region may be reached from within it.
             leaves = (p for module in self.standing for p in module._parameters.values() if p is not None and p.is_leaf)
             others = stack.enter_context(GradientsAside(p for p in leaves if p.requires_grad)) if everywhere else None
-            ours = self.agreed(lambda: inputs.copies(layouts, dtype, full=False))
-            wanted = self.agreed(lambda: inputs.copies(layouts, dtype, full=True))
-            sharded = self.agreed(lambda: self._run(scope, ours, dtype, hook, original=False, mode=mode))
+            ours = self.agreed(lambda: inputs.copies(dtype, full=False, noise=noise))
+            wanted = self.agreed(lambda: inputs.copies(dtype, full=True, noise=noise))
+            constants.epsilon = 0.0
+            if ours is None or wanted is None:
+                return verdict.failed(self.failure)
+
+            def run(*, original: bool) -> Run | None:
+                copies = wanted if original else ours
+                result: Run | None = self.agreed(
+                    lambda: self._run(scope, copies, dtype, hook, constants, original=original, mode=mode, small=small)
+                )
+                return result
+
+            # The original of a small scope goes first. It holds no collectives: an error on one rank alone reaches all,
+            # where it would leave the others waiting in the sharded run. A large scope's leaves verified regions
+            # sharded, which the sharded run verifies.
+            reference = run(original=True) if small else None
+            original_failure = self.failure
+            if small and reference is None:
+                self._raise_lone_error(scope)
+                if dtype is not None:
+                    return verdict.failed(original_failure)
+            sharded = run(original=False)
             failure, place = self.failure, self._place()
-            if wanted is None or (sharded is None and (dtype is not None or self.failed_by_plan)):
+            if sharded is None and (dtype is not None or self.failed_by_plan):
                 return verdict.failed(failure)
-            reference = self.agreed(lambda: self._run(scope, wanted, dtype, hook, original=True, mode=mode))
+            if not small:
+                reference = run(original=True)
+                original_failure = self.failure
             if sharded is None:
                 if reference is not None:
                     verdict.differences = self.union([Difference("raises", place, math.inf, failure)])
                 return verdict.failed(failure)
             verdict.stage = Stage.SHARDED
             if reference is None:
-                return verdict.failed(self.failure)
+                return verdict.failed(original_failure)
+            if scope.is_root and not self.is_staged and mode[0] and constants.has_drawn:
+                self._compare_generators(scope)
             verdict.stage = Stage.OUTPUTS
-            comparison.tolerance = self.tolerance(mode_of_runs)
+            comparison.tolerance = self.tolerance(constants)
             found, outputs = comparison.outputs(sharded, reference)
             verdict.differences = self.union(found)
-            verdict.is_closed = len(outputs) > 0 and all(output.layout == "full" for output in outputs)
+            full = [output.layout == "full" for output in outputs if output.is_output]
+            verdict.is_closed = len(full) > 0 and all(full)
             if not verdict.differences and mode[1]:
                 (ones, starts), (its, its_starts) = cotangents(outputs, self.axis)
                 if ones:
                     with self._original():  # a checkpoint runs forwards again
-                        if not self.agreed(lambda: (sharded.backward(ones, starts, ours.leaves, others), True)):
+                        if not self.agreed(lambda: sharded.backward(ones, starts, ours.leaves, others)):
                             return verdict.failed(self.failure)
                         verdict.stage = Stage.SHARDED_BACKWARD
-                        if not self.agreed(lambda: (reference.backward(its, its_starts, wanted.leaves, others), True)):
+                        if not self.agreed(lambda: reference.backward(its, its_starts, wanted.leaves, others)):
                             return verdict.failed(self.failure)
-                    comparison.tolerance = 10 * self.tolerance(mode_of_runs)  # gradients are sums over the batch
+                    comparison.tolerance = 10 * self.tolerance(constants)  # gradients are sums over the batch
                     verdict.differences = self.union(comparison.gradients(sharded, reference, ours, wanted))
             verdict.stage = Stage.ALL
             verdict.differences = verdict.differences or self.union(comparison.buffers(sharded, reference))
         return verdict
 
-    def _run(self, scope: Scope, copies: Any, dtype: Any, hook: CheckHook, *, original: bool, mode: Mode) -> Run:
+    def _raise_lone_error(self, scope: Scope) -> None:
+        """Raise on all ranks what the original has raised on some of them.
+
+        Raises:
+            CheckError: It raised on some ranks only.
+        """
+        if all(text for text, _ in self.failures):
+            return
+        hint = "a rank's own error: the others would wait for it"
+        raise CheckError(
+            Problem("check-raises", str(scope), found=f"the original on rank {rank}: {text}", hint=hint)
+            for rank, (text, _) in enumerate(self.failures)
+            if text
+        )
+
+    def _compare_generators(self, scope: Scope) -> None:
+        """Compare the default generators of the ranks.
+
+        Raises:
+            StyleInputError: They differ, and the model draws; on every rank.
+        """
+        generator = default_generator(torch.device(self.axis.mesh.device_type))
+        digest = hashlib.sha256(generator.get_state().numpy().tobytes()).hexdigest()
+        if len(set(self.axis.all_gather_objects(digest, "the check"))) > 1:
+            found = "the model draws random numbers in training, from other states on each rank"
+            hint = "seed all ranks of a tensor-parallel group alike: torch.manual_seed(seed + data_parallel_rank)"
+            raise StyleInputError(Problem("ranks-disagree", f"{scope} generators", found=found, hint=hint))
+
+    def _run(
+        self,
+        scope: Scope,
+        copies: Any,
+        dtype: Any,
+        hook: CheckHook,
+        constants: Precision,
+        *,
+        original: bool,
+        mode: Mode,
+        small: bool,
+    ) -> Run:
         others = self._checkers_below(scope.module)
         originals = [one for checker in (*others, self) for one in (*checker.originals, *checker.successors())]
         reverted = {one.module for one in originals}
@@ -385,8 +462,10 @@ class Checker:
         }
         for inner in scope.inside:
             # What shares a parameter with modules outside of it is run as the original, too: its gradient is one sum.
-            if mode in inner.verified and not _shares(inner.module, scope.module):
+            if not small and mode in inner.verified and not _shares(inner.module, scope.module):
                 opaque.add(inner.module)
+        self.entered.clear()
+        epsilon = constants.epsilon  # gathering weights in their own type is no part of the run
         run = Run(
             scope.module,
             self.standing,
@@ -395,11 +474,13 @@ class Checker:
             originals=originals if original else None,
             opaque=frozenset(opaque if original else ()),
             skipped=hook,
+            entered=None if original else self.entered,
         )
+        constants.epsilon = epsilon
         token = IN_FLOAT64.set(IN_FLOAT64.get() or (dtype is not None and not original))
         try:
             # Both runs draw alike: Python's and NumPy's numbers are no operations of torch, which give constants.
-            with generators_restored(self.axis.mesh.device_type), self._original() if original else self._following():
+            with random_state_restored(), self._original() if original else nullcontext():
                 run.forward(copies.args, copies.kwargs)
         finally:
             IN_FLOAT64.reset(token)
@@ -410,24 +491,6 @@ class Checker:
         changed = {self.names[one.module]: one for one in self.originals if one.module in self.names}
         late = {module: changed.get(name) for module, name in self.standing.items() if module not in self.names}
         return [replace(one, module=new) for new, one in late.items() if one is not None and type(new) is one.kind]
-
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        """Afterwards `entered` lists the modules whose forwards an error has left, the innermost last."""
-        entered: list[nn.Module] = []
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            while entered and entered.pop() is not module:
-                pass  # a check inside has caught an error
-
-        before = register_module_forward_pre_hook(lambda module, args: entered.append(module))
-        after = register_module_forward_hook(leave)
-        try:
-            yield
-        finally:
-            self.entered = entered
-            before.remove()
-            after.remove()
 
     def _place(self) -> str:
         """The module in which the sharded run has raised, with the global shapes of its parameters."""
@@ -460,7 +523,7 @@ class Checker:
         """Nothing of the runs is left behind in generators, in autograd's hooks, or in autocast's cache."""
         kind, grad, modes = self.axis.mesh.device_type, torch.is_grad_enabled(), dispatch_modes()
         with ExitStack() as stack:
-            stack.enter_context(generators_restored(kind))
+            stack.enter_context(random_state_restored())
             if "torch._dynamo" in sys.modules:  # else nothing is compiled; blocks that are cannot run under a mode
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(torch.inference_mode(False))
@@ -490,8 +553,8 @@ class Checker:
             line, *more = str(error).splitlines() or [""]
             text = " ".join([f"{type(error).__name__}: {line}", *(more[:1] if line.endswith(":") else ())])
             failure = text, isinstance(error, PlanError)
-        failures = self.axis.all_gather_objects(failure, "the check")
-        first = next((one for one in failures if one[0]), None)
+        self.failures = self.axis.all_gather_objects(failure, "the check")
+        first = next((one for one in self.failures if one[0]), None)
         if first is not None:
             self.failure, self.failed_by_plan = first
             return None
@@ -513,20 +576,40 @@ _CHECKERS: WeakSet[Checker] = WeakSet()
 
 def _watch(checker: Checker) -> None:
     """Late modules and parameters (adapters, mostly) are met by no module's hook; to look in each call costs more."""
-    _watch_registrations()
+    watch_registrations()
     _CHECKERS.add(checker)
 
 
 @cache
-def _watch_registrations() -> None:
+def watch_registrations() -> None:
     register_module_module_registration_hook(_on_module)
     register_module_parameter_registration_hook(_on_parameter)
 
 
 def _on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if isinstance(module, DistributedDataParallel) and submodule is not None:
+        refuse_plain_ddp(submodule)
     for checker in [*_CHECKERS]:
         if module in checker.standing and submodule is not module._modules.get(name):
             checker.forget(module, name)
+
+
+def refuse_plain_ddp(module: nn.Module) -> None:
+    """Refuse `DistributedDataParallel` around shards: it would broadcast rank 0's, and reduce shards of other rows.
+
+    Raises:
+        PlanError: Parameters are shards, and no bridge has made leaves for them.
+    """
+    problems = [
+        Problem("mesh-mismatch", name, found="a shard inside of DistributedDataParallel", hint=USE_BRIDGE)
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, ShardParameter | DTensor) and not BRIDGE_TAGS & vars(parameter).keys()
+    ]
+    if problems:
+        raise PlanError(problems[:8])
+
+
+USE_BRIDGE = "tp_ddp_bridge makes leaves that DDP takes; or fully_shard on the data-parallel mesh"
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -551,25 +634,25 @@ class CheckHook:
         self.regions: list[CheckHook] = []
         self.key = -1
         self.before: list[int] = []
-        self.error: PlanError | None = None
-        self.outside_of_graphs: Callable[[tuple[Any, ...], dict[str, Any]], None] = self.check_again
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the call, if its mode is new."""
         if is_compiling():
-            # Read here, so that the compiler guards them: a hook is a graph of its own where the compiler begins at
-            # the module, or breaks before a module that changes; what guards nothing would hold for every mode.
-            guarded = module.training, self.checker.structure
-            if all(isinstance(value, Traceable) for value in (*args, *kwargs.values())) and (
-                _check_while_tracing(self, guarded, len(args), ",".join(kwargs), *args, *kwargs.values())
-            ):
-                self.outside_of_graphs(args, kwargs)
+            if self.scope.is_root:
+                _note_compiled(self, module.training)
             return
+        mode = module.training, torch.is_grad_enabled()
+        checked = self.scope.done.get(mode)
+        if self.scope.is_root and checked and not self.checker.is_staged and 2 * checked <= largest_input(args, kwargs):
+            self.checker.forget_mode(mode)  # a first batch of one token hides what depends on length
+            checked = None
         self.install_regions()
-        if (module.training, torch.is_grad_enabled()) not in self.scope.done or self.checker.always:
+        if checked is None or self.checker.always:
             self.checker(self, args, kwargs)
-        elif not self.scope.is_root and not IN_ORIGINAL.get():
-            self.remove()  # a steady step pays for the root's hook alone, which installs this one for a new mode
+        elif not self.scope.is_root and self.checker.scopes[0].done and not IN_ORIGINAL.get():
+            # A steady step pays for the root's hook alone, which installs this one for a new mode. Where the root's
+            # forward is not called (`encode()`), this one stays.
+            self.remove()
 
     def install_regions(self) -> None:
         """Put hooks back on regions that are not yet checked in their mode; the check around this one removes them."""
@@ -601,39 +684,29 @@ class CheckHook:
         self.remove()
         self.scope.module._forward_pre_hooks_with_kwargs.pop(self.key, None)
 
-    def check_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise what was found while a call was traced; check later calls of the compiled code until one is right."""
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
-        if (self.scope.module.training, torch.is_grad_enabled()) not in self.scope.done:
-            self.checker(self, args, kwargs)
-
-
-Traceable = torch.Tensor | bool | int | float | str | None
-"""Arguments that the compiler hands to a function that it runs while it traces."""
-
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's
-def _check_while_tracing(hook: CheckHook, guarded: tuple[bool, str], num_args: int, names: str, *values: Any) -> bool:
-    """Check the traced call with the values that it has; return True if an error waits to be raised.
+def _note_compiled(hook: CheckHook, training: bool) -> None:
+    """Report a mode that is compiled before it was checked; the compiler runs this once for each graph it traces."""
+    mode = training, torch.is_grad_enabled()
+    checker, scope = hook.checker, hook.scope
+    if mode in scope.done or IN_ORIGINAL.get() or (str(scope), mode) in checker.results:
+        return
+    checker.results[str(scope), mode] = f"compiled before its first call; {EAGER_CALL}", Compared()
+    warnings.warn(f"{scope}: compiled before its first call, so it is unchecked: {EAGER_CALL}", stacklevel=2)
 
-    The compiler runs this while it traces: eagerly, with real tensors, once for each graph.
-    """
-    if (guarded[0], torch.is_grad_enabled()) in hook.scope.done or IN_ORIGINAL.get():
-        return False
-    if any(isinstance(value, torch.Tensor) and is_fake(value) for value in values):  # export without a tracer of frames
-        return False
-    with outside_of_tracing():
-        try:
-            hook.install_regions()
-            hook.checker(hook, values[:num_args], dict(zip(names.split(","), values[num_args:], strict=bool(names))))
-        except PlanError as error:
-            # With `fullgraph=True` torch raises, and shows the reason; otherwise the graph breaks, and this is called.
-            hook.error = error
-            hook.outside_of_graphs = torch.compiler.disable(hook.check_again, reason=str(error))
-            return True
-    return False
+
+EAGER_CALL = 'call it once inside of torch.compiler.set_stance("force_eager")'
+"""Remedy for a compiled model: a checked call."""
+
+
+def largest_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Elements of the largest tensor among arguments; at least 1."""
+    largest = 1
+    for x in (*args, *kwargs.values()):  # a plain loop: a steady call asks, too
+        if isinstance(x, torch.Tensor) and x.numel() > largest:
+            largest = x.numel()
+    return largest
 
 
 def install_check(checker: Checker, scopes: list[Scope]) -> list[Callable[[], None]]:
@@ -664,12 +737,16 @@ def scopes_of(model: nn.Module, plan: TPPlan, regions: list[str]) -> list[Scope]
     for scope in scopes:
         below = [found for found in plan.modules if is_below(found.name, scope.name)]
         flows = [flow for found in below for _, flow in found.spec.inputs]
-        dims = {flow.src.dim for flow in flows if isinstance(flow.src, Shard)}
         own = next((found for found in below if found.name == scope.name), None)
         if own is not None:
             scope.declared = {name: flow.src for name, flow in own.spec.inputs}
             scope.names = own.info.arguments
-        scope.input_dims = tuple(sorted(dims, reverse=True))
+        # A row-wise layer's features come from the column-wise layer before it; other shards come in from outside.
+        dims = {
+            flow.src.dim for flow in flows if isinstance(flow.src, Shard) and (flow.src.dim, flow.dst) != (-1, flow.src)
+        }
+        if not any(isinstance(layout, Shard) for layout in scope.declared.values()):
+            scope.inner_dims = tuple(sorted(dims))
         outputs = [flow for found in below for flow in found.spec.outputs if flow is not None]
         scope.has_partial_output = any(flow.dst.is_partial() for flow in outputs)
         scope.unstyled = unstyled
@@ -688,15 +765,11 @@ def _shares(inner: nn.Module, outer: nn.Module) -> bool:
 # ---------------------------------------------------------------------------------------------- words
 
 
-def _warn(scope: Scope, verdict: Verdict, subject: str) -> None:
-    warnings.warn(f"{scope}: {subject} not checked against the original: {verdict.failure}", stacklevel=6)
-
-
 def _different(scope: Scope, inputs: Inputs) -> list[Problem]:
     hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler; where inputs are"
     hint += " shards, declare it: PrepareModuleInput(input_layouts=Shard(dim)) on the model"
     return [
-        Problem("ranks-disagree", f"{scope}({leaf.name})", found="other values on each rank", hint=hint)
+        Problem("ranks-disagree", f"{scope}({leaf.place.path})", found="other values on each rank", hint=hint)
         for leaf in inputs.differ
     ]
 
@@ -712,6 +785,8 @@ HINTS = {
     " ColwiseParallel(output_layouts=Replicate()) for the one before; RowwiseParallel(input_layouts=Replicate())"
     " for a full input; local sizes where code has numbers of its own",
     "buffer": "each rank updates it from its own shard",
+    "attribute": "the forward leaves it behind, computed from one rank's shard: compute it from full outputs, or reduce"
+    " it over the tensor-parallel ranks",
     "shard-leaves": "every rank would go on with its own features: output_layouts=Replicate() gives full outputs;"
     " output_layouts=Shard(-1) declares that shards are meant (vocab_parallel_cross_entropy takes them)",
 }

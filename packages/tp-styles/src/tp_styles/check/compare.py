@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tp_styles._shared.execution_check import Compared, relative_error
 from tp_styles._shared.sharding_info import sharding_info_of
-from tp_styles._torch_compat import tree_flatten
-from tp_styles.check.inputs import Copies
+from tp_styles.check.inputs import Copies, Place, tensors_in, varied
 from tp_styles.check.runs import Run
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import split_of
@@ -23,7 +22,7 @@ class Difference:
     """Something that is not equal in both runs.
 
     Attributes:
-        kind: `"raises"`, `"output"`, `"gradient"`, `"input-gradient"`, `"buffer"` or `"shard-leaves"`.
+        kind: `"raises"`, `"output"`, `"attribute"`, `"gradient"`, `"input-gradient"`, `"buffer"` or `"shard-leaves"`.
         name: Which one.
         error: The largest difference, relative to the largest value.
         detail: What else there is to say.
@@ -37,7 +36,7 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """Rules of comparing two runs.
+    """Rules of comparing two runs, and what was compared.
 
     Attributes:
         axis: The ranks.
@@ -45,6 +44,7 @@ class Comparison:
         may_leave: An output may be a shard in a plain tensor.
         only_first: Outputs other than the first may be anything: a region's own affair (attention weights of heads).
         tolerance: Greatest relative error.
+        compared: Counts.
     """
 
     axis: TPGroup
@@ -52,24 +52,34 @@ class Comparison:
     may_leave: bool
     only_first: bool
     tolerance: float = 0.0
+    compared: Compared = field(default_factory=Compared)
 
     def outputs(self, sharded: Run, reference: Run) -> tuple[list[Difference], list[Output]]:
-        """Differences of the outputs, and those outputs that gradients can start from."""
-        ours, wanted = tensors(sharded.output), tensors(reference.output)
-        shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for x in ours], "the check")
-        if any(len(other) != len(wanted) for other in shapes):
-            return [Difference("output", "structure", math.inf, f"{len(ours)} tensors, {len(wanted)} originally")], []
+        """Differences of outputs, and of what the runs have written to modules; those that gradients can start from."""
+        ours, wanted = [*tensors_in(sharded.output)], [*tensors_in(reference.output)]
+        count = len(ours)
+        if set(self.axis.all_gather_objects(count, "the check")) != {len(wanted)}:
+            return [Difference("output", "structure", math.inf, f"{count} tensors, {len(wanted)} originally")], []
+        written = [name for name in sharded.written if name in reference.written]
+        names = self.axis.all_gather_objects(written, "the check")
+        written = [name for name in names[0] if all(name in other for other in names)]
+        ours += [(Place(name, 0), sharded.written[name]) for name in written]
+        wanted += [(Place(name, 0), reference.written[name]) for name in written]
+        shapes = self.axis.all_gather_objects([(tuple(x.shape), isinstance(x, DTensor)) for _, x in ours], "the check")
         found: list[Difference] = []
         outputs: list[Output] = []
-        for index, (one, other) in enumerate(zip(ours, wanted, strict=True)):
-            name = "-> output" + (f" {index}" if len(ours) > 1 else "")
+        for index, ((place, one), (_, other)) in enumerate(zip(ours, wanted, strict=True)):
+            is_output = index < count
+            kind = "output" if is_output else "attribute"
+            name = "-> output" + (place.path or (f" {index}" if count > 1 else "")) if is_output else place.path
             layout = _layout(one, other, [shape[index] for shape in shapes])
             if layout is None:
-                if not (self.only_first and index):
+                if is_output and not (self.only_first and index) and not place.is_state:
                     detail = f"shape {tuple(one.shape)} on rank {self.axis.rank}, {tuple(other.shape)} originally"
                     found.append(Difference("output", name, math.inf, detail))
                 continue
-            if isinstance(layout, Shard) and not isinstance(one, DTensor) and not self.may_leave:
+            is_shard = isinstance(layout, Shard) and not isinstance(one, DTensor)
+            if is_shard and is_output and not self.may_leave and not place.is_state:
                 detail = f"{tuple(one.shape)} of {tuple(other.shape)}"
                 found.append(Difference("shard-leaves", name, math.inf, detail))
                 continue
@@ -80,8 +90,11 @@ class Comparison:
                 if self._max(error(total, other.detach())) <= self.tolerance:
                     difference, layout = 0.0, "partial"
             if difference > self.tolerance:
-                found.append(Difference("output", name, difference))
-            outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes]))
+                found.append(Difference(kind, name, difference))
+            self.compared.add(full)
+            # Nobody differentiates through a cache that one call leaves for the next.
+            starts = not place.is_state and not any(word in place.path for word in ("past", "cache"))
+            outputs.append(Output(one, other, layout, [shape[index][0] for shape in shapes], is_output, starts))
         return found, outputs
 
     def _max(self, value: float) -> float:
@@ -115,6 +128,8 @@ class Comparison:
             both = [self._gradients(sharded.parameters[key], copy) for _, copy in found_copies.values()]
             total = sum((other for _, other in both[1:]), both[0][1])
             pairs.append(("gradient", ".".join(filter(None, key)), both[0][0], total))
+        for _, _, one, _ in pairs:
+            self.compared.add(one, gradient=True)
         return gradient_differences(pairs, self.tolerance)
 
     def _gradients(self, shard: torch.Tensor, copy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +152,7 @@ class Comparison:
             one = sharded.buffers.get(key)
             if one is not None and one.shape == wanted.shape and not isinstance(one, DTensor):
                 difference = error(one, wanted)
+                self.compared.add(one)
                 if difference > self.tolerance:
                     found.append(Difference("buffer", ".".join(filter(None, key)), difference))
         return found
@@ -160,6 +176,8 @@ class Output:
     reference: torch.Tensor
     layout: Any
     shapes: list[tuple[int, ...]]
+    is_output: bool = True
+    starts_backward: bool = True
 
 
 def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[Any]]:
@@ -168,8 +186,8 @@ def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[An
     wanted: list[Any] = [[], []]
     for output in outputs:
         reference = output.reference
-        value = _varied(reference)
-        if not (output.sharded.requires_grad and reference.requires_grad):
+        value = varied(reference)
+        if not (output.starts_backward and output.sharded.requires_grad and reference.requires_grad):
             continue
         wanted[0].append(reference)
         wanted[1].append(_like(value, reference))
@@ -184,17 +202,6 @@ def cotangents(outputs: list[Output], axis: TPGroup) -> tuple[list[Any], list[An
     return ours, wanted
 
 
-def cotangent(output: torch.Tensor) -> torch.Tensor:
-    """Start of a backward from an output that stands alone."""
-    return _like(_varied(output), output)
-
-
-def _varied(like: torch.Tensor) -> torch.Tensor:
-    """Numbers without a pattern, the same on every rank; not drawn, because random operations give constants here."""
-    place = torch.arange(like.shape.numel(), dtype=torch.float64)
-    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)
-
-
 def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return value
@@ -202,28 +209,10 @@ def _like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(value, like.device_mesh, placements, src_data_rank=None)
 
 
-def tensors(output: Any) -> list[torch.Tensor]:
-    """Tensors of an output, in order; objects that hold some (caches) are left out."""
-    if isinstance(output, Mapping) and not isinstance(output, dict):
-        output = dict(output)
-    return [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor)]
-
-
 def error(one: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
     """The largest difference relative to the largest value of `other` (and `floor`)."""
-    if isinstance(other, DTensor):
-        other = other.full_tensor()
-    if one.shape != other.shape:
-        return math.inf
-    if not one.numel():
-        return 0.0
-    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (one, other))
-    a, b = a.double(), b.double()
-    if not torch.equal(a.isfinite(), b.isfinite()):
-        return math.inf
-    difference = float((a - b).nan_to_num(0.0, 0.0, 0.0).abs().max())
-    scale = max(largest(b), floor)
-    return difference / scale if scale else (math.inf if difference else 0.0)
+    other = other.full_tensor() if isinstance(other, DTensor) else other
+    return relative_error(one, other, norm=math.inf, floor=floor, any_dtype=True)
 
 
 def largest(x: torch.Tensor) -> float:

@@ -1,10 +1,10 @@
-"""Inputs of a checked call: which of them are equal on all ranks, and what the others can be shards of."""
+"""Inputs of a checked call: which are equal on all ranks, which are declared shards, and copies of them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tp_styles._torch_compat import local_of, tree_flatten, tree_unflatten
+from tp_styles._shared.execution_check import relative_error
+from tp_styles._torch_compat import local_of
+from tp_styles.problems import Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.parameters import agreed_values
 from tp_styles.runtime.redistribute import as_dtensor
@@ -24,10 +26,51 @@ TOLERANCE = 1e-3
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, slice)
 SHARED = (nn.Module, DeviceMesh, dist.ProcessGroup)
+DEPTH = 6
+"""Levels of containers and objects that are opened: a cache holds layers, and these hold tensors."""
+
+Mode = tuple[bool, bool]
+"""True if a module trains, and whether gradients are recorded."""
 
 
 class NotReady(Exception):
     """This call cannot be repeated; a later one may."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a tensor among arguments or outputs: `.name` of mappings and objects, `[index]` of sequences."""
+
+    path: str
+    depth: int
+
+    @property
+    def is_state(self) -> bool:
+        """True for a key-value cache, which one call returns and the next takes: ranks hold other heads of it."""
+        named = "." in self.path and not any(word in self.path for word in ("past", "cache"))
+        return self.depth >= 2 and not named
+
+
+def tensors_in(value: Any, path: str = "", depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[Place, Any]]:
+    """Tensors within an argument or an output, in mappings, sequences, dataclasses and plain objects."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        yield Place(path, depth), value
+    elif not (isinstance(value, (*PLAIN, *SHARED)) or callable(value) or depth >= DEPTH or id(value) in seen):
+        seen.add(id(value))
+        for key, one in _entries(value):
+            yield from tensors_in(one, path + key, depth + 1, seen)
+
+
+def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f".{key}", value[key]) for key in value)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", one) for index, one in enumerate(value))
+    elif is_dataclass(value):
+        yield from ((f".{field.name}", getattr(value, field.name, None)) for field in fields(value))
+    else:
+        yield from ((f".{key}", one) for key, one in getattr(value, "__dict__", {}).items())
 
 
 @dataclass
@@ -36,21 +79,26 @@ class Leaf:
 
     Attributes:
         value: The tensor as it was passed.
-        name: How an error names it.
-        declared: Its layout, if a style on the module declares it.
+        place: Where it stands.
+        layout: What a style on the module declares; `Replicate()` where none does; None for a DTensor.
+        is_declared: A style declares the layout.
         is_equal: It has the same values on all ranks.
-        sizes: Its shape on each rank.
+        shapes: Its shape on each rank.
     """
 
     value: torch.Tensor
-    name: str
-    declared: Placement | None = None
+    place: Place
+    layout: Placement | None
+    is_declared: bool = False
     is_equal: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
 
-
-Layouts = tuple[Placement | None, ...]
-"""Layout of each leaf; None for a DTensor, which has its own."""
+    @property
+    def takes_noise(self) -> bool:
+        """True for equal floats, all alike: norms, softmax and order would not show in the results."""
+        value = self.value
+        plain = value.is_floating_point() and self.layout == Replicate() and "mask" not in self.place.path
+        return plain and value.numel() > 1 and bool((value == value.flatten()[0]).all())
 
 
 class Inputs:
@@ -60,12 +108,15 @@ class Inputs:
         args: Positional arguments.
         kwargs: Arguments by name.
         axis: The ranks.
+        mode: Of the module; it has to be the same on all ranks.
         declared: Argument name -> layout that a style declares.
         names: Names of positional arguments.
-        dims: Dims that styles further inside declare activations to be sharded on.
+        inner_dims: Dims on which styles further inside declare activations to be sharded; if there is one, floats that
+            differ between the ranks are shards on it.
 
     Raises:
-        NotReady: An argument holds tensors in a way that they cannot be copied, a filled cache.
+        NotReady: The arguments hold a filled cache.
+        StyleInputError: Ranks are in different modes; on every rank.
     """
 
     def __init__(
@@ -73,147 +124,140 @@ class Inputs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         axis: TPGroup,
+        mode: Mode,
         declared: Mapping[str, Placement],
         names: tuple[str, ...],
-        dims: tuple[int, ...],
+        inner_dims: tuple[int, ...] = (),
     ) -> None:
-        self.axis = axis
-        self.dims = dims
-        flat, self.spec = tree_flatten((args, kwargs))
-        self.flat: list[Any] = flat
-        named = {id(value): names[i] if i < len(names) else f"args[{i}]" for i, value in enumerate(args)}
-        named |= {id(value): key for key, value in kwargs.items()}
+        self.axis, self.args, self.kwargs = axis, args, kwargs
         self.leaves: list[Leaf] = []
-        for index, value in enumerate(flat):
-            if isinstance(value, torch.Tensor):
-                name = named.get(id(value), f"input {index}")
-                self.leaves.append(Leaf(value, name, declared.get(name)))
-            elif not isinstance(value, (*PLAIN, *SHARED)) and not callable(value) and holds_tensors(value):
-                raise NotReady(f"{type(value).__name__} among its arguments is filled")
-        self._compare()
+        named = {names[i] if i < len(names) else f"args[{i}]": value for i, value in enumerate(args)} | kwargs
+        known: set[int] = set()
+        for name, argument in named.items():
+            for place, value in tensors_in(argument, name):
+                if id(value) not in known:
+                    known.add(id(value))
+                    wanted = declared.get(place.path)
+                    layout: Placement | None = Replicate()
+                    if isinstance(value, DTensor):
+                        layout = None
+                    elif wanted is not None:
+                        layout = normalized(wanted, value.dim())
+                    self.leaves.append(Leaf(value, place, layout, wanted is not None))
+        self._compare(mode)
+        if len(inner_dims) == 1:
+            for leaf in self.differ:
+                rank = leaf.value.dim()
+                if leaf.value.is_floating_point() and -rank <= inner_dims[0] < rank:
+                    leaf.layout = Shard(inner_dims[0] % rank)
 
-    def _compare(self) -> None:
+    def _compare(self, mode: Mode) -> None:
         mine = [(tuple(leaf.value.shape), str(leaf.value.dtype), type(leaf.value).__name__) for leaf in self.leaves]
-        everyone = self.axis.all_gather_objects(mine, "the check")
-        if len({len(other) for other in everyone}) > 1:
+        everyone = self.axis.all_gather_objects((mode, mine), "the check")
+        if len({other for other, _ in everyone}) > 1:
+            modes = ", ".join(
+                f"rank {rank}: training={mode[0]}, gradients={mode[1]}" for rank, (mode, _) in enumerate(everyone)
+            )
+            hint = "call train(), eval() and no_grad() alike on all ranks of a tensor-parallel group"
+            raise StyleInputError(Problem("ranks-disagree", "mode", found=modes, hint=hint))
+        if len({len(other) for _, other in everyone}) > 1:
             raise NotReady("ranks pass another number of tensors")
         equal = []
         for index, leaf in enumerate(self.leaves):
-            kinds = [other[index] for other in everyone]
+            kinds = [other[index] for _, other in everyone]
             leaf.shapes = tuple(shape for shape, _, _ in kinds)
             same = len(set(kinds)) == 1
             if same and not isinstance(leaf.value, DTensor):
-                first = agreed_values(leaf.value.detach(), self.axis, 0)
-                same = is_close(leaf.value.detach(), first)
+                same = is_close(leaf.value.detach(), agreed_values(leaf.value.detach(), self.axis, 0))
             equal.append(same)
         verdicts = self.axis.all_gather_objects(equal, "the check")
         for index, leaf in enumerate(self.leaves):
             leaf.is_equal = all(verdict[index] for verdict in verdicts)
+        for leaf in self.differ:
+            if leaf.place.is_state:
+                raise NotReady(f"a cache among its arguments is filled ({leaf.place.path})")
 
     @property
     def differ(self) -> list[Leaf]:
         """Tensors that differ between the ranks, and that no style declares to."""
-        return [
-            leaf
-            for leaf in self.leaves
-            if not leaf.is_equal and not isinstance(leaf.value, DTensor) and not isinstance(leaf.declared, Shard)
-        ]
+        return [leaf for leaf in self.leaves if not leaf.is_equal and not isinstance(leaf.layout, Shard | None)]
 
-    def hypotheses(self) -> list[Layouts]:
-        """List possible layouts: the declared layout, else replicas if they are equal, else shards."""
-        found: list[Layouts] = []
-        if not self.differ:
-            found.append(tuple(self._layout(leaf, None) for leaf in self.leaves))
-        for dim in self.dims:
-            if dim < 0 and not self.differ:
-                continue  # the input of a row-wise layer, which a column-wise one gives
-            layouts = [self._layout(leaf, dim) for leaf in self.leaves]
-            if any(isinstance(layout, Shard) for layout in layouts):
-                found.append(tuple(layouts))
-        return list(dict.fromkeys(found))
+    @property
+    def has_shards(self) -> bool:
+        """True if some tensors are shards."""
+        return any(isinstance(leaf.layout, Shard) for leaf in self.leaves)
 
-    def _layout(self, leaf: Leaf, dim: int | None) -> Placement | None:
-        if isinstance(leaf.value, DTensor):
-            return None
-        if leaf.declared is not None:
-            return normalized(leaf.declared, leaf.value.dim())
-        may_be_shard = leaf.value.is_floating_point() or not leaf.is_equal
-        if dim is None or not may_be_shard or not -leaf.value.dim() <= dim < leaf.value.dim():
-            return Replicate()
-        return Shard(dim % leaf.value.dim())
+    @property
+    def has_noise(self) -> bool:
+        """True if copies hold noise in place of constants."""
+        return any(leaf.takes_noise for leaf in self.leaves)
 
-    def copies(self, layouts: Layouts, dtype: torch.dtype | None, *, full: bool) -> Copies:
+    @property
+    def is_constant(self) -> bool:
+        """True if all that there is are ids, all alike: nothing depends on their order."""
+        values = [leaf.value for leaf in self.leaves if leaf.value.numel() > 1 and not isinstance(leaf.value, DTensor)]
+        return bool(values) and all(not x.is_floating_point() and bool((x == x.flatten()[0]).all()) for x in values)
+
+    def copies(self, dtype: torch.dtype | None, *, full: bool, noise: bool) -> Copies:
         """Detached copies of all arguments: as this rank passes them, or the global ones."""
         leaves: list[torch.Tensor] = []
-        for leaf, layout in zip(self.leaves, layouts, strict=True):
+        memo: dict[int, Any] = {}
+        for leaf in self.leaves:
             with torch.no_grad():
-                value = self._value(leaf, layout, full=full)
+                value = self._value(leaf, full=full)
+                if noise and leaf.takes_noise:
+                    value = varied(value) * (value.flatten()[0].abs() or 1.0)
                 if dtype is not None and value.is_floating_point():
                     value = value.to(dtype)
             leaves.append(value.detach().requires_grad_(leaf.value.requires_grad))
-        remaining = iter(leaves)
-        flat = []
-        for value in self.flat:
-            if isinstance(value, torch.Tensor):
-                # A clone, because a forward may write to its input, and autograd protects leaves.
-                leaf_copy = next(remaining)
-                flat.append(leaf_copy.clone() if leaf_copy.requires_grad else leaf_copy)
-            elif isinstance(value, (*PLAIN, *SHARED)) or callable(value):
-                flat.append(value)
-            else:
-                flat.append(copy.deepcopy(value))
-        args, kwargs = tree_unflatten(flat, self.spec)
-        return Copies(args, kwargs, leaves, layouts)
+            # A clone, because a forward may write to its input, and autograd protects leaves.
+            memo[id(leaf.value)] = leaves[-1].clone() if leaf.value.requires_grad else leaves[-1]
+        _share(self.args, memo)
+        _share(self.kwargs, memo)
+        args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
+        return Copies(args, kwargs, leaves, [leaf.layout for leaf in self.leaves])
 
-    def _value(self, leaf: Leaf, layout: Placement | None, *, full: bool) -> torch.Tensor:
+    def _value(self, leaf: Leaf, *, full: bool) -> torch.Tensor:
         value = leaf.value.detach()
         if isinstance(value, DTensor):
             if full:
                 return value.full_tensor().clone()
             local = local_of(value).clone()
             return as_dtensor(local, value.device_mesh, value.placements, value.shape, value.stride())
-        if not isinstance(layout, Shard):
+        if not isinstance(leaf.layout, Shard):
             return agreed_values(value, self.axis, 0).clone()  # equal, but for rounding
         if not full:
             return value.clone()
-        return self.axis.all_gather(value, layout.dim, [shape[layout.dim] for shape in leaf.shapes])
+        return self.axis.all_gather(value, leaf.layout.dim, [shape[leaf.layout.dim] for shape in leaf.shapes])
 
 
 @dataclass
 class Copies:
-    """The arguments of one run, and the leaves among them."""
+    """The arguments of one run, and the leaves among them with their layouts."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[torch.Tensor]
-    layouts: Layouts
+    layouts: list[Placement | None]
+
+
+def _share(value: Any, memo: dict[int, Any], depth: int = 0) -> None:
+    """Enter modules, meshes, groups and functions among arguments in a memo: a copy holds the same ones."""
+    if isinstance(value, SHARED) or callable(value):
+        memo[id(value)] = value
+    elif not isinstance(value, (torch.Tensor, *PLAIN)) and depth < DEPTH:
+        for _, one in _entries(value):
+            _share(one, memo, depth + 1)
 
 
 def is_close(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
     """True if two tensors of one shape have the same values but for rounding."""
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
-    if not one.numel():
-        return True
-    a, b = (torch.view_as_real(x) if x.is_complex() else x for x in (one, other))
-    a, b = a.double(), b.double()
-    finite = b[b.isfinite()].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    return bool(torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True))
+    return relative_error(one, other, norm=float("inf")) <= tolerance
 
 
-def holds_tensors(value: Any, depth: int = 4) -> bool:
-    """True if an object holds tensors with elements, in attributes, lists or dicts."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() > 0
-    if depth == 0 or isinstance(value, (*PLAIN, *SHARED)) or callable(value):
-        return False
-    return any(holds_tensors(one, depth - 1) for one in _parts(value))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, list | tuple | set):
-        yield from value
-    yield from getattr(value, "__dict__", {}).values()
+def varied(like: torch.Tensor) -> torch.Tensor:
+    """Numbers without a pattern, the same on every rank; not drawn, because random operations give constants here."""
+    place = torch.arange(like.shape.numel(), dtype=torch.float64)
+    return torch.sin(place * place * 0.618 + place * 0.37 + 1.0).view(like.shape).to(like.device, like.dtype)

@@ -7,6 +7,7 @@ holds is as before afterwards, because its `__dict__` is put back, and the entri
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import warnings
 from collections import deque
@@ -23,15 +24,14 @@ from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles._torch_compat import (
     TorchDispatchMode,
     local_of,
-    post_accumulate_hooks,
     tree_flatten,
     without_torch_function,
 )
-from tp_styles.check.inputs import PLAIN, SHARED
+from tp_styles.check.inputs import PLAIN, SHARED, tensors_in
 from tp_styles.runtime.changes import ModuleChange
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.module_hooks import DisableFastPath
-from tp_styles.runtime.parameters import ShardParameter, full_tensor, split_of
+from tp_styles.runtime.parameters import ShardParameter, agreed_values, full_tensor, split_of
 from tp_styles.runtime.redistribute import as_dtensor
 from tp_styles.runtime.torch_styles import TABLES, KeyRemover
 
@@ -86,6 +86,7 @@ class Run:
         originals: What the plan changed; for a run of the original, else None.
         opaque: Modules that stay sharded in a run of the original, with all below them.
         skipped: Hooks that do not run.
+        entered: Gets modules whose forwards have begun and not ended, the innermost last.
     """
 
     def __init__(
@@ -98,17 +99,24 @@ class Run:
         originals: list[Original] | None = None,
         opaque: frozenset[nn.Module] = frozenset(),
         skipped: object = None,
+        entered: list[nn.Module] | None = None,
     ) -> None:
         self.module = module
         self.axis = axis
         self.dtype = dtype
         self.output: Any = None
+        self.written: dict[str, torch.Tensor] = {}
+        self._names = names
+        self._entered = entered
         self.parameters: dict[Key, nn.Parameter] = {}
         self.buffers: dict[Key, torch.Tensor] = {}
         self._skipped = skipped
         self._kinds: dict[nn.Module, type[nn.Module]] = {}
         self._state: dict[nn.Module, dict[str, Any]] = {}
         self._objects: Objects = {}
+        for value in contextvars.copy_context().values():  # what hooks of transformers collect outputs in
+            _remember(value, self._objects)
+        self._restored_only = set(self._objects)
         stays = {below for one in opaque for below in one.modules()}
         before = {original.module: original for original in originals or ()}
         copies: dict[tuple[int, bool], nn.Parameter] = {}
@@ -155,12 +163,22 @@ class Run:
             if reverted:
                 left_out |= foreign | {key for key, hook in hooks.items() if _is_ours(hook)}
             kept = [item for item in hooks.items() if item[0] not in left_out]
+            if self._entered is not None:  # first and last of all: the module that an error has left stays listed
+                kept = [(-1, self._enter), *kept] if "pre" in table else [*kept, (-1, self._leave)]
             state[table] = kept, []
+            for hook in hooks.values():  # lists that a user's hook appends to
+                for cell in getattr(hook, "__closure__", None) or ():
+                    with suppress(ValueError):  # an empty cell
+                        _remember(cell.cell_contents, self._objects)
         if reverted:
             if _is_ours(state.get("forward")):
                 del state["forward"]
             if original is not None:
-                state.update(original.attributes)
+                for key, value in original.attributes.items():
+                    if key in state["_buffers"]:
+                        state["_buffers"][key] = self.buffers[name, key] = self._cast(value.detach())
+                    else:
+                        state[key] = value
                 if type(module).forward is original.kind.forward:  # else the user has changed the class
                     self._kinds[module] = original.kind
         return state
@@ -176,7 +194,9 @@ class Run:
             mesh, placements = parameter.device_mesh, parameter.placements
             wrapped = as_dtensor(local, mesh, placements, parameter.shape, parameter.stride())
             return nn.Parameter(wrapped, parameter.requires_grad)
-        local = self._cast(parameter.detach().as_subclass(torch.Tensor))
+        value = parameter.detach().as_subclass(torch.Tensor)
+        is_replica = not hasattr(parameter, "_sharding_info")
+        local = self._cast(agreed_values(value, self.axis, 0) if is_replica else value)
         kind = ShardParameter if isinstance(parameter, ShardParameter) else nn.Parameter
         shard: Any = kind(local, parameter.requires_grad)
         if hasattr(parameter, "_sharding_info"):  # also plain parameters of the bridge
@@ -192,8 +212,8 @@ class Run:
         elif (info := sharding_info_of(parameter)) is not None:
             value = full_tensor(value.as_subclass(torch.Tensor), self.axis, split_of(info))
         else:
-            # Replicas are compared where they are used; each rank's reference runs on its own.
-            value = value.as_subclass(torch.Tensor)
+            # Replicas are compared elsewhere, and may differ by rounding: both runs take the first rank's.
+            value = agreed_values(value.as_subclass(torch.Tensor), self.axis, 0)
         return nn.Parameter(self._cast(value), parameter.requires_grad)
 
     @contextmanager
@@ -217,9 +237,36 @@ class Run:
     # ------------------------------------------------------------------ running
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call the module."""
+        """Call the module, and keep what the call has written to modules, to lists that they hold, and to arguments."""
         with self.installed():
+            before = {id(x): (x, _version(x)) for _, x in self._held(args, kwargs)}
             self.output = self.module(*args, **kwargs)
+            results = {id(x) for _, x in tensors_in(self.output)}
+            for name, x in self._held(args, kwargs):
+                is_new = id(x) not in before or before[id(x)][1] != _version(x)
+                if is_new and id(x) not in results:
+                    self.written[name] = x
+
+    def _held(self, args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that modules hold as plain attributes, that their hooks reach, and that arguments hold."""
+        for module in self._state:
+            name = self._names.get(module, "")
+            for key, value in vars(module).items():
+                if key not in INTERNAL and not _is_ours(value):
+                    yield from ((place.path, x) for place, x in tensors_in(value, f"{name}.{key}".lstrip(".")))
+        for index, (identity, (value, _)) in enumerate(self._objects.items()):
+            if isinstance(value, list) and identity not in self._restored_only:
+                yield from ((place.path, x) for place, x in tensors_in(value, f"list {index}"))
+        yield from ((place.path, x) for place, x in tensors_in((args, kwargs), "arguments"))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        assert self._entered is not None
+        self._entered.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        assert self._entered is not None
+        while self._entered and self._entered.pop() is not module:
+            pass  # a check inside has caught an error
 
     def backward(
         self,
@@ -227,7 +274,7 @@ class Run:
         gradients: list[torch.Tensor],
         inputs: list[torch.Tensor],
         others: GradientsAside | None,
-    ) -> None:
+    ) -> bool:
         """Fill the gradients of the copies and of the inputs, and of nothing else.
 
         Args:
@@ -242,9 +289,10 @@ class Run:
         with self.installed():  # a checkpoint inside runs forwards once more
             if others is None:
                 torch.autograd.backward(outputs, gradients, inputs=list(leaves.values()))
-                return
+                return True
             others.own |= leaves.keys()
             torch.autograd.backward(outputs, gradients)
+        return True
 
 
 class GradientsAside(TorchDispatchMode):
@@ -290,54 +338,8 @@ class GradientsAside(TorchDispatchMode):
                 leaf.grad = None
 
 
-@contextmanager
-def rolled_back(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, modules run themselves, from no gradients; afterwards all that they hold is as it was before."""
-    modules = list(modules)
-    _reshard(modules)
-    kept = {module: _saved(module) for module in modules}
-    objects: Objects = {}
-    leaves: dict[int, nn.Parameter] = {}
-    with without_torch_function():
-        for module in modules:
-            for key, value in vars(module).items():
-                if key in ("_parameters", "_buffers"):
-                    objects[id(value)] = value, _items(value)
-                    leaves |= {id(p): p for p in value.values() if isinstance(p, nn.Parameter)}
-                    for x in (plain_local(x) for x in value.values() if x is not None):
-                        objects[id(x)] = x, [x.clone()]
-                elif key not in INTERNAL:
-                    _remember(value, objects)
-        gradients = [(leaf, leaf.grad) for leaf in leaves.values()]
-        hooks = [(table, dict(table)) for table in map(post_accumulate_hooks, leaves.values()) if table]
-        for leaf, _ in gradients:
-            leaf.grad = None
-    for table, _ in hooks:  # an optimizer in backward would step
-        table.clear()
-    try:
-        yield
-    finally:
-        _reshard(modules)
-        for module, state in kept.items():
-            _put(module, state)
-        _restore(objects)
-        for table, entries in hooks:
-            table.update(entries)
-        with without_torch_function():
-            for leaf, gradient in gradients:
-                leaf.grad = gradient
-
-
-def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Parameters of FSDP2 that a forward without backward has left gathered are other objects in the modules."""
-    for module in modules:
-        if any(base.__module__.startswith(FSDP) for base in type(module).__mro__):
-            module.reshard()  # type: ignore[operator]  # an FSDPModule's
-
-
-def plain_local(x: torch.Tensor) -> torch.Tensor:
-    """This rank's values as a plain tensor, on the same memory."""
-    return (local_of(x) if isinstance(x, DTensor) else x).detach().as_subclass(torch.Tensor)
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _saved(module: nn.Module) -> dict[str, Any]:

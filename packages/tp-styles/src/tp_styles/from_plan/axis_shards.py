@@ -33,7 +33,9 @@ class AxisCuts:
         own = self.splits.get(name)
         if own is None or own.dim != other.dim or own.global_size != other.global_size:
             return False
-        return all(_rows(own, rank, self.tp_size) == _rows(other, rank, self.tp_size) for rank in range(self.tp_size))
+        return all(
+            rows_of(own, rank, self.tp_size) == rows_of(other, rank, self.tp_size) for rank in range(self.tp_size)
+        )
 
 
 def cuts_on_axis(plan: ShardingPlan, module: nn.Module, axis: str) -> AxisCuts:
@@ -115,7 +117,7 @@ def _sections(kind: str, arg: Any, size: int) -> tuple[Section, ...] | None:
     return None
 
 
-def _rows(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:
+def rows_of(split: Split, rank: int, tp_size: int) -> list[tuple[int, int]]:
     """Ranges without empty ones, neighbours joined."""
     joined: list[tuple[int, int]] = []
     for start, stop in split.ranges(rank, tp_size):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_styles import _torch_compat
 from tp_styles._shared.consensus import assert_consistent
+from tp_styles._shared.problems import own_errors
 from tp_styles._shared.sharding_info import sharding_info_of
 from tp_styles.apply import apply_plan
+from tp_styles.from_plan.axis_shards import AxisCuts, cuts_on_axis, rows_of
 from tp_styles.from_plan.convert import from_sharding_plan
 from tp_styles.problems import PlanError, Problem
+from tp_styles.runtime.parameters import split_of
+from tp_styles.values.split import Split
 
 if TYPE_CHECKING:
     from shard_spec import Layout, ShardingPlan
@@ -46,8 +52,8 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
         The model.
 
     Raises:
-        PlanError: Before anything is changed: `plan-not-executable`, and what `from_sharding_plan` and
-            `apply_plan` refuse. Afterwards: `layout-mismatch`, where a parameter lies otherwise than planned.
+        PlanError: With the model as it was: `plan-not-executable`, what `from_sharding_plan` and `apply_plan` refuse,
+            and `layout-mismatch` where a parameter would lie otherwise than planned.
     """
     names = mesh.mesh_dim_names or ()
     layouts: dict[str, Layout] = {}
@@ -64,26 +70,48 @@ def apply_sharding_plan(model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, 
     for axis in names:
         if axis in styles:
             handle = apply_plan(model, mesh[axis], styles[axis], check=check)
-            local = [name for name, p in model.named_parameters() if sharding_info_of(p) is not None]
-            if local and sharding & set(data):
+            problems = [*_differences(model, cuts_on_axis(plan, model, axis), mesh[axis])]
+            if sharding & set(data):
                 # FSDP2 would take a local shard for the full parameter, and a checkpoint would say so.
-                handle.undo()
                 hint = "use DistributedDataParallel (tp_ddp_bridge), or plan without kv copies and fused order"
                 text = "a shard that no DTensor describes cannot be sharded again by FSDP2"
-                raise PlanError([Problem("plan-not-executable", name, found=text, hint=hint) for name in local])
+                problems += [Problem("plan-not-executable", name, found=text, hint=hint) for name in _local(model)]
+            if problems:
+                handle.undo()
+                raise PlanError(problems)
     if data:
+        local = _local(model)
         # By identity: FSDP2 asks for the dim of a parameter before it replaces it, and knows no names.
-        found = {id(p): [_dim(layouts[name], axis) for axis in data] for name, p in model.named_parameters()}
-        dims = {key: next((dim for dim in dims if dim is not None), 0) for key, dims in found.items()}
+        axis_dims = {id(p): [_dim(layouts[name], axis) for axis in data] for name, p in model.named_parameters()}
+        dims = {key: next((dim for dim in dims if dim is not None), 0) for key, dims in axis_dims.items()}
         for block in [*_repeated_blocks(model), model]:
             if sharding & set(data):
                 fully_shard(block, mesh=mesh[data], shard_placement_fn=lambda p: Shard(dims[id(p)]))
             else:
-                _torch_compat.replicate(block, mesh[data[0]])
-    _compare(model, layouts)
+                _torch_compat.replicate(block, mesh[data[0]], set(local.values()))
+        for parameter in local.values():  # torch would make DTensors of them, which know of no sections
+            parameter.register_post_accumulate_grad_hook(AverageGradient(mesh[data[0]]))
     return model
 
 
+def _local(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if sharding_info_of(p) is not None}
+
+
+class AverageGradient:
+    """Average a local shard's gradient over a data axis, after each backward; accumulated parts are equal already."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Reduce the gradient in place."""
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=self.mesh.get_group())
+        parameter.grad /= self.mesh.size()
+
+
+@own_errors()  # of shard-spec, which it calls
 def _decided(
     model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan
 ) -> tuple[dict[str, Layout], dict[str, dict[str, ParallelStyle]]]:
@@ -121,33 +149,20 @@ def _axis_problems(names: tuple[str, ...], mesh: DeviceMesh, layouts: dict[str, 
     return problems
 
 
-def _compare(model: nn.Module, layouts: dict[str, Layout]) -> None:
-    """Compare what this rank holds of each parameter with the plan.
-
-    Raises:
-        PlanError: ``layout-mismatch``.
-    """
-    from shard_spec import layout_of_tensor
-
-    problems, rank = [], dist.get_rank()
+def _differences(model: nn.Module, cuts: AxisCuts, mesh: DeviceMesh) -> Iterator[Problem]:
+    """Compare what this rank holds of each parameter along the model axis with the plan."""
     for name, parameter in model.named_parameters():
-        real, planned = layout_of_tensor(parameter), layouts[name]
-        shape = _global_shape(parameter)
-        if real is None:
-            agrees = planned.is_replicated
-        else:
-            agrees = real.boxes(rank, shape) == planned.boxes(rank, shape)
-        if not agrees:
-            found = f"{real or 'the full tensor'} on rank {rank}, planned is {planned}"
-            problems.append(Problem("layout-mismatch", name, found=found, hint="report this: the plan was accepted"))
-    if problems:
-        raise PlanError(problems, "parameters lie otherwise than planned:")
-
-
-def _global_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the global shape of a parameter, also of a local shard."""
-    info = sharding_info_of(parameter)
-    return tuple(parameter.shape if info is None else info.shape)
+        planned = cuts.splits.get(name, Split.replicated())
+        info, actual = sharding_info_of(parameter), Split.replicated()
+        if info is not None:
+            actual = split_of(info)
+        elif isinstance(parameter, DTensor) and isinstance(placement := parameter.placements[0], Shard):
+            actual = Split.along(placement.dim, parameter.shape[placement.dim])
+        rank, size = mesh.get_local_rank(), mesh.size()
+        same = actual.dim == planned.dim
+        if not same or (actual.dim is not None and rows_of(actual, rank, size) != rows_of(planned, rank, size)):
+            found = f"{actual}, planned is {planned}"
+            yield Problem("layout-mismatch", name, found=found, hint="report this: the plan was accepted")
 
 
 def _repeated_blocks(model: nn.Module) -> list[nn.Module]:

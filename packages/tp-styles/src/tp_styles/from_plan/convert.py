@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,22 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.axis_shards import AxisCuts, cuts_on_axis
-from tp_styles.from_plan.fake_model import Call
-from tp_styles.from_plan.local_head_counts import local_counts
-from tp_styles.from_plan.regions import Region, find_regions, uncut_blocks
-from tp_styles.from_plan.simulate_ranks import Stage, Verdict
+from tp_styles.from_plan.regions import Region, find_regions, sizes_by_name, uncut_blocks
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.colwise import ColwiseParallel
 from tp_styles.styles.experts import ParametersParallel
 from tp_styles.styles.fused import FusedColwiseParallel
+from tp_styles.styles.gqa import GROUPS, KEY_HEADS, QUERY_HEADS
 from tp_styles.styles.layers import linear_shape
 from tp_styles.styles.mha import MultiheadAttentionParallel
 from tp_styles.styles.replicated import NoParallel
 from tp_styles.styles.rowwise import RowwiseParallel
-from tp_styles.styles.tp_block import ColwiseKVReplicated, TPBlockParallel
-from tp_styles.values.spec import describe
+from tp_styles.styles.tp_block import BlockParallel, ColwiseKVReplicated
+from tp_styles.values.spec import describe, is_below
 from tp_styles.values.split import Split
 
 if TYPE_CHECKING:
@@ -35,49 +35,42 @@ Unproven = Literal["refuse", "gather"]
 Choice = Literal["refuse", "gather", "leave"]
 
 
+@own_errors()  # of shard-spec, which it calls
 def from_sharding_plan(
-    plan: ShardingPlan,
-    module: nn.Module,
-    *,
-    axis: str = "tp",
-    unproven: Unproven = "refuse",
-    call: Call | None = None,
+    plan: ShardingPlan, module: nn.Module, *, axis: str = "tp", unproven: Unproven = "refuse"
 ) -> dict[str, ParallelStyle]:
-    """Styles that lay out a module's parameters as a `shard_spec.ShardingPlan` says, for one axis of its mesh.
+    """Styles that lay out a module's parameters as a `shard_spec.ShardingPlan` does, for one axis of its mesh.
 
-    The axis is taken as tensor parallel: activations between blocks are the same on all of its ranks. Cut layers that
-    form a region (attention by heads, a feed-forward block by channels, experts, the vocabulary's ends) keep their
-    activations divided in between. That is done only after each rank's forward was rehearsed on a copy without
-    weights: its row-wise layer has to be handed its slice of what the whole module would hand it. Parameters that act
-    inside a region (norms of heads) get their gradients summed, dropouts inside draw other numbers on each rank.
+    The axis is taken as tensor parallel: activations between blocks are the same on all of its ranks. Sharded layers
+    that form a block of the planner (attention by heads, a feed-forward block by channels, experts, the vocabulary's
+    ends) keep their activations sharded in between. Head counts inside become local, parameters that act inside (norms
+    of heads) get their gradients summed. `apply_plan` compares each block with the original at its first call.
 
     Args:
         plan: The plan; its other axes are other packages' matter.
         module: The model; on the meta device too.
         axis: Name of the tensor-parallel axis.
-        unproven: What becomes of cut layers that form no region, or one that could not be rehearsed. `"refuse"`: an
-            error. `"gather"`: each is right on its own, between whole activations, at the price of communication.
-        call: Runs a model as the caller does, for the rehearsal, for example `lambda m: m(ids, mask=None)`; by default
-            some usual calls are tried. What it passes has to be on the CPU and in float64.
+        unproven: Sharded layers that form no block, or one whose heads no rank can compute alone: `"refuse"` raises,
+            `"gather"` shards each layer between replicated activations, at the price of communication.
 
     Returns:
-        FQN -> style, for `apply_plan`; layers that the axis does not cut are not in it.
+        FQN -> style, for `apply_plan`; layers that the axis does not shard are not in it.
 
     Raises:
-        PlanError: Layouts that no style has a meaning for, regions that cannot be divided, remarks of the planner
+        PlanError: Layouts that no style has a meaning for, blocks that cannot be sharded, remarks of the planner
             that are not carried out; all of them at once. A plan for a data-parallel axis (FSDP) is refused, too.
     """
     if unproven not in ("refuse", "gather"):
         raise PlanError(Problem("invalid-argument", "unproven", found=repr(unproven), hint='"refuse" or "gather"'))
     cuts = cuts_on_axis(plan, module, axis)
-    conversion = _Conversion(module, cuts, unproven, call)
+    conversion = _Conversion(module, cuts, unproven)
     if getattr(plan, "certificate", None) is not None:
         conversion.refuse_mixtures()
     return conversion.styles(getattr(plan, "notes", ()))
 
 
 def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> dict[str, ParallelStyle]:
-    """Styles of every region that the planner recognises among some parameters and that can be rehearsed.
+    """Styles of every block that the planner recognises among some parameters.
 
     Args:
         module: The model.
@@ -91,17 +84,15 @@ def styles_of_free_regions(module: nn.Module, tp_size: int, free: set[str]) -> d
     units = [unit for unit in units if {*(cut.name for cut in unit.cuts), *unit.replicated} <= free]
     chosen = {cut.name for unit in units for cut in unit.cuts}
     cuts = cuts_on_axis(planner.build_plan(module), module, "tp")
-    conversion = _Conversion(
-        module, replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen}), "leave", None
-    )
-    return conversion.styles(())
+    chosen_cuts = replace(cuts, splits={n: s for n, s in cuts.splits.items() if n in chosen})
+    return _Conversion(module, chosen_cuts, "leave").styles(())
 
 
 class _Conversion:
     """One plan and one model."""
 
-    def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Choice, call: Call | None) -> None:
-        self.module, self.cuts, self.unproven, self.call = module, cuts, unproven, call
+    def __init__(self, module: nn.Module, cuts: AxisCuts, unproven: Choice) -> None:
+        self.module, self.cuts, self.unproven = module, cuts, unproven
         self.found: dict[str, ParallelStyle] = {}
         self.problems: list[Problem] = []
         self.divided: list[Region] = []
@@ -120,12 +111,13 @@ class _Conversion:
     def styles(self, notes: Iterable[Any]) -> dict[str, ParallelStyle]:
         regions = find_regions(self.module, self.cuts)
         explained: set[int] = set()
-        for region, verdict in self._proven(regions):
-            if verdict.right:
-                self._divide(region, verdict)
-                explained |= {id(self.module.get_parameter(name)) for name in region.parameters}
+        for region in regions:
+            reason = mixes(self.module, region)
+            if not reason:
+                self._divide(region)
             elif self.unproven == "refuse":
-                self.problems.append(_not_proven(region, verdict))
+                self.problems.append(_not_separable(region, reason))
+            if not reason or self.unproven != "gather":
                 explained |= {id(self.module.get_parameter(name)) for name in region.parameters}
         self._alone({n for n in self.cuts.splits if id(self.module.get_parameter(n)) not in explained})
         self._tied()
@@ -135,51 +127,9 @@ class _Conversion:
         ordered = [name for name, _ in self.module.named_modules(remove_duplicate=False)]
         return {name: self.found[name] for name in ordered if name in self.found}
 
-    # ------------------------------------------------------------------ evidence
-
-    def _proven(self, regions: list[Region]) -> Iterator[tuple[Region, Verdict]]:
-        """Each region with what its rehearsal showed; styles for whole modules need none."""
-        stage: Stage | None = None
-        for region in regions:
-            if not region.row or not region.columns or region.is_torchs or region.kind == "experts":
-                yield region, Verdict(True)
-                continue
-            stage = stage if stage is not None else Stage(self.module, self.call)
-            yield region, self._rehearsed(stage, region)
-
-    def _rehearsed(self, stage: Stage, region: Region) -> Verdict:
-        if region.kind == "attention" and region.heads is None:
-            return Verdict(False, "its heads cannot be counted, or not be dealt out")
-        first: Verdict | None = None
-        for sizes in local_counts(self.module, region, self.cuts.tp_size):
-            verdict = stage.rehearse(
-                region.scope,
-                {**region.columns, **region.picked},
-                region.row,
-                region.row_split,
-                region.inner,
-                sizes,
-                self.cuts.tp_size,
-            )
-            if verdict.right:
-                self._localise(sizes)
-                return verdict
-            first = first if first is not None else verdict
-            if verdict.right is None:
-                break
-        assert first is not None
-        return first
-
     # ------------------------------------------------------------------ styles
 
-    def _localise(self, sizes: Mapping[str, Mapping[str, int]]) -> None:
-        """Counts of the modules around the layers; each says for how many ranks it was rehearsed."""
-        for name, values in sizes.items():
-            known = self.found.get(name)
-            before = known.attributes if isinstance(known, TPBlockParallel) else {}
-            self.found[name] = TPBlockParallel(self.cuts.tp_size, {**before, **values})
-
-    def _divide(self, region: Region, verdict: Verdict) -> None:
+    def _divide(self, region: Region) -> None:
         self.divided.append(region)
         if region.is_torchs:
             self.found[region.scope] = MultiheadAttentionParallel()
@@ -197,30 +147,41 @@ class _Conversion:
             self.summed |= {f"{name}.{key}" for key in self.module.get_submodule(name)._parameters}
         if region.row:
             self.found[region.row] = RowwiseParallel()
-        self._between(region, verdict)
+        if inner:
+            self._between(region)
 
-    def _between(self, region: Region, verdict: Verdict) -> None:
-        """Parameters and dropouts that stand inside."""
-        by_owner: dict[str, tuple[dict[str, int], list[str]]] = {}
+    def _between(self, region: Region) -> None:
+        """Local counts, parameters and dropouts inside of the block."""
+        counts = local_counts(self.module, region)
+        cut: dict[str, dict[str, int]] = {}
+        summed: dict[str, list[str]] = {}
         for name, split in region.inner.items():
             owner, _, key = name.rpartition(".")
             assert split.dim is not None
-            by_owner.setdefault(owner, ({}, []))[0][key] = split.dim
-        for name in verdict.summed:
-            if name not in region.inner:
-                owner, _, key = name.rpartition(".")
-                by_owner.setdefault(owner, ({}, []))[1].append(key)
+            cut.setdefault(owner, {})[key] = split.dim
+        for name in region.whole:
+            owner, _, key = name.rpartition(".")
+            if owner not in region.picked:
+                summed.setdefault(owner, []).append(key)
                 self.summed.add(name)
-        for owner, (cut, summed) in by_owner.items():
+        for name in learned_activations(self.module, region):
+            for key, _ in self.module.get_submodule(name).named_parameters():
+                summed.setdefault(name, []).append(key)
+                self.summed.add(f"{name}.{key}")
+        for owner in dict.fromkeys((*counts, *cut, *summed)):
             module = self.module.get_submodule(owner)
-            known = self.found.get(owner)
-            counts = known.attributes if isinstance(known, TPBlockParallel) else {}
-            if not cut and not counts and {name for name, _ in module.named_parameters()} == set(summed):
+            known = self.found.get(owner)  # a module with two blocks
+            before = known.attributes if isinstance(known, BlockParallel) and isinstance(known.attributes, dict) else {}
+            attributes = {**before, **counts.get(owner, {})}
+            if owner not in cut and not attributes and {n for n, _ in module.named_parameters()} == set(summed[owner]):
                 self.found[owner] = NoParallel(sum_gradient=True)
-            else:
-                self.found[owner] = TPBlockParallel(self.cuts.tp_size, counts, cut, tuple(summed))
-        for name in verdict.dropouts:
-            self.found[name] = NoParallel(sum_gradient=True)
+            elif attributes or owner in cut or owner in summed:
+                self.found[owner] = BlockParallel(
+                    shard=cut.get(owner),
+                    sum_gradient=summed.get(owner, ()),
+                    attributes=attributes,
+                    tp_size=self.cuts.tp_size,
+                )
 
     def _experts(self, region: Region) -> None:
         names = {name.rpartition(".")[2]: split for name, split in region.parameters.items()}
@@ -286,18 +247,77 @@ class _Conversion:
         return Problem(note.code, ", ".join(missing), axis=self.cuts.axis, found=note.found, hint=hint)
 
 
-def _not_proven(region: Region, verdict: Verdict) -> Problem:
-    hint = (
-        "pass call= with which it can be tried; or "
-        if verdict.right is None
-        else "its channels or heads cannot be computed separately: leave it replicated; or "
-    )
-    return Problem(
-        "unverified" if verdict.right is None else "slices-mix",
-        region.scope,
-        found=f"{region.kind} by columns and rows: {verdict.reason}",
-        hint=hint + 'unproven="gather" takes each layer on its own',
-    )
+def mixes(module: nn.Module, region: Region) -> str:
+    """Why no rank can compute its heads of an attention alone; empty where it can."""
+    if region.kind != "attention" or region.is_torchs or not region.row:
+        return ""
+    if region.heads is None:
+        return "its heads cannot be counted, or do not divide by the ranks"
+    attention = module.get_submodule(region.scope)
+    given = [name for name in ("alibi", "position_bias") if name in inspect.signature(attention.forward).parameters]
+    # A bias of all heads that a module beside adds, for attention somewhere below the module around it (BEiT).
+    biases = [name for name, _ in module.named_parameters() if "relative" in name and "bias" in name]
+    homes = [name.rpartition(".")[0].rpartition(".")[0] for name in biases if not is_below(name, region.scope)]
+    given += [f"a bias from {home}" for home in homes if home and is_below(region.scope, home)]
+    own = [name for name in region.whole if name.rpartition(".")[0] == region.scope]
+    if type(attention).__name__ in FULL_WIDTH:
+        return "its forward takes the width of all heads from its input"
+    if given:
+        return f"it takes a bias of all heads: {given[0]}"
+    return f"{own[0]} acts on all heads" if own else ""
+
+
+FULL_WIDTH = frozenset({"TrOCRAttention"})
+"""Attention of transformers with a view into as many channels as come in, which no attribute makes local."""
+
+
+def learned_activations(module: nn.Module, region: Region) -> list[str]:
+    """FQNs of activation functions with parameters in a feed-forward block: they stand between columns and rows."""
+    if region.kind != "mlp":
+        return []
+    below = [(region.scope + "." + name).lstrip(".") for name, _ in module.get_submodule(region.scope).named_modules()]
+    found = [(name, module.get_submodule(name)) for name in below[1:]]
+    usual = ("act", "act_fn", "activation", "activation_fn")
+    return [
+        name
+        for name, child in found
+        if (isinstance(child, nn.PReLU) or name.rpartition(".")[2] in usual) and any(True for _ in child.parameters())
+    ]
+
+
+def local_counts(module: nn.Module, region: Region) -> dict[str, dict[str, int]]:
+    """FQN -> attributes with local values, of the module that holds the columns and of the one around the block.
+
+    An attribute counts heads, or channels of all heads, if it has one of the usual names and the right value.
+    """
+    heads, width, sizes = region.heads, region.row_split.global_size, {}
+    if heads is not None:
+        size = width // heads.queries
+        queries, keys = (heads.queries, heads.local_queries), (heads.keys, heads.local_keys)
+        sizes = dict.fromkeys((*QUERY_HEADS, "h", "heads", "nh", "num_q_heads"), queries)
+        sizes |= dict.fromkeys((*KEY_HEADS, "kv_heads", "n_kv", "nkv"), keys)
+        groups = heads.queries // heads.keys, heads.local_groups
+        sizes |= dict.fromkeys((*GROUPS, "groups", "kv_groups", "repeats", "n_groups"), groups)
+        sizes |= dict.fromkeys(WIDTHS, (width, heads.local_queries * size))
+        sizes |= dict.fromkeys(KEY_WIDTHS, (heads.keys * size, heads.local_keys * size))
+    counts: dict[str, dict[str, int]] = {}
+    for name in dict.fromkeys([name.rpartition(".")[0] for name in region.columns] + [region.scope]):
+        found = sizes_by_name(module.get_submodule(name)).items()
+        local = {key: sizes[key][1] for key, value in found if key in sizes and sizes[key][0] == value}
+        if local:
+            counts[name] = local
+    return counts
+
+
+WIDTHS: tuple[str, ...] = ("split_size", "inner_dim", "all_head_size", "q_size", "d_attn", "inner_size")
+WIDTHS += ("embed_dim", "hidden_size", "d_model", "n_embd", "n_state", "dim", "width")
+KEY_WIDTHS = "kv_size", "kv_dim"
+"""Usual names of the channels of all query heads, and of all key-value heads."""
+
+
+def _not_separable(region: Region, reason: str) -> Problem:
+    hint = 'leave it replicated; or unproven="gather" shards each of its layers on its own'
+    return Problem("slices-mix", region.scope, found=f"{region.kind} by columns and rows: {reason}", hint=hint)
 
 
 def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
@@ -307,7 +327,7 @@ def no_region(cuts: AxisCuts, name: str, keys: set[str]) -> Problem:
         "it is part of no recognised block that the plan cuts by columns and rows. For a data-parallel axis use "
         'FSDP or shard_spec.apply_plan; for a tensor-parallel one unproven="gather" makes it right on its own'
     )
-    return Problem("unknown-name", name, axis=cuts.axis, found=found, hint=hint)
+    return Problem("plan-not-executable", name, axis=cuts.axis, found=found, hint=hint)
 
 
 def gathering(

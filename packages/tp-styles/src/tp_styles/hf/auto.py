@@ -3,66 +3,111 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 
 from torch import nn
 
+from tp_styles._shared.problems import own_errors
 from tp_styles.from_plan.convert import from_sharding_plan, styles_of_free_regions
 from tp_styles.hf.plan import from_hf_tp_plan
-from tp_styles.plan.planned import PlannedModule, plan_styles
+from tp_styles.plan.planned import PlannedModule, TPPlan, plan_styles
 from tp_styles.problems import PlanError, Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
 from tp_styles.styles.mha import MultiheadAttentionParallel, TransformerLayerParallel
-from tp_styles.styles.tp_block import ColwiseKVReplicated, TPBlockParallel
+from tp_styles.styles.tp_block import ColwiseKVReplicated
+from tp_styles.values.spec import is_below
 
 
+@own_errors()  # of shard-spec, which it calls
 def auto_plan(model: nn.Module, *, tp_size: int = 2) -> dict[str, ParallelStyle]:
     """Styles for a model: its own Hugging Face plan, else torch's transformer layers, else `[shard-spec]`'s planner.
 
-    Blocks that a model's own plan leaves whole (shared experts, attention of some mixtures of experts) are added where
-    the planner is installed, recognises them, and their rehearsal is right (see `from_sharding_plan`).
+    Where the planner is installed, it adds blocks that a model's own plan leaves out (shared experts, attention of some
+    mixtures of experts), and takes out attention in which a parameter without a style acts on all heads.
 
-    `plan_styles(model, auto_plan(model), tp_size).unstyled` lists what stays whole.
+    `plan_styles(model, auto_plan(model), tp_size).unstyled` lists what is not sharded; for DTensors there, too, pass
+    `rest="replicated"` to `apply_plan`.
 
     Args:
         model: The model; on the meta device too.
         tp_size: Number of ranks. What the planner finds is for this number alone; `apply_plan` refuses another.
 
     Returns:
-        FQN -> style, for `apply_plan`.
+        FQN -> style, for `apply_plan`. It warns where less than half of the parameters are sharded.
 
     Raises:
         PlanError: Nothing was recognised.
     """
+    styles = _without_broken_ties(model, _styles(model, tp_size))
+    share, largest = sharded_share(model, plan_styles(model, styles, tp_size))
+    if not share:
+        hint = "write a plan; or install tp-styles[shard-spec] for its planner"
+        raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
+    if share < 0.5:
+        text = (
+            f"auto_plan shards {share:.1%} of the parameters of {type(model).__name__}; the largest others: {largest}"
+        )
+        warnings.warn(text, stacklevel=2)
+    return styles
+
+
+def sharded_share(model: nn.Module, plan: TPPlan) -> tuple[float, str]:
+    """Return the share of a model's elements that a plan shards, and the names of the largest others."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    sharded = {
+        module.info.where(name)
+        for module in plan.modules
+        for name, spec in module.spec.parameters
+        if not spec.split.is_replicated
+    }
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    left = {tied[0]: sizes[tied[0]] for tied in names.values() if not sharded.intersection(tied)}
+    total = sum(sizes.values())
+    largest = sorted(left, key=lambda name: -left[name])[:3]
+    return (1 - sum(left.values()) / total if total else 0.0), ", ".join(largest)
+
+
+def _styles(model: nn.Module, tp_size: int) -> dict[str, ParallelStyle]:
+    has_planner = importlib.util.find_spec("shard_spec") is not None
     plan = getattr(model, "tp_plan", None) or {}
     if any("*" in pattern for pattern in plan):  # some models have one for their head alone
-        return _without_broken_ties(model, _with_what_it_leaves(model, from_hf_tp_plan(model), tp_size))
+        styles = from_hf_tp_plan(model)
+        if not has_planner:
+            return styles
+        return _with_what_it_leaves(model, _without_mixed_heads(model, styles, tp_size), tp_size)
     layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     blocks = [name for name, module in model.named_modules() if isinstance(module, layers)]
     if blocks:
-        styles: dict[str, ParallelStyle] = {name: TransformerLayerParallel() for name in blocks}
+        styles = {name: TransformerLayerParallel() for name in blocks}
         alone = [
             name
             for name, module in model.named_modules()
             if isinstance(module, nn.MultiheadAttention) and not any(name.startswith(f"{b}.") or not b for b in blocks)
         ]
         return styles | {name: MultiheadAttentionParallel() for name in alone}
-    if importlib.util.find_spec("shard_spec") is not None:
-        from shard_spec.planners import MegatronPlanner
+    if not has_planner:
+        return {}
+    from shard_spec.planners import MegatronPlanner
 
-        layouts = MegatronPlanner({"tp": tp_size}, kv_replicate=True).build_plan(model)
-        planned = from_sharding_plan(layouts, model, unproven="gather")
-        if planned:
-            return _without_broken_ties(model, _without_shared_biases(model, _dealt_out(planned)))
-        hint = "write a plan; the planner recognised no block"
-    else:
-        hint = "write a plan, or install tp-styles[shard-spec] for its planner"
-    raise PlanError(Problem("unmatched-pattern", type(model).__name__, found="no block that is known", hint=hint))
+    layouts = MegatronPlanner({"tp": tp_size}, kv_replicate=True).build_plan(model)
+    return _dealt_out(from_sharding_plan(layouts, model, unproven="gather"))
+
+
+def _without_mixed_heads(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
+    """Leave out attention of a model's own plan where a parameter without a style may act across heads (doge's `A`)."""
+    from shard_spec.planners import MegatronPlanner
+
+    left = MegatronPlanner({"tp": tp_size}, kv_replicate=True).analyse(model).left_whole
+    unstyled = {parameter.name for parameter in plan_styles(model, styles, tp_size).unstyled}
+    mixing = {problem.name for problem in left.values() if problem.code == "partial-gradient"} & unstyled
+    homes = [name.rpartition(".")[0] for name in mixing]
+    return {name: style for name, style in styles.items() if not any(is_below(name, home) for home in homes)}
 
 
 def _with_what_it_leaves(model: nn.Module, styles: dict[str, ParallelStyle], tp_size: int) -> dict[str, ParallelStyle]:
-    if importlib.util.find_spec("shard_spec") is None:
-        return styles
     planned = plan_styles(model, styles, tp_size)
     free = {left.name for left in planned.unstyled}
     whole = [module.name for module in planned.modules if module.spec.compute not in ("none", "foreign")]
@@ -90,34 +135,6 @@ def _without_broken_ties(model: nn.Module, styles: dict[str, ParallelStyle]) -> 
 def _places(found: PlannedModule) -> set[str]:
     """FQNs of the modules that hold the parameters of a style."""
     return {found.info.where(name).rpartition(".")[0] for name, _ in found.spec.parameters}
-
-
-def _without_shared_biases(model: nn.Module, styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """Leave attention whole that shares a relative bias of all heads with other modules.
-
-    The bias of one layer is handed to others (T5), or comes from a module beside the attention (BEiT): as an argument,
-    which no style of the attention divides by heads.
-    """
-    biases = [name for name, _ in model.named_parameters() if "relative" in name and "bias" in name]
-    kept = dict(styles)
-    for region, style in styles.items():
-        if not isinstance(style, TPBlockParallel) or not style.attributes:
-            continue
-        kind = type(model.get_submodule(region))
-        alike = [name for name, module in model.named_modules() if type(module) is kind]
-        has_bias = {any(bias.startswith(f"{name}.") for bias in biases) for name in alike}
-        handed_on = has_bias == {True, False}  # a decoder's, too, of which cross attention has none
-        beside = [b for b in biases if not any(b.startswith(f"{name}.") for name in alike)]
-        near = [b for b in beside if region.startswith(_grandparent(b))]
-        if handed_on or near:
-            kept = {name: one for name, one in kept.items() if name != region and not name.startswith(f"{region}.")}
-    return kept
-
-
-def _grandparent(name: str) -> str:
-    """FQN prefix of the module around the one that holds a parameter."""
-    around = name.rpartition(".")[0].rpartition(".")[0]
-    return f"{around}." if around else ""
 
 
 def _dealt_out(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:

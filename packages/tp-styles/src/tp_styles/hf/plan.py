@@ -153,14 +153,22 @@ def _with_experts(model: nn.Module, plan: Mapping[str, str], implementation: str
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """FQN of every module or parameter that the plan names -> style name; the most specific pattern wins."""
+    """FQN of every module or parameter that the plan names -> style name; an exact name beats globs.
+
+    Raises:
+        PlanError: ``ambiguous-pattern`` where two globs give one name different styles.
+    """
     names = [name for name, _ in model.named_modules() if name] + [name for name, _ in model.named_parameters()]
     patterns = [Pattern(text) for text in plan]
     found = {}
     for name in names:
         matching = [pattern for pattern in patterns if pattern.matches(name)]
         if matching:
-            found[name] = plan[most_specific(matching)[0].text]
+            deciding = [pattern.text for pattern in most_specific(matching)]
+            if len({plan[text] for text in deciding}) > 1:
+                hint = "add an entry for this very name, or narrow one of the globs"
+                raise PlanError(Problem("ambiguous-pattern", name, found=", ".join(map(repr, deciding)), hint=hint))
+            found[name] = plan[deciding[0]]
     return found
 
 

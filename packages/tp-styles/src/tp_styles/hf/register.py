@@ -10,16 +10,20 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
+from tp_styles._torch_compat import is_compiling, is_fake
+from tp_styles.check.inputs import is_close
 from tp_styles.hf.plan import OLDER, OUTPUTS, ROLES, STYLES, TODAY, attention_style
 from tp_styles.plan.planned import PlannedModule
-from tp_styles.problems import PlanError, Problem
+from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.install import install_module
+from tp_styles.runtime.parameters import agreed_values
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.experts import LatentKVParallel, ParametersParallel
 from tp_styles.styles.tp_block import ColwiseKVReplicated
@@ -140,8 +144,43 @@ def _install(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> nn.Mo
             raise PlanError(Problem("layout-mismatch", info.where(name), found=found, hint=hint))
     for name, value in spec.attributes:
         setattr(module, name, value)
-    install_module(PlannedModule(info, "", style, spec), module, TPGroup(mesh))
+    axis = TPGroup(mesh)
+    install_module(PlannedModule(info, "", style, spec), module, axis)
+    if any(flow.src == Replicate() for _, flow in spec.inputs):
+        ReplicatedInputCheck(axis).install(module)
     return module
+
+
+class ReplicatedInputCheck:
+    """Compare a module's inputs between the ranks at its first call: peers take the same rows.
+
+    Args:
+        axis: The ranks.
+    """
+
+    def __init__(self, axis: TPGroup) -> None:
+        self.axis = axis
+
+    def install(self, module: nn.Module) -> None:
+        """Stand before the module's forward, once."""
+        self.handle = module.register_forward_pre_hook(self, prepend=True)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Compare, and go.
+
+        Raises:
+            StyleInputError: Inputs differ; on every rank.
+        """
+        if is_compiling() or not args or not isinstance(args[0], torch.Tensor) or is_fake(args[0]):
+            return
+        value = args[0].detach()
+        kinds = set(self.axis.all_gather_objects((tuple(value.shape), str(value.dtype)), "the first call"))
+        same = len(kinds) == 1 and is_close(value, agreed_values(value, self.axis, 0))
+        if not all(self.axis.all_gather_objects(same, "the first call")):
+            hint = "tensor-parallel ranks take the same batch: give each data-parallel group one sampler"
+            found = "other values on each rank"
+            raise StyleInputError(Problem("ranks-disagree", type(module).__name__, found=found, hint=hint))
+        self.handle.remove()
 
 
 def _raise(spec: StyleSpec) -> None:

@@ -129,14 +129,13 @@ class PairwiseParallel(ParallelStyle):
 
 class SequenceParallel(PairwiseParallel):
     """`PairwiseParallel` between sequence shards: rows are gathered before the first layer and reduce-scattered after
-    the last, both on dim 0. Exported as `tp_styles.PairwiseSequenceParallel` too.
+    the last, both on dim 0.
     """
 
     def __init__(self) -> None:
         super().__init__(make_input_reshard_replicate, make_output_reshard_tensor)
 
 
-PairwiseSequenceParallel = SequenceParallel
 """The same class under a name that today's `SequenceParallel` does not have."""
 
 

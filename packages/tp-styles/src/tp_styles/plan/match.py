@@ -22,7 +22,7 @@ class Match:
 def match_plan(
     names: Iterable[str], plan: Mapping[str, TorchParallelStyle], *, strict: bool
 ) -> tuple[list[Match], list[Problem]]:
-    """Give every named module at most one style; the most specific pattern wins.
+    """Give every named module at most one style; an exact name beats globs, which have to agree.
 
     Args:
         names: FQNs of all modules, in the model's order.
@@ -30,7 +30,7 @@ def match_plan(
         strict: A pattern that means no module is a problem.
 
     Returns:
-        Matches in the order of `names`, and the problems: no match, not a style, two equally specific patterns.
+        Matches in the order of `names`, and the problems: no match, not a style, globs that differ.
     """
     problems = [_not_a_style(pattern, style) for pattern, style in plan.items() if not is_style(style)]
     names = list(names)
@@ -55,7 +55,7 @@ def match_plan(
                     "ambiguous-pattern",
                     name,
                     found=", ".join(repr(pattern.text) for pattern in (first, *rivals)),
-                    hint="no pattern is more specific than the others, and they give it different styles",
+                    hint="they give it different styles: add an exact entry, or narrow one of the globs",
                 )
             )
         if is_style(plan[first.text]):

@@ -6,17 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tp_styles._torch_compat import TorchParallelStyle
-from tp_styles.plan.chains import chain_problems
 from tp_styles.plan.explain import explain_plan, plan_as_dict
 from tp_styles.plan.match import match_plan
-from tp_styles.plan.style import Style, WithoutNestedTensors
+from tp_styles.plan.style import ReplicatedParameters, Style, WithoutNestedTensors
 from tp_styles.problems import PlanError, Problem, StyleModuleError
-from tp_styles.values.spec import ModuleInfo, StyleSpec, describe, is_below
+from tp_styles.values.spec import ModuleInfo, PerRank, StyleSpec, describe, is_below
 
 FORMAT = 1
 """Number of the JSON form that `to_json` writes."""
@@ -95,25 +95,35 @@ class TPPlan:
 
 
 Plan = Mapping[str, TorchParallelStyle]
+Rest = Literal["plain", "replicated"]
 
 
-def plan_styles(model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool = True) -> TPPlan:
+def plan_styles(
+    model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool = True, rest: Rest = "plain"
+) -> TPPlan:
     """Decide, for every module that the plan means, what is split and what moves. No process group, no communication.
 
     Args:
         model: Any model, on any device, the meta device too.
-        plan: FQN pattern -> style (see `plan.patterns`; `""` is the model itself), or one style for the model.
+        plan: FQN pattern -> style (an exact name beats a glob; `""` is the model itself), or one style for the model.
         tp_size: Number of ranks.
         strict: A pattern that means nothing is a problem.
+        rest: As `apply_plan`.
 
     Returns:
         The plan; look at its `.problems`.
     """
-    return plan_module(model, plan, tp_size, strict=strict, is_staged=False)
+    return plan_module(model, plan, tp_size, strict=strict, is_staged=False, rest=rest)
 
 
 def plan_module(
-    model: nn.Module, plan: Plan | TorchParallelStyle, tp_size: int, *, strict: bool, is_staged: bool
+    model: nn.Module,
+    plan: Plan | TorchParallelStyle,
+    tp_size: int,
+    *,
+    strict: bool,
+    is_staged: bool,
+    rest: Rest = "plain",
 ) -> TPPlan:
     """`plan_styles`, also for one of several calls, of which a later one may shard the other of two tied weights."""
     if isinstance(plan, TorchParallelStyle):
@@ -136,13 +146,14 @@ def plan_module(
             planned[found.name] = found
     for name in _around_layers(modules, planned):
         planned.setdefault(name, next(_expanded(modules, name, "(around its layers)", WithoutNestedTensors(), tp_size)))
+    if rest == "replicated":
+        for name, style in _replicated(modules, planned).items():
+            planned[name] = next(_expanded(modules, name, 'rest="replicated"', style, tp_size))
     ordered = [planned[name] for name in modules if name in planned]
     ordered = _without_shared(ordered, modules, problems)
     for found in ordered:
         problems += found.spec.problems
-        problems += _state_problems(found, modules[found.name])
-    if tp_size > 1 and not problems:
-        problems += chain_problems(modules, planned, is_staged=is_staged)
+        problems += _state_problems(found, modules[found.name], tp_size)
     claims = _claims(ordered, problems)
     problems += _tied_problems(model, claims, ordered, is_staged)
     left = [
@@ -195,6 +206,28 @@ def _expanded(
         yield from _expanded(modules, info.where(child), f"{pattern} ({type(style).__name__})", below, tp_size)
 
 
+def _replicated(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> dict[str, ReplicatedParameters]:
+    """Styles of modules whose own parameters no style speaks of: leaf layers, and what blocks hold themselves."""
+    opaque = [name for name, one in planned.items() if one.spec.compute == "foreign"]
+    claimed = {id(modules[one.name].get_parameter(key)) for one in planned.values() for key, _ in one.spec.parameters}
+    styles: dict[str, ReplicatedParameters] = {}
+    for name, module in modules.items():
+        # Attention of torch reads the weights of its projection itself.
+        names = [key for key, _ in module.named_parameters(recurse=isinstance(module, nn.MultiheadAttention))]
+        free = tuple(key for key in names if id(module.get_parameter(key)) not in claimed)
+        if free and name not in planned and not any(is_below(name, one) for one in opaque):
+            styles[name] = ReplicatedParameters(free)
+            claimed |= {id(module.get_parameter(key)) for key in free}
+    # A tied weight takes every module that holds it along.
+    owners = {name: {id(p) for p in module._parameters.values() if p is not None} for name, module in modules.items()}
+    mine = {id(modules[name].get_parameter(key)) for name, style in styles.items() for key in style.names}
+    for name, ids in owners.items():
+        if ids & mine and name not in styles and name not in planned:
+            free = tuple(key for key, p in modules[name]._parameters.items() if id(p) in mine)
+            styles[name] = ReplicatedParameters(free)
+    return styles
+
+
 def _around_layers(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> list[str]:
     """`nn.TransformerEncoder`s with parallel layers: in evaluation they would hand nested tensors to them."""
     return [
@@ -227,13 +260,26 @@ def _without_shared(
     return list(kept.values())
 
 
-def _state_problems(found: PlannedModule, module: nn.Module) -> Iterator[Problem]:
+def _state_problems(found: PlannedModule, module: nn.Module, tp_size: int) -> Iterator[Problem]:
     """List reasons in a module's state not to shard it."""
-    if found.spec.compute in ("foreign", "none"):
+    if found.spec.compute == "foreign":
         return
-    if "forward" in vars(module) and found.spec.compute != "hooks":
+    if "forward" in vars(module) and found.spec.compute not in ("hooks", "none"):
         hint = "the module is parallel already (undo it first), or something else has replaced its forward"
         yield Problem("already-applied", found.name, found=repr(type(vars(module)["forward"]).__name__), hint=hint)
+    for name, value in found.spec.attributes:
+        path, _, attribute = name.rpartition(".")
+        count = getattr(module.get_submodule(path), attribute, None)
+        if isinstance(value, PerRank) and (not isinstance(count, int) or count % tp_size):
+            yield Problem(
+                "does-not-divide", found.info.where(name), found=f"{count} over {tp_size} ranks", hint="a count"
+            )
+    for name, _ in found.spec.buffers:
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if owner._buffers.get(attribute) is None or attribute not in owner._non_persistent_buffers_set:
+            hint = "register_buffer(..., persistent=False): a state dict would hold one rank's shard"
+            yield Problem("unknown-name", found.info.where(name), found="no buffer outside of state dicts", hint=hint)
     for name, _ in found.spec.parameters:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)

@@ -70,6 +70,25 @@ class WithoutNestedTensors(Style):
         raise AssertionError("the planner adds it")
 
 
+class ReplicatedParameters(Style):
+    """Style of a module of which no other speaks: its own parameters become replicated DTensors.
+
+    Args:
+        names: The parameters.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
+        """Nothing is split, and the module's own forward runs on local parameters."""
+        parameters = tuple((name, ParameterSpec(Split.replicated())) for name in self.names)
+        return StyleSpec(compute="module", parameters=parameters)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        raise AssertionError("the planner adds it")
+
+
 @functools.cache
 def _argument_names(kind: type[Style]) -> tuple[str, ...]:
     # A style derived by a user may take what it likes: its meaning is in the attributes of ours.

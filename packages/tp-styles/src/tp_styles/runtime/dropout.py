@@ -1,44 +1,34 @@
-"""Random numbers between column-wise and row-wise layers, where ranks hold different shards.
+"""Dropout between column-wise and row-wise layers, where ranks hold different shards.
 
-Dropout of attention weights or of hidden channels draws there, often in a function that no style stands on. A mask that
-is the same on every rank would drop the same places of every rank's heads or channels. Random operations are seen by
-running them: the first call with certain settings runs under a dispatch mode, which makes the generator the rank's own
-right before the first operation that draws. Later calls with these settings know the answer, so that switching
-generators costs nothing, and breaks no graph, where nothing is drawn.
+One mask on every rank would drop the same places of every rank's heads or channels. So in training, where a module of
+the region has a dropout rate above zero, the default generator is the rank's own from the last column-wise layer to
+the row-wise one. Where nothing has a rate, nothing is switched: other random numbers (drop-path draws one for each
+sample) are the same on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
-from tp_styles._torch_compat import TorchDispatchMode, is_compiling
+from tp_styles._torch_compat import is_compiling
 from tp_styles.plan.planned import PlannedModule, TPPlan
 from tp_styles.runtime.collectives import TPGroup
 from tp_styles.runtime.rng import enter_region, leave_region
 from tp_styles.values.spec import is_below
 
-RATES = "dropout_p", "dropout", "p"
-"""Arguments of operations that draw nothing where they are zero."""
 
-MAX_SETTINGS = 64
-"""A module whose numbers change with every call is taken to draw, from here on."""
-
-
-def is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """True if a call of a torch operation draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+def is_rate(module: nn.Module, name: str, value: Any) -> bool:
+    """True if an attribute is a dropout rate: `p` of `nn.Dropout`, `rate`, numbers with "drop" in their names."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name in RATES:
-            rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            return rate is None or bool(rate)
-    return True
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return name == "p"
+    return name == "rate" or ("drop" in name and "path" not in name and "layer" not in name)
 
 
 class RandomOps:
@@ -48,56 +38,31 @@ class RandomOps:
 
     Args:
         axis: Over which ranks.
-        modules: Modules whose forwards run in the stretch; their numbers and their training flags are the settings.
+        modules: Modules whose forwards run in the stretch, with their dropout rates.
     """
 
     def __init__(self, axis: TPGroup, modules: Iterable[nn.Module]) -> None:
         self.axis = axis
-        self.modules = list(modules)
-        numbers = bool | int | float
-        found = [(m, key) for m in self.modules for key, value in vars(m).items() if isinstance(value, numbers)]
-        self.owners, self.fields = [module for module, _ in found], [key for _, key in found]
-        self.draws: bool | None = False
+        self.rates = [(m, key) for m in modules for key, value in vars(m).items() if is_rate(m, key, value)]
+        self.draws = False
         self.outside: torch.Tensor | None = None
-        self._calls: dict[Any, int] = {}
-        self._random: set[Any] = set()
-        self._observer: _Observer | None = None
-        self._settings: Any = None
 
     def begin(self) -> None:
-        """The forward starts: decide from earlier calls, or observe this one."""
-        if self.draws is not False:
+        """The forward starts; rates and training flags may have changed since the last one."""
+        if self.draws:
             self.end()
-        settings = self._read_settings()
-        if settings in self._random:
-            self.draws = True
-        elif is_compiling():
-            # Nothing can be observed in a graph; the check's eager run has been here before, unless it is off.
-            # A graph depends on there having been calls, not on how many: eager ones between do not recompile it.
-            self.draws = settings not in self._calls and any(module.training for module in self.modules)
-        elif (calls := self._calls.get(settings, 0)) & (calls - 1) == 0 and len(self._calls) < MAX_SETTINGS:
-            # Calls 1, 2, 4, 8 ...: a rate may also change where no setting shows it.
-            if not OBSERVES.get():
-                self.draws = calls == 0
-                return
-            self.draws, self._settings = None, settings
-            self._observer = _Observer(self._switch)
-            self._observer.__enter__()  # type: ignore[no-untyped-call]  # torch's
-        else:
-            self.draws = len(self._calls) >= MAX_SETTINGS and calls == 0
-            self._calls[settings] = calls + 1
+        # A plain loop: the compiler guards what it reads.
+        for module, key in self.rates:
+            if module.training and vars(module).get(key):
+                self.draws = True
 
     def enter(self) -> None:
         """From here on ranks hold different shards."""
-        if self._observer is not None:
-            self._observer.is_armed = self._observer.was_armed = True
-        elif self.draws:
-            self._switch()
+        if self.draws and self.outside is None:
+            self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
 
     def leave(self) -> None:
         """From here on ranks compute alike again."""
-        if self._observer is not None:
-            self._observer.is_armed = False
         if self.outside is not None:
             leave_region(self.outside, torch.device(self.axis.mesh.device_type))
             self.outside = None
@@ -105,47 +70,7 @@ class RandomOps:
     def end(self) -> None:
         """The forward has ended, also with an error."""
         self.leave()
-        observer, self._observer = self._observer, None
-        if observer is not None:
-            observer.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
-            if observer.was_armed:
-                self._calls[self._settings] = self._calls.get(self._settings, 0) + 1
-            if observer.has_drawn:
-                self._random.add(self._settings)
-        self.draws = False  # as after a call that draws nothing
-
-    def _switch(self) -> None:
-        if self.outside is None:
-            self.outside = enter_region(self.axis.rank, torch.device(self.axis.mesh.device_type))
-
-    def _read_settings(self) -> Any:
-        # No loops of Python: a steady forward asks, too.
-        settings = (*map(len, map(vars, self.modules)), *map(dict.get, map(vars, self.owners), self.fields))
-        try:
-            hash(settings)
-        except TypeError:  # a number has become a list
-            return "unhashable"
-        return settings
-
-
-OBSERVES: ContextVar[bool] = ContextVar("tp_styles_observes", default=True)
-"""False while a compiled call is compared: under a mode it would run without the compiler; the next call observes."""
-
-
-class _Observer(TorchDispatchMode):
-    """Calls a function before the first operation that draws, while armed."""
-
-    def __init__(self, before_first: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.before_first = before_first
-        self.is_armed = self.was_armed = self.has_drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation's result."""
-        if self.is_armed and is_random(func, args, kwargs or {}):
-            self.has_drawn = True
-            self.before_first()  # once more after the region was left and entered again
-        return func(*args, **(kwargs or {}))
+        self.draws = False
 
 
 MODULE_FORWARDS = {
@@ -192,7 +117,7 @@ class Region:
         """Pre-hook of the module."""
         self.random.begin()
         is_installed = self.key in module._forward_hooks
-        if self.random.draws is not False:
+        if self.random.draws:
             self.missing = self.columns
             if not is_installed:
                 # Hooks that a graph's tracing adds would be a side effect of the graph.
@@ -212,19 +137,19 @@ class Region:
 
     def called(self, column: nn.Module, args: Any, output: Any) -> None:
         """Hook of a column-wise layer."""
-        if self.random.draws is not False:
+        if self.random.draws:
             self.missing = [one for one in self.missing if one is not column]
             if not self.missing:
                 self.random.enter()
 
     def leave(self, row: nn.Module, args: Any) -> None:
         """Pre-hook of a row-wise layer."""
-        if self.random.draws is not False:
+        if self.random.draws:
             self.random.leave()
 
     def close(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook of the module, called after an error, too."""
-        if self.random.draws is not False:
+        if self.random.draws:
             self.random.end()
 
 

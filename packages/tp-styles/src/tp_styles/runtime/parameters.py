@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from tp_styles._torch_compat import (
     is_compiling,
     is_fake,
     local_of,
-    norms,
-    without_torch_function,
 )
 from tp_styles.problems import PlanError, Problem, StyleInputError
 from tp_styles.runtime.collectives import TPGroup
@@ -29,66 +26,14 @@ from tp_styles.runtime.redistribute import as_dtensor, summed_gradient
 from tp_styles.values.spec import ParameterSpec, StyleSpec
 from tp_styles.values.split import Section, Split
 
-_GRAD: Any = torch.Tensor.grad
-_size_of = lru_cache(maxsize=16)(DeviceMesh.size)  # every read of a gradient asks, and a mesh counts its ranks anew
-
-
-class ShardGradient(torch.Tensor):
-    """Gradient of a local shard: a plain tensor that refuses norms of itself, torch's `clip_grad_norm_` among them."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A norm in a type that was asked for is one that goes on to be summed over ranks: ours, and the bridge's.
-        if func in norms and not (kwargs or {}).get("dtype"):
-            hint = "clip with tp_styles.clip_grad_norm_; .detach() gives the plain shard"
-            found = "the norm of a gradient of one rank's shard; replicas would be scaled otherwise on each rank"
-            raise PlanError(Problem("local-shard-as-full", "gradient", found=found, hint=hint))
-        with without_torch_function():
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.detach().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
 
 class ShardParameter(nn.Parameter):
-    """A plain local parameter that is one rank's part of a global one, and remembers of which.
+    """A plain local parameter that is one rank's shard of a global one that no DTensor describes: fused sections.
 
     Copies and pickles keep `_sharding_info`, which an ordinary parameter would lose.
     """
 
     _sharding_info: ShardingInfo
-    in_step: ClassVar[bool] = False
-    """True while an optimizer, found to go element by element, reads plain gradients: a subclass costs host time."""
-
-    @property
-    def is_partial(self) -> bool:
-        """True if other ranks hold other elements."""
-        info = self._sharding_info
-        return info.placements[0].is_shard() and _size_of(info.mesh) > 1
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """The gradient; of a shard one that refuses norms."""
-        found: torch.Tensor | None = _GRAD.__get__(self)
-        if found is None or found.requires_grad or is_compiling():
-            return found
-        kind = torch.Tensor if ShardParameter.in_step or not self.is_partial else ShardGradient
-        if type(found) is not kind and isinstance(found, ShardGradient) == (kind is torch.Tensor):
-            found = found.as_subclass(kind)
-            _GRAD.__set__(self, found)  # the object that was handed out, so that writes to its `.data` count
-        return found
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        ShardParameter.in_step = False  # no step replaces gradients: one has raised
-        _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardParameter:
         if id(self) in memo:
@@ -106,62 +51,23 @@ class ShardParameter(nn.Parameter):
         value = other.detach() if assign else self.detach().copy_(other.detach())
         return rebuild(value, self.requires_grad, self.__dict__)
 
-    def _drawn(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
-        """This rank's part of what is drawn for the whole: the same numbers that the whole parameter would get.
-
-        Each rank's generator would otherwise draw the same numbers for another part, or others for the same.
-        """
-        info = self._sharding_info
-        mesh, split = info.mesh, split_of(info)
-        if self.is_meta or split.dim is None or any(isinstance(x, torch.Tensor) for x in (*args, *kwargs.values())):
-            getattr(torch.Tensor, name)(self, *args, **kwargs)
-            return self
-        whole = getattr(self.new_empty(info.shape), name)(*args, **kwargs)
-        self.copy_(split.take(whole, mesh.get_local_rank(), mesh.size()))
-        return self
+    # `nn.init` takes bounds from a tensor's shape, and each rank's generator draws the same numbers for other rows.
 
     def uniform_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """As of a tensor."""
-        return self._drawn("uniform_", *args, **kwargs)
+        """Refuse to draw into a shard."""
+        return self._draw("uniform_", *args, **kwargs)
 
     def normal_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """As of a tensor."""
-        return self._drawn("normal_", *args, **kwargs)
+        """Refuse to draw into a shard."""
+        return self._draw("normal_", *args, **kwargs)
 
-    def bernoulli_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """As of a tensor."""
-        return self._drawn("bernoulli_", *args, **kwargs)
-
-    def exponential_(self, *args: Any, **kwargs: Any) -> ShardParameter:
-        """As of a tensor."""
-        return self._drawn("exponential_", *args, **kwargs)
-
-    # Functions that go by the size or the values of the full parameter would compute something else from a shard.
-
-    def size(self, dim: int | None = None) -> Any:
-        """The local shape; of one dim the global size, as of a DTensor: `nn.init` takes its bounds from it."""
-        return self.shape if dim is None else self._sharding_info.shape[dim]
-
-    def ndimension(self) -> int:
-        """As of a tensor; refused for a shard, because `nn.init` goes on with the full matrix."""
-        self._refuse_partial("ndimension()")
-        return self.dim()
-
-    def __lt__(self, other: Any) -> Any:
-        self._refuse_partial("a comparison")
-        return torch.lt(self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        self._refuse_partial("a comparison")
-        return torch.gt(self, other)
-
-    def _refuse_partial(self, found: str) -> None:
-        if self.is_partial:
-            hint = "initialise before the plan is applied; reset_parameters() of the module, normal_, uniform_, xavier_"
-            hint += " and kaiming_ draw for the full weight; load_state_dict() takes full tensors; else use .detach()"
-            raise PlanError(
-                Problem("local-shard-as-full", found=f"{found} of one rank's shard of a parameter", hint=hint)
-            )
+    def _draw(self, name: str, *args: Any, **kwargs: Any) -> ShardParameter:
+        if self.is_meta:
+            getattr(torch.Tensor, name)(self, *args, **kwargs)
+            return self
+        hint = "initialise before the plan is applied; or reset_parameters() of the module; or load_state_dict()"
+        found = f"{name} on one rank's shard of {list(self._sharding_info.shape)}"
+        raise PlanError(Problem("local-shard-as-full", found=found, hint=hint))
 
 
 def rebuild(data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]) -> ShardParameter:
@@ -246,17 +152,15 @@ class ShardCheck:
 def lost_shard(where: str, parameter: torch.Tensor) -> Problem:
     """Another parameter in place of a shard: norms and state dicts would take the shard for the full weight."""
     hint = "norms and state dicts would take it for the full weight: write new values with copy_() or load_state_dict()"
-    hint += '; FSDP2 needs DTensors, which params="dtensor" gives for all but fused sections and copied key-value heads'
+    hint += "; FSDP2 needs DTensors, which all shards are but fused sections and copied key-value heads"
     return Problem("local-shard-as-full", where, found=f"{type(parameter).__name__} in place of a shard", hint=hint)
 
-
-Mode = Literal["dtensor", "local"]
 
 # ---------------------------------------------------------------------------------------------- making
 
 
 def make_parameter(
-    original: nn.Parameter, spec: ParameterSpec, axis: TPGroup, mode: Mode, src_data_rank: int | None
+    original: nn.Parameter, spec: ParameterSpec, axis: TPGroup, src_data_rank: int | None
 ) -> nn.Parameter:
     """A parameter with this rank's part of `original`, which is left as it is.
 
@@ -264,19 +168,21 @@ def make_parameter(
         original: The whole parameter, on every rank.
         spec: Which part.
         axis: Over which ranks.
-        mode: `"dtensor"`, or `"local"` for a plain tensor with `_sharding_info`. What a DTensor cannot say (fused
-            sections, copies) is local in either mode.
         src_data_rank: Rank in the group whose values count; None takes each rank's own.
     """
     full = agreed_values(original.detach(), axis, src_data_rank)
     local = spec.split.take(full, axis.rank, axis.size)
-    return wrap_local(local, original, spec.split, axis, mode)
+    return wrap_local(local, original, spec.split, axis)
 
 
-def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup, mode: Mode) -> nn.Parameter:
-    """A parameter around this rank's part; shape, `requires_grad` and user attributes come from `original`."""
+def wrap_local(local: torch.Tensor, original: torch.Tensor, split: Split, axis: TPGroup) -> nn.Parameter:
+    """A parameter around this rank's shard; shape, `requires_grad` and user attributes come from `original`.
+
+    It is a DTensor, but for what no DTensor describes (fused sections, copied heads): a plain tensor with
+    `_sharding_info`.
+    """
     parameter: nn.Parameter
-    if mode == "dtensor" and split.is_plain(axis.size):
+    if split.is_plain(axis.size):
         wrapped = as_dtensor(local, axis.mesh, (split.placement(),), original.shape)
         parameter = nn.Parameter(wrapped, requires_grad=original.requires_grad)
         parameter.__dict__.update(original.__dict__)
@@ -335,8 +241,6 @@ def local_parameters(module: nn.Module, *names: str) -> list[torch.Tensor | None
         found.append(parameter)
     if any_dtensor:
         _unwrap(found)
-    if ShardParameter.in_step and not is_compiling():  # no forward runs in a step: one has raised
-        ShardParameter.in_step = False
     return found
 
 
@@ -369,7 +273,7 @@ def refuse_computed(module: nn.Module, name: str) -> None:
     found = [*below._parameters.items(), *((key, module._parameters.get(key)) for key in (f"{name}_orig", f"{name}_v"))]
     # torch's older weight norm makes an ordinary parameter of a part.
     if any(isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) for _, parameter in found):
-        hint = 'apply the plan with params="dtensor", or put it on and take it off again before the plan is applied'
+        hint = "put it on and take it off again before the plan is applied"
         raise PlanError(
             Problem("local-shard-as-full", name, found=f"computed from a part, in {type(module).__name__}", hint=hint)
         )

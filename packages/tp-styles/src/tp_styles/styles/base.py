@@ -21,7 +21,7 @@ class ParallelStyle(Style):
     * hand functions for the first input and for the output to `super().__init__`: they are called around the module as
       `_prepare_input(inputs, device_mesh)` and `_prepare_output(output, device_mesh)`, and its parameters become
       replicated DTensors (subclass `ColwiseParallel` or `RowwiseParallel` to have them sharded);
-    * define `spec(info, tp_size)`: a pure function, so that `explain` and `validate` know about it;
+    * define `spec(info, tp_size)`: a pure function, so that `plan_styles` and `explain` know about it;
     * define `_apply(module, device_mesh)` as in torch: it is then called as it is.
 
     Args:

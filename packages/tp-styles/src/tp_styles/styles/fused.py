@@ -16,8 +16,7 @@ class FusedColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a weight that holds several sections one after the other: q, k and v; gate and up.
 
     Each section is divided on its own, so that `chunk` or `split` of the local output gives this rank's part of each.
-    The weight is not a plain shard, and is never labelled as one: it is a local parameter with `_sharding_info`, also
-    where `params="dtensor"`.
+    The weight is not a plain shard, and is never labelled as one: it is a local parameter with `_sharding_info`.
 
     Args:
         sections: Sizes of the sections in rows, or how many equal ones there are.

@@ -125,7 +125,8 @@ class GQAParallel(ParallelStyle):
         if queries is None or keys is None or missing:
             found = f"no {', '.join(missing)}" if missing else "no attribute with the number of heads"
             hint = "pass the names and numbers: GQAParallel(q=..., num_heads=...)"
-            return StyleSpec(problems=(Problem("does-not-divide", info.where(), found=found, hint=hint),))
+            code = "unknown-name" if missing else "missing-argument"
+            return StyleSpec(problems=(Problem(code, info.where(), found=found, hint=hint),))
         heads, problem = divide_heads(info.where(), queries, keys, tp_size, kv_replicate=self.kv_replicate)
         if heads is None or problem is not None:
             return StyleSpec(problems=(problem,) if problem is not None else ())

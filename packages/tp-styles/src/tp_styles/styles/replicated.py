@@ -39,7 +39,7 @@ class SequenceParallel(ParallelStyle):
 
     For `nn.LayerNorm`, RMS norms and dropout. Each rank sees only the gradient of its positions: the gradients of the
     replicated parameters are summed over the ranks. Parameters are made equal by broadcast and stay frozen if they
-    were. (The first styles had another class of this name: `tp_styles.PairwiseSequenceParallel`.)
+    were. (The first styles had another class of this name: `tp_styles.legacy.SequenceParallel`.)
 
     Args:
         sequence_dim: Dim of the input that is sharded.

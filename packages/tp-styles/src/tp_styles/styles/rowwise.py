@@ -30,6 +30,8 @@ class RowwiseParallel(ParallelStyle):
             (ids have no feature dim to be sharded on).
         output_layouts: Layout that the output gets; default `Replicate()`.
         use_local_output: Whether the output is a plain tensor.
+        sum_gradient: The output of a linear layer is used on shards (Mamba's B and C on each rank's channels): ranks
+            have parts of its gradient, which are summed.
 
     Raises:
         StyleTypeError: A layout that is no placement (also a `TypeError`).
@@ -43,11 +45,13 @@ class RowwiseParallel(ParallelStyle):
         input_layouts: Placement | tuple[Placement, ...] | None = None,
         output_layouts: Placement | tuple[Placement, ...] | None = None,
         use_local_output: bool = True,
+        sum_gradient: bool = False,
     ) -> None:
         super().__init__(None, None)
         self.input_layouts = (single(input_layouts, Shard(-1), "input_layouts"),)
         self.output_layouts = (single(output_layouts, Replicate(), "output_layouts"),)
         self.use_local_output = use_local_output
+        self.sum_gradient = sum_gradient
         self._input_given = input_layouts is not None
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
@@ -79,7 +83,13 @@ class RowwiseParallel(ParallelStyle):
                 ),
             ),
             outputs=(
-                Redistribution(Partial(), output, split=Split.along(0, shape.out_features), width=shape.out_features),
+                Redistribution(
+                    Partial(),
+                    output,
+                    gradient=Partial() if self.sum_gradient else None,
+                    split=Split.along(0, shape.out_features),
+                    width=shape.out_features,
+                ),
             ),
             local_output=self.use_local_output,
             problems=problems,
@@ -113,4 +123,5 @@ class RowwiseParallel(ParallelStyle):
             **({"input_layouts": self.input_layouts[0]} if self._input_given else {}),
             "output_layouts": self.output_layouts[0],
             "use_local_output": self.use_local_output,
+            **({"sum_gradient": True} if self.sum_gradient else {}),
         }

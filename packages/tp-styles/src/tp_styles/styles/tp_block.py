@@ -2,59 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tp_styles.problems import Problem
 from tp_styles.styles.base import ParallelStyle
 from tp_styles.styles.fused import FusedColwiseParallel
-from tp_styles.values.spec import ModuleInfo, ParameterSpec, StyleSpec
+from tp_styles.values.spec import ModuleInfo, ParameterSpec, PerRank, StyleSpec
 from tp_styles.values.split import Split
 
 
-class TPBlockParallel(ParallelStyle):
-    """A module whose layers are divided by styles of their own: its counts become local, its own parameters are shared.
+class BlockParallel(ParallelStyle):
+    """A block's own parameters, buffers and counts, beside the layers inside that have styles of their own.
+
+    For what stands between column-wise and row-wise layers: one decay or sink for each head, slopes of ALiBi, the
+    depthwise convolution of Mamba, a scalar gain. The block's forward runs on this rank's shards.
 
     Args:
-        tp_size: The number of ranks that it is for.
-        attributes: Attribute -> value on every rank.
-        cut: Dotted name of a parameter -> dim along which each rank holds its own part.
-        summed: Dotted names of parameters that every rank holds whole and uses on its part: gradients are summed.
+        shard: Name of a parameter below the block -> dim along which each rank holds its shard.
+        sum_gradient: Names of parameters that every rank holds in full and uses on its shard: gradients are summed.
+        buffers: Name of a buffer that no state dict holds (`persistent=False`) -> dim, as `shard`.
+        attributes: Names of counts below the block that are divided by the number of ranks (`num_heads`,
+            `conv.groups`); or name -> value on every rank.
+        tp_size: The number of ranks that it is for; by default any.
     """
 
     def __init__(
         self,
-        tp_size: int,
-        attributes: Mapping[str, int] | None = None,
-        cut: Mapping[str, int] | None = None,
-        summed: tuple[str, ...] = (),
+        *,
+        shard: Mapping[str, int] | None = None,
+        sum_gradient: Sequence[str] = (),
+        buffers: Mapping[str, int] | None = None,
+        attributes: Mapping[str, int] | Sequence[str] = (),
+        tp_size: int | None = None,
     ) -> None:
         super().__init__(None, None)
+        self.shard, self.buffers = dict(shard or {}), dict(buffers or {})
+        self.sum_gradient = tuple(sum_gradient)
+        self.attributes = dict(attributes) if isinstance(attributes, Mapping) else tuple(attributes)
         self.tp_size = tp_size
-        self.attributes = dict(attributes or {})
-        self.cut = dict(cut or {})
-        self.summed = tuple(summed)
 
     def spec(self, info: ModuleInfo, tp_size: int) -> StyleSpec:
         """See `ParallelStyle.spec`."""
         problems = []
-        if tp_size != self.tp_size:
-            hint = "plan again for this number of ranks"
+        if self.tp_size not in (None, tp_size):
+            found = f"tp={tp_size}, planned for {self.tp_size}"
             problems.append(
-                Problem("mesh-mismatch", info.where(), found=f"tp={tp_size}, planned for {self.tp_size}", hint=hint)
+                Problem("mesh-mismatch", info.where(), found=found, hint="plan again for this number of ranks")
             )
         parameters = []
-        for name in (*self.cut, *self.summed):
+        for name in (*self.shard, *self.sum_gradient):
             parameter = info.parameter(name)
             if parameter is None:
                 problems.append(Problem("unknown-name", info.where(name), hint="the plan is for another model"))
                 continue
-            dim = self.cut.get(name)
+            dim = self.shard.get(name)
             split = Split.replicated() if dim is None else Split.along(dim, parameter.shape[dim])
             parameters.append((name, ParameterSpec(split, sum_gradient=dim is None)))
+        # Counts are divided where they are set: those of modules below are not known here.
+        counts = self.attributes if isinstance(self.attributes, dict) else dict.fromkeys(self.attributes, PerRank())
         return StyleSpec(
             compute="module" if parameters else "none",
             parameters=tuple(parameters),
-            attributes=tuple(self.attributes.items()),
+            buffers=tuple(self.buffers.items()),
+            attributes=tuple(counts.items()),
             problems=tuple(problems),
         )
 

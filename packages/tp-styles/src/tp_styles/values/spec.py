@@ -146,6 +146,11 @@ class ParameterSpec:
 
 
 @dataclass(frozen=True)
+class PerRank:
+    """Stands for a count that is divided by the number of ranks."""
+
+
+@dataclass(frozen=True)
 class StyleSpec:
     """A style's decision for one module.
 
@@ -158,7 +163,8 @@ class StyleSpec:
         outputs: One flow for each output, None for one that is left alone.
         local_output: Outputs are plain tensors; otherwise DTensors.
         local_input: Inputs are plain tensors inside; otherwise DTensors.
-        attributes: Attributes of the module that become local (the number of heads).
+        attributes: Attributes, by dotted name, that become local (the number of heads).
+        buffers: Buffers, by dotted name, and the dim along which each rank holds its shard.
         shards_randomness: Ranks hold different parts: dropout inside draws other numbers on each.
         children: Styles that this one puts on modules below, by dotted name.
         problems: What makes it impossible.
@@ -172,6 +178,7 @@ class StyleSpec:
     local_output: bool = True
     local_input: bool = True
     attributes: tuple[tuple[str, object], ...] = ()
+    buffers: tuple[tuple[str, int], ...] = ()
     shards_randomness: bool = False
     children: tuple[tuple[str, object], ...] = ()
     problems: tuple[Problem, ...] = ()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Partial, Placement, Shard
 
+from dp_partition.capture.node_meta import meta_of
 from dp_partition.sharding.op_rules.table import SUM, Call, Candidate, R, rule
 
 
@@ -17,12 +19,19 @@ def _ways(call: Call, left: fx.Node, right: fx.Node, batched: int) -> Iterator[t
         yield Shard(dim), Shard(dim), Shard(dim)
     yield Shard(rows), R, Shard(rows)
     yield R, Shard(columns), Shard(columns)
-    if call.splits(left, inner):
+    if call.splits(left, inner) and not _rounds_partial_sums(call):
         yield Shard(inner), Shard(batched), SUM
     for kind in (call.placement_of(left), call.placement_of(right)):
         if isinstance(kind, Partial) and kind.reduce_op in ("sum", "avg"):
             yield kind, R, kind
             yield R, kind, kind
+
+
+def _rounds_partial_sums(call: Call) -> bool:
+    """Return whether an optimizer multiplies in half precision: Muon's iteration makes each rounding larger."""
+    value = call.node.meta.get("val")
+    in_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return in_half and meta_of(call.node).get("phase") == "optimizer"
 
 
 def _worth(call: Call, nodes: list[fx.Node], wanted: list[Placement]) -> bool:

@@ -1,6 +1,6 @@
-"""Tensor parallelism by structure: `planner` decides, `analysis` collects what the recognisers find.
+"""Tensor parallelism by structure: `planner` collects what the recognisers find, and decides.
 
-Values (`units`, `linear`, `heads`, `names`), then recognisers (`attention`, `mlp`, `others`), then evidence
+Values (`blocks`, `linear`, `names`), then recognisers (`attention`, `mlp`, `inner`, `others`), then evidence
 (`shard_spec.planners.block_simulator`: without weights before, with weights after the fact).
 """
 

@@ -42,14 +42,12 @@ class Evidence(StrEnum):
     PROBED = "probed"
     NAMED = "named"
     BY_NATURE = "by-nature"
-    USER_SPECIFIED = "told"
+    USER_SPECIFIED = "user-specified"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One parameter and the text of its placement on the tensor-parallel axis, such as ``S(0)`` or ``I(0, [8, 8,
-    8])``.
-    """
+    """One parameter and the text of its placement on the tensor-parallel axis: ``S(0)``, ``I(0, [8, 8, 8])``."""
 
     name: str
     placement: str

@@ -1,0 +1,143 @@
+"""Causal models drawn by seed from transformers' list, sharded in two ways and moved back; ten a run, none chosen.
+
+`nox -s drawn -- --seed 7` draws others. Each model trains two steps beside the original in float64: equal, refused by
+a `PlanError`, or failed. A wrong value fails the run; all outcomes stand in `drawn.txt`, which the session prints.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tp_styles
+import transformers
+from ranktest import Ranks
+from shard_reshard import reshard_state_dict
+from shard_spec import MegatronPlanner, MeshSpec
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+SEED = int(os.environ.get("DRAWN_SEED", "1"))
+COUNT = int(os.environ.get("DRAWN_COUNT", "10"))
+SMALL: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim", "d_ff"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "decoder_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "decoder_attention_heads", "n_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("head_dim", "rotary_dim", "kv_channels", "attention_head_size"), 8),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+def drawn(seed: int, count: int) -> list[tuple[str, nn.Module]]:
+    """Return that many small models in an order drawn by ``seed``, without types that do not build so small."""
+    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    random.Random(seed).shuffle(names)
+    models: list[tuple[str, nn.Module]] = []
+    for name in names:
+        if len(models) == count:
+            break
+        try:
+            defaults = transformers.AutoConfig.for_model(name)
+            config = transformers.AutoConfig.for_model(name, **{k: v for k, v in SMALL.items() if hasattr(defaults, k)})
+            with torch.device("meta"):  # a type with nested configurations keeps its full size
+                numel = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+            assert numel < 5_000_000, numel
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+            losses(model, 1)
+        except Exception:
+            continue
+        models.append((name, model))
+    return models
+
+
+def losses(model: nn.Module, steps: int) -> list[float]:
+    """Train on fixed token ids; return the loss of each step."""
+    ids = torch.randint(1, 127, (2, 12), generator=torch.Generator().manual_seed(5))
+    model.eval()  # dropout draws other numbers on shards
+    values = []
+    for _ in range(steps):
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.05)
+        values.append(float(loss.detach()))
+    return values
+
+
+def by_auto_plan(model: nn.Module, mesh: DeviceMesh) -> None:
+    tp_styles.apply_plan(model, mesh, tp_styles.auto_plan(model, tp_size=mesh.size()))
+
+
+def by_planner(model: nn.Module, mesh: DeviceMesh) -> None:
+    plan = MegatronPlanner(MeshSpec({"tp": mesh.size()})).build_plan(model)
+    tp_styles.apply_sharding_plan(model, mesh, plan)
+
+
+WAYS: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
+    "auto_plan": by_auto_plan,
+    "apply_sharding_plan": by_planner,
+}
+
+
+def outcome(model: nn.Module, mesh: DeviceMesh, way: str, wanted: list[float]) -> str:
+    """Return ``right``, ``wrong: ...``, ``refused: ...`` or ``failed: ...``."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        WAYS[way](model, mesh)
+        moved: Any = reshard_state_dict(model.state_dict(), "rank 0")
+        if mesh.get_rank() == 0:
+            unequal = [name for name, value in before.items() if not torch.equal(moved[name], value)]
+            if unequal:
+                return f"wrong: {len(unequal)} of {len(before)} tensors moved, {unequal[0]}"
+        got = losses(model, len(wanted))
+    except tp_styles.PlanError as error:
+        return f"refused: {error.problems[0].code}" if error.problems else f"refused: {error}"
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {str(error).splitlines()[0]:.80}"
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=True))
+    return "right" if worst < 1e-7 else f"wrong: losses differ by {worst:.1e}"
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' and torch's own
+@pytest.mark.ranks(2)
+def test_models_drawn_by_seed(ranks: Ranks) -> None:
+    mesh = ranks.mesh((2,), ("tp",))
+    rows = []
+    for name, model in drawn(SEED, COUNT):
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+        wanted = losses(model, 2)
+        for way in WAYS:
+            torch.manual_seed(SEED)
+            copy = type(model)(model.config).double()
+            copy.load_state_dict(state)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rows.append((name, way, outcome(copy, mesh, way, wanted)))
+    every = [tuple(row) for part in ranks.gather(rows) for row in part]
+    worse = sorted({row for row in every if row[2] != "right"})
+    counts = Counter(text.partition(":")[0] for _, _, text in rows)
+    lines = [f"seed {SEED}: {len(rows)} runs of {len(rows) // len(WAYS)} types: {dict(counts)}"]
+    lines += [" | ".join(row) for row in dict.fromkeys([*rows, *worse])]
+    if ranks.rank == 0:  # pytest and the plugin hold what a test prints
+        Path(os.environ.get("DRAWN_REPORT", "drawn.txt")).write_text("\n".join(lines) + "\n")
+    assert len(rows) == COUNT * len(WAYS)
+    assert not [row for row in worse if row[2].startswith("wrong")], worse

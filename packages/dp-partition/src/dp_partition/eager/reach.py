@@ -1,0 +1,151 @@
+"""One walk over everything a step can reach: arguments, bound objects, closures, globals that its code names.
+
+A graph takes its model from arguments. A step that runs eagerly may keep it anywhere, so the eager way looks
+there, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from dp_partition.capture.fingerprint import names_used
+
+_LEAVES = (str, bytes, int, float, complex, torch.Tensor, type, types.ModuleType, torch.dtype, torch.device,
+           DeviceMesh, dist.ProcessGroup, torch.Generator)  # fmt: skip
+_LISTS = (list, tuple, set, frozenset, collections.deque)
+_LIBRARIES = ("torch", "numpy", "builtins")
+_MOST = 10_000  # entries of one container, and depth below, beyond which no model is looked for
+_DEPTH = 8
+
+
+class Reach:
+    """Objects that a step can reach, in one order on all ranks that run the same script.
+
+    Args:
+        roots: The step's function and its arguments.
+
+    Attributes:
+        modules: Modules with parameters, none inside another; wrappers without parameters of their own are entered.
+        optimizers: All optimizers.
+        tables: Mutable containers, and ``vars`` of objects, modules and optimizers.
+        iterators: Names of types of iterators: running them twice takes two batches.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.tables: list[Any] = []
+        self.iterators: list[str] = []
+        self._modules: list[nn.Module] = []
+        self._seen: dict[int, Any] = {}  # by id; the value keeps the id from being used again
+        self._visit(list(roots), _DEPTH)
+        inside = {id(child) for module in self._modules for child in module.modules() if child is not module}
+        outermost = [module for module in self._modules if id(module) not in inside]
+        self.modules = [m for module in outermost for m in _with_parameters(module)]
+
+    @property
+    def kept_tensors(self) -> set[int]:
+        """Ids of tensors in containers and objects, those of optimizers left out."""
+        states = {
+            id(table) for o in self.optimizers for table in (vars(o), o.state, *o.state.values(), *o.param_groups)
+        }
+        tables = [table for table in self.tables if id(table) not in states]
+        return {id(x) for table in tables for x in _entries(table) if isinstance(x, torch.Tensor)}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Unique parameters by name, those of modules first; with several modules the class stands in front."""
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for index, module in enumerate(self.modules):
+            prefix = f"{type(module).__name__}{index}." if len(self.modules) > 1 else ""
+            for name, parameter in module.named_parameters():
+                named.setdefault(id(parameter), (prefix + name, parameter))
+        for number, optimizer in enumerate(self.optimizers):
+            listed = [p for group in optimizer.param_groups for p in group["params"]]
+            for place, parameter in enumerate(listed):
+                named.setdefault(id(parameter), (f"optimizer{number}[{place}]", parameter))
+        return dict(named.values())
+
+    def _visit(self, value: Any, depth: int) -> None:
+        if depth < 0 or value is None or isinstance(value, _LEAVES) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        for inner in self._inside(value):
+            self._visit(inner, depth - 1)
+
+    def _inside(self, value: Any) -> list[Any]:
+        if isinstance(value, functools.partial):
+            return [value.func, value.args, value.keywords]
+        if isinstance(value, types.MethodType):
+            return [value.__self__, value.__func__]
+        if isinstance(value, types.BuiltinMethodType | types.MethodWrapperType):
+            return [value.__self__]
+        if isinstance(value, types.FunctionType):
+            return self._read_by(value)
+        if isinstance(value, nn.Module):
+            self._modules.append(value)
+            self.tables.append(vars(value))
+            return [
+                *(v for k, v in vars(value).items() if not k.startswith("_") or k == "_orig_mod"),
+                *value.children(),
+            ]
+        if isinstance(value, Optimizer):
+            self.optimizers.append(value)
+            self.tables += [vars(value), value.state, *value.state.values(), *value.param_groups]
+            return [v for k, v in vars(value).items() if k != "state"]
+        if isinstance(value, collections.abc.Mapping):
+            self.tables += [value] if isinstance(value, dict) else []
+            return list(value.values())[:_MOST]
+        if isinstance(value, _LISTS):
+            self.tables += [value] if not isinstance(value, tuple | frozenset) else []
+            return list(value)[:_MOST]
+        if isinstance(value, Iterator):
+            self.iterators.append(type(value).__name__)
+            return []
+        if hasattr(value, "__dict__"):
+            self.tables.append(vars(value))
+            return list(vars(value).values())
+        return []
+
+    def _read_by(self, function: types.FunctionType) -> list[Any]:
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return []
+        table = function.__globals__
+        used = [name for name in sorted(names_used(function)) if name in table]
+        return [
+            *(table[name] for name in used),
+            *filled(function.__closure__ or ()),
+            *(function.__defaults__ or ()),
+            *vars(function).values(),
+        ]
+
+
+def filled(cells: tuple[types.CellType, ...]) -> list[Any]:
+    """Return the contents of cells that have some."""
+    contents = []
+    for cell in cells:
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:
+            continue
+    return contents
+
+
+def _with_parameters(module: nn.Module) -> list[nn.Module]:
+    if next(module.parameters(recurse=False), None) is None and isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return [one for child in module.children() for one in _with_parameters(child)]
+    return [module] if next(module.parameters(), None) is not None else []
+
+
+def _entries(table: Any) -> list[Any]:
+    """Return the items of a list or set; keys and values of a dict in turn."""
+    return [one for item in table.items() for one in item] if isinstance(table, dict) else list(table)

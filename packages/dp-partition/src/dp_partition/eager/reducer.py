@@ -1,0 +1,297 @@
+"""Average gradients over the ranks behind each backward pass, in buckets that travel while backward still runs.
+
+A step may run several backward passes, reach other parameters in each, and reach other ones on each rank. Ranks meet
+at the start of each pass and at the end of each call: one that raised, or runs another number of passes, makes all of
+them raise. The first time that pass k of a call comes, ranks exchange which parameters it reached; from then on the
+same buckets travel in the same order on every rank, each as soon as its gradients are there. The last bucket waits for
+the end of the pass and carries flags of parameters that were reached for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_partition._shared.consensus import named_collective
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import after_backward
+
+_RUNNING, _FINISHED, _FAILED = range(3)
+_FIRST_BUCKET = 1 << 20  # small, so that communication starts early
+
+
+_Message = tuple[torch.Tensor, dist.Work]
+
+
+@dataclass
+class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together."""
+
+    members: list[int]
+    work: tuple[torch.Tensor, dist.Work] | None = None
+
+
+@dataclass
+class _Pass:
+    """Buckets that a backward pass sends, once it has come before; and what arrived in the present one."""
+
+    buckets: list[_Bucket] = field(default_factory=list)
+    is_known: bool = False
+    launched: int = 0
+    arrived: set[int] = field(default_factory=set)
+
+
+class GradientReducer:
+    """Hooks on parameters that average gradients where autograd accumulates them.
+
+    Args:
+        parameters: Name -> parameter, in one order on all ranks; frozen ones count when they are trained later.
+        group: The ranks.
+        bucket_bytes: Greatest size of a bucket.
+        name: The step, for errors.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int, name: str
+    ) -> None:
+        real = {n: p for n, p in parameters.items() if p.is_leaf and (p.is_floating_point() or p.is_complex())}
+        self.names, self.parameters = list(real), list(real.values())
+        self.group, self.world, self.bucket_bytes, self.name = group, dist.get_world_size(group), bucket_bytes, name
+        self.passes: list[_Pass] = []
+        self.index = self.calls = 0
+        self.has_raised = self._meets = False
+        self._entry: _Message | None = None
+        devices = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
+        self._has_cpu = "cpu" in devices
+        self._message_device = (
+            torch.device("cpu") if self._has_cpu else next(iter(real.values())).device if real else None
+        )
+        self._handles = [self._hooked(index, parameter) for index, parameter in enumerate(self.parameters)]
+
+    def _hooked(self, index: int, parameter: nn.Parameter) -> Any:
+        # A frozen parameter takes no hook, and may be trained from some call on.
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            return parameter.register_post_accumulate_grad_hook(partial(self._arrived, index))
+        finally:
+            parameter.requires_grad_(is_trained)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Run one call of the step in the block. A rank that raises makes its peers raise, in this call."""
+        self.index, self.calls, self.has_raised, self._entry = 0, self.calls + 1, False, None
+        for one in self.passes:
+            one.launched, one.arrived = 0, set()
+        if not self.parameters or self.world == 1:
+            yield
+            return
+        # A message on the CPU costs little. One of NCCL would make the host wait for the device in each call.
+        self._meets = self.calls == 1 or self._has_cpu
+        try:
+            yield
+        except Exception as error:
+            if not self.has_raised:
+                self._leave(error)
+            raise
+        if self._meets:
+            self._check(self._meet(_FINISHED))
+
+    # ---- where ranks meet -------------------------------------------------------------------------------------------
+
+    def _meet(self, state: int) -> _Message:
+        row = torch.tensor([state == other for other in range(3)], dtype=torch.uint8, device=self._message_device)
+        work = dist.all_reduce(row, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        assert work is not None
+        return row, work
+
+    def _check(self, message: _Message) -> None:
+        """Raise on every rank unless all ranks are in the same pass, or at the end of the call.
+
+        Raises:
+            PlanError: ``rank-failed`` or ``ranks-diverge``.
+        """
+        row, work = message
+        with named_collective(f"{self.name}, call {self.calls}"):
+            work.wait()
+        runs, ends, fails = row.tolist()
+        self.has_raised = bool(fails or (runs and ends))
+        if fails:
+            found = f"another rank raised in call {self.calls}"
+            raise PlanError(Problem("rank-failed", self.name, found=found, hint="see the traceback of that rank"))
+        if runs and ends:
+            found = "ranks run different numbers of backward passes, so their gradients do not belong together"
+            hint = "decide on values that are equal on all ranks, for example after dist.all_reduce"
+            raise PlanError(Problem("ranks-diverge", self.name, found=found, hint=hint))
+
+    def _leave(self, error: Exception) -> None:
+        """Meet the peers once more, in this pass or at the next meeting, so that they raise too."""
+        current = self._current()
+        try:
+            if self._entry is not None:
+                self._entry[1].wait()
+                if self._entry[0].tolist() != [1, 0, 0]:
+                    return  # the peers are not in this pass, and raise by this message
+            if current.arrived and current.is_known:
+                self._send(current, failed=True)
+            elif current.arrived:
+                self._exchange(current.arrived, failed=True)
+            elif self._meets:
+                self._meet(_FAILED)[1].wait()
+        except RuntimeError as other:
+            error.add_note(f"the other ranks could not be told: {other}")
+
+    # ---- a backward pass --------------------------------------------------------------------------------------------
+
+    def _current(self) -> _Pass:
+        if self.index == len(self.passes):
+            self.passes.append(_Pass())
+        return self.passes[self.index]
+
+    def _arrived(self, index: int, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            hint = "use sparse=False in the embedding"
+            raise PlanError(Problem("sparse-gradient", self.names[index], found="a sparse gradient", hint=hint))
+        current = self._current()
+        if not current.arrived:
+            after_backward(self._finish)
+            self._entry = self._meet(_RUNNING) if self._meets else None
+        current.arrived.add(index)
+        if self._entry is not None and not (self._entry[1].is_completed() and self._entry[0].tolist() == [1, 0, 0]):
+            return  # nothing is sent before all ranks are known to be in this pass
+        # Buckets leave in their order, and the last one at the end: ranks then send alike whatever each one reaches.
+        while current.launched < len(current.buckets) - 1:
+            bucket = current.buckets[current.launched]
+            if not current.arrived.issuperset(bucket.members):
+                break
+            self._launch(current, bucket)
+
+    def _finish(self) -> None:
+        """End a backward pass: send what is left, and put averages in the place of gradients."""
+        current = self._current()
+        self.index += 1
+        if self.world == 1:
+            return
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._check(entry)
+        if not current.is_known:
+            current.buckets = self._buckets(self._exchange(current.arrived))
+            current.is_known = bool(current.buckets)
+        extra = self._send(current)
+        if extra:  # reached on some rank in this pass for the first time
+            more = _Pass(self._buckets(extra), True, 0, current.arrived)
+            self._send(more)
+            current.buckets = self._buckets({i for b in current.buckets for i in b.members} | extra)
+        current.launched, current.arrived = 0, set()
+
+    def _send(self, current: _Pass, *, failed: bool = False) -> set[int]:
+        """Send the buckets that are left, wait, and write the averages; return parameters of no bucket."""
+        while current.launched < len(current.buckets):
+            is_last = current.launched == len(current.buckets) - 1
+            self._launch(current, current.buckets[current.launched], is_last=is_last, failed=failed)
+        extra: set[int] = set()
+        for bucket in current.buckets:
+            assert bucket.work is not None
+            flat, work = bucket.work
+            bucket.work = None
+            with named_collective(f"{self.name}, backward pass {self.index} of call {self.calls}"):
+                work.wait()
+            if not failed:
+                extra |= self._unpack(current, bucket, flat)
+        return extra
+
+    def _launch(self, current: _Pass, bucket: _Bucket, *, is_last: bool = False, failed: bool = False) -> None:
+        """Start the average of a bucket: gradients, a flag for each, and in the last one flags of the pass."""
+        gradients = [self._gradient(index) for index in bucket.members]
+        flags = [float(index in current.arrived) for index in bucket.members]
+        if is_last:
+            sent = {index for one in current.buckets for index in one.members}
+            flags += [float(index in current.arrived - sent) for index in range(len(self.parameters))]
+            flags += [float(failed)]
+        tail = torch.tensor(flags, dtype=gradients[0].dtype, device=gradients[0].device)
+        flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), tail])
+        flat.div_(self.world)  # before the sum, as DDP does
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        bucket.work = flat, work
+        current.launched += 1
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        """Return a real view of a gradient, or zeros where this rank has none."""
+        parameter = self.parameters[index]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = gradient.detach()
+        return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+    def _unpack(self, current: _Pass, bucket: _Bucket, flat: torch.Tensor) -> set[int]:
+        sizes = [self._gradient_numel(index) for index in bucket.members]
+        *parts, tail = flat.split([*sizes, flat.numel() - sum(sizes)])
+        flags = tail.tolist()
+        count = len(bucket.members)
+        extra: set[int] = set()
+        if len(flags) > count:
+            self._raise_if_failed(bool(flags[-1]))
+            extra = {index for index in range(len(self.parameters)) if flags[count + index]}
+        for index, part, flag in zip(bucket.members, parts, flags, strict=False):
+            parameter = self.parameters[index]
+            if not flag:  # reached on no rank: no gradient stays no gradient
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad.detach()
+            target = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            target.copy_(part.view(target.shape))
+        return extra
+
+    def _gradient_numel(self, index: int) -> int:
+        parameter = self.parameters[index]
+        return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+    def _raise_if_failed(self, failed: bool) -> None:
+        if failed:
+            self.has_raised = True
+            found = f"another rank raised in backward pass {self.index} of call {self.calls}"
+            raise PlanError(Problem("rank-failed", self.name, found=found, hint="see the traceback of that rank"))
+
+    # ---- what comes for the first time ------------------------------------------------------------------------------
+
+    def _exchange(self, arrived: Set[int], *, failed: bool = False) -> set[int]:
+        """Return the parameters that any rank reached in this pass."""
+        row = [failed, *(index in arrived for index in range(len(self.parameters)))]
+        flags = torch.tensor(row, dtype=torch.uint8, device=self._message_device)
+        with named_collective(f"{self.name}, call {self.calls}"):
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+        some_failed, *reached = flags.tolist()
+        if not failed:
+            self._raise_if_failed(bool(some_failed))
+        return {index for index, flag in enumerate(reached) if flag}
+
+    def _buckets(self, reached: set[int]) -> list[_Bucket]:
+        """Return buckets in the order in which gradients usually arrive: the last parameters first."""
+        buckets: list[_Bucket] = []
+        sizes: list[int] = []
+        open_at: dict[tuple[torch.dtype, torch.device], int] = {}
+        for index in sorted(reached, reverse=True):
+            parameter = self.parameters[index]
+            kind, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
+            at = open_at.get(kind)
+            limit = self.bucket_bytes if at else min(_FIRST_BUCKET, self.bucket_bytes)
+            if at is None or sizes[at] + size > limit:
+                at = open_at[kind] = len(buckets)
+                buckets.append(_Bucket([]))
+                sizes.append(0)
+            buckets[at].members.append(index)
+            sizes[at] += size
+        return buckets

@@ -1,0 +1,263 @@
+"""Put the parameters of a watched step into shards of FSDP2, as far as FSDP2 can hold them; the rest stays full.
+
+Plan first, on values that all ranks share (`plan_units`), then act (`shard`). Parameters that share an optimizer or a
+model stay of one kind: norms and multi-tensor updates over both kinds would fail.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from dp_partition._shared.execution_check import random_state_restored, relative_error
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition.eager.reach import Reach
+from dp_partition.eager.watch import Watch
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Units:
+    """Modules that FSDP2 shards, innermost first, and parameters that stay full.
+
+    Attributes:
+        modules: Each gathers its parameters for its forward.
+        full: Name -> why the parameter stays full.
+    """
+
+    modules: tuple[nn.Module, ...]
+    full: Mapping[str, str]
+
+
+def together(reasons: dict[str, str], reach: Reach, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """Return the reasons with those of parameters that share an optimizer or a model with a full one."""
+    names = {id(p): name for name, p in parameters.items()}
+    families = [[names[id(p)] for g in o.param_groups for p in g["params"] if id(p) in names] for o in reach.optimizers]
+    families += [[names[id(p)] for p in module.parameters() if id(p) in names] for module in reach.modules]
+    full, grows = dict(reasons), True
+    while grows:
+        grows = False
+        for family in families:
+            first = next((name for name in family if name in full), None)
+            new = [name for name in family if name not in full] if first is not None else []
+            full |= dict.fromkeys(new, f"shares a model or an optimizer with {first}")
+            grows = grows or bool(new)
+    return full
+
+
+def plan_units(reach: Reach, parameters: dict[str, nn.Parameter], watch: Watch, reasons: dict[str, str]) -> Units:
+    """Return what to shard: repeated blocks and the modules around the rest, each with all uses of its parameters.
+
+    Args:
+        reach: Models and optimizers.
+        parameters: Name -> parameter.
+        watch: What the first call did.
+        reasons: Name -> why it stays full, the same on all ranks.
+    """
+    full = together(reasons, reach, parameters)
+    names = {id(p): name for name, p in parameters.items()}
+    units: list[nn.Module] = []
+    for root in reach.modules:
+        order = {module: number for number, module in enumerate(root.modules())}
+        own = [p for p in root.parameters() if names[id(p)] not in full]
+        if not own:
+            continue
+        candidates = [root]
+        for module in order:
+            if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+                kinds = collections.Counter(map(type, module.children()))
+                candidates += [child for child in module.children() if kinds[type(child)] > 1]
+        # Parameters whose root does not run (`model.encode(x)`): the outermost module that runs at each of their uses.
+        for parameter in own:
+            users = watch.users.get(names[id(parameter)], set())
+            if users and root not in users:
+                candidates.append(min(users & order.keys(), key=order.__getitem__, default=root))
+        closed = [m for m in dict.fromkeys(candidates) if _is_closed(m, root, names, watch)]
+        covered = {id(p) for m in closed for p in m.parameters()}
+        missing = [names[id(p)] for p in own if id(p) not in covered]
+        if missing:  # no module that runs holds all of its uses: the whole model stays full
+            more = {**reasons, **dict.fromkeys(missing, "no module runs at every use of it")}
+            return plan_units(reach, parameters, watch, more)
+        units += sorted(closed, key=order.__getitem__, reverse=True)
+    return Units(tuple(units), full)
+
+
+def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch: Watch) -> bool:
+    """Return whether a module has a forward that runs at every use of its parameters, and shares none with others."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Module.forward:
+        return False
+    own = list(module.parameters())
+    if not own or any(module not in watch.users.get(names[id(p)], {module}) for p in own):
+        return False
+    if module is root and not any(watch.modules[number] is root for number in watch.ran):
+        return False
+    inside, every = _places(module), _places(root)
+    return all(inside[id(p)] == every[id(p)] for p in own)
+
+
+def _places(root: nn.Module) -> collections.Counter[int]:
+    return collections.Counter(id(p) for m in root.modules() for p in m._parameters.values() if p is not None)
+
+
+def optimizer_reason(optimizer: Optimizer, place: Place) -> str:
+    """Return why an optimizer needs full parameters, or an empty text: one step of two copies, full and sharded."""
+    updates: list[list[torch.Tensor]] = []
+    for sharded in (False, True):
+        try:
+            updates.append(_update(optimizer, place if sharded else None))
+        except Exception as error:  # of any optimizer's own code
+            kind = "on shards" if sharded else "without the step's own closure"
+            return f"{type(optimizer).__name__} fails {kind} ({type(error).__name__}: {error!s:.80})"
+    for want, got in zip(*updates, strict=True):
+        difference = relative_error(got, want)
+        if difference > max(1e-4, 8 * torch.finfo(want.dtype).eps):
+            return f"{type(optimizer).__name__} updates shards differently from full tensors, by {difference:.1e}"
+    return ""
+
+
+def _update(optimizer: Optimizer, place: Place | None) -> list[torch.Tensor]:
+    """Return what one step of a copy adds to each parameter, from random gradients."""
+    copied = object.__new__(type(optimizer))
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {k: v for k, v in vars(optimizer).items() if k != "step"}  # a scheduler's wrapper would step the live one
+    vars(copied).update(copy.deepcopy({k: v for k, v in kept.items() if k not in hooks}))
+    vars(copied).update({name: collections.OrderedDict() for name in hooks})
+    generator = torch.Generator().manual_seed(0)
+    swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+    parameters = [p for group in copied.param_groups for p in group["params"]]
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+        if place is not None:
+            swap[id(parameter)] = parameter, nn.Parameter(place(parameter.detach()))
+            swap[id(parameter)][1].grad = place(gradient)
+        parameter.grad = gradient
+    before = [parameter.detach().clone() for parameter in parameters]
+    repoint(Reach(copied), swap, lambda value: place(value) if place is not None else value)
+    with random_state_restored(), ClosedTraps():
+        torch.manual_seed(0)
+        type(copied).step(copied)
+    after = [p.full_tensor() if isinstance(p, DTensor) else p for g in copied.param_groups for p in g["params"]]
+    return [new.detach() - old for new, old in zip(after, before, strict=True)]
+
+
+def repoint(reach: Reach, swap: Mapping[int, tuple[torch.Tensor, nn.Parameter]], convert: Place) -> None:
+    """Put new parameters in the place of old ones, in groups, state, lists and dicts that a walk reached.
+
+    Args:
+        reach: The walk.
+        swap: ``id`` of an old parameter -> it and its successor.
+        convert: Gives state of an old parameter's shape the layout of the new one.
+    """
+
+    def new(value: Any) -> Any:
+        return swap[id(value)][1] if id(value) in swap else value
+
+    for table in reach.tables:
+        if isinstance(table, list | collections.deque) and any(id(value) in swap for value in table):
+            values = [new(value) for value in table]
+            table.clear()
+            table.extend(values)
+        elif isinstance(table, dict) and any(id(k) in swap or id(v) in swap for k, v in table.items()):
+            items = [(key, new(key), new(value)) for key, value in table.items()]
+            table.clear()
+            for old, key, value in items:
+                if key is not old and isinstance(value, dict):  # state of an optimizer
+                    shape = old.shape
+                    for entry, x in value.items():
+                        if isinstance(x, torch.Tensor) and x.ndim and x.shape == shape:
+                            value[entry] = convert(x)
+                table[key] = value
+
+
+def shard(reach: Reach, parameters: dict[str, nn.Parameter], units: Units, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
+    """Shard the units; return the new parameter of each name. Gradients and optimizer state move along."""
+    keep = {parameters[name] for name in units.full}
+    place = placement_of(mesh)
+    before = [(root, dict(root.named_parameters())) for root in reach.modules]
+    for module in units.modules:
+        unit: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=keep)
+        if mesh.device_type == "cpu":  # gloo has no average in reduce-scatter
+            unit.set_force_sum_reduction_for_comms(True)
+        _refuse_writes(unit)
+    swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+    for root, named in before:
+        now = dict(root.named_parameters())
+        swap |= {id(old): (old, now[name]) for name, old in named.items() if now[name] is not old}
+    for old, successor in swap.values():
+        if old.grad is not None:
+            successor.grad = place(old.grad)
+    repoint(reach, swap, place)
+    return {name: swap[id(p)][1] if id(p) in swap else p for name, p in parameters.items()}
+
+
+def placement_of(mesh: DeviceMesh) -> Place:
+    """Return a function that gives a full tensor, equal on all ranks, the layout of FSDP2's parameters."""
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    return lambda x: distribute_tensor(x.detach(), mesh, placements, src_data_rank=None) if x.ndim else x
+
+
+def _refuse_writes(unit: FSDPModule) -> None:
+    """Raise where a forward writes a parameter that FSDP2 has gathered: the write would be lost."""
+    versions: dict[tuple[nn.Module, str], int] = {}  # forwards nest, and modules share names
+
+    def before(module: nn.Module, args: Any) -> None:
+        versions.update({(module, n): p._version for n, p in module._parameters.items() if p is not None})
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and versions.get((module, name), parameter._version) != parameter._version:
+                hint = 'use style="replicate", or write the parameter outside of forward'
+                raise PlanError(
+                    Problem("parameter-replaced", name, found="a forward writes a gathered parameter", hint=hint)
+                )
+
+    for module in unit.modules():  # type: ignore[attr-defined]  # an FSDPModule is a module
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, prepend=True)
+
+
+class ClosedTraps(TorchFunctionMode):
+    """Mode in which reads, writes and hooks that DTensors get silently wrong are right or refused, in one thread.
+
+    ``item()`` and its like read one rank's part of a partial sum, ``.data =`` changes nothing, and a gradient hook
+    never runs, since FSDP2 writes ``.grad`` itself.
+    """
+
+    _READS = frozenset(
+        getattr(torch.Tensor, name) for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__format__")
+    )
+    _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+    _HOOKS = frozenset([torch.Tensor.register_hook])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(issubclass(kind, DTensor) for kind in types):
+            if func in self._READS:
+                args = (args[0].full_tensor(), *args[1:])
+            elif func == self._SET_DATA:
+                return _set_data(*args)
+            elif func in self._HOOKS and isinstance(args[0], nn.Parameter):
+                hint = 'use register_post_accumulate_grad_hook, or style="replicate"'
+                found = "a gradient hook on a parameter in shards would never run"
+                raise PlanError(Problem("parameter-hooks", found=found, hint=hint))
+        return func(*args, **(kwargs or {}))
+
+
+def _set_data(parameter: DTensor, value: torch.Tensor) -> None:
+    if not isinstance(value, DTensor):
+        hint = 'write in place under torch.no_grad(), or use style="replicate"'
+        found = "`.data =` with a plain tensor, where the parameter lies in shards"
+        raise PlanError(Problem("parameter-replaced", found=found, hint=hint))
+    with torch.no_grad():
+        parameter.detach().copy_(value)

@@ -1,0 +1,338 @@
+"""A step that runs eagerly on every rank: its own Python, gradients averaged by hooks, or parameters in FSDP2's shards.
+
+Replicated, nothing is replaced: any optimizer, hook, branch or Python state works as on one device. Sharded, call 1
+runs on full parameters and is watched; then FSDP2 holds what it can, the rest stays full and is named. A step may write
+a rank's own values into parameters, as under DDP: full ones are compared in calls 1, 2, 4, 8, ...
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dp_partition._shared.consensus import all_gather_objects, assert_consistent
+from dp_partition._shared.problems import PlanError, Problem
+from dp_partition._torch_compat import (
+    FSDP_HOOKS,
+    flat_group,
+    has_accumulate_hooks,
+    pytree,
+    remove_fsdp,
+    without_hooks_of,
+)
+from dp_partition.eager import shards
+from dp_partition.eager.reach import Reach
+from dp_partition.eager.reducer import GradientReducer
+from dp_partition.eager.shards import (
+    ClosedTraps,
+    Units,
+    optimizer_reason,
+    placement_of,
+    plan_units,
+    repoint,
+    shard,
+)
+from dp_partition.eager.watch import Watch
+
+_WORDS = 1 << 20  # 64-bit words that a checksum takes at once
+
+
+class EagerStep:
+    """One step between calls.
+
+    Args:
+        function: The train step.
+        mesh: The ranks, one axis.
+        name: The step, for messages.
+        bucket_bytes: Greatest size of a bucket of gradients.
+        reason: Why the step runs eagerly.
+        is_sharded: Whether parameters lie in FSDP2's shards after the first call.
+        full: ``"keep"``: what FSDP2 cannot hold stays full; ``"refuse"``: it raises.
+
+    Attributes:
+        parameters: Name -> parameter.
+        units: Modules that FSDP2 shards; none before the end of the first call.
+        num_compared: How often parameters were compared between ranks.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mesh: DeviceMesh,
+        name: str,
+        bucket_bytes: int,
+        reason: str,
+        *,
+        is_sharded: bool = False,
+        full: str = "keep",
+    ) -> None:
+        self.function, self.mesh, self.name, self.reason = function, mesh, name, reason
+        self.is_sharded, self.full, self.units = is_sharded, full, Units((), {})
+        self.is_placed = False
+        self.bucket_bytes, self.num_calls, self.num_compared = bucket_bytes, 0, 0
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.modules: list[nn.Module] = []
+        self.reducer: GradientReducer | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one step on this rank's batch; every rank calls it."""
+        if self.reducer is None or self._has_new_parameters(args, kwargs):
+            self.start(args, kwargs)
+        assert self.reducer is not None
+        self.num_calls += 1
+        if self.is_sharded and not self.is_placed:
+            # A compiled module would hide its parameters' uses; it is compiled anew from the next call on.
+            watch = Watch(self.parameters, self.modules, Reach(self.function, args, kwargs).kept_tensors)
+            with self.reducer.call(), torch.compiler.set_stance("force_eager"), watch:
+                result = self.function(*args, **kwargs)
+            self.compare_ranks()
+            # The graph behind a loss holds the parameters that are about to be replaced.
+            result = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+            self.place(args, kwargs, watch)
+            return result
+        with self.reducer.call(), ClosedTraps() if self.units.modules else nullcontext():
+            result = self.function(*args, **kwargs)
+        if not self.num_calls & (self.num_calls - 1):
+            self.compare_ranks()
+        return pytree.tree_map_only(DTensor, DTensor.full_tensor, result)
+
+    def place(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Watch) -> None:
+        """Shard what FSDP2 can hold, the same on all ranks.
+
+        Raises:
+            PlanError: On every rank: ``full-parameters`` where something stays full and ``full="refuse"``;
+                ``parameter-replaced`` where an object past the step's reach still holds an old parameter.
+        """
+        reach = Reach(self.function, args, kwargs)
+        layout = placement_of(self.mesh)
+        reasons = dict(watch.reasons)
+        names = {id(p): name for name, p in self.parameters.items()}
+        for optimizer in reach.optimizers:
+            if why := optimizer_reason(optimizer, layout):
+                listed = [p for group in optimizer.param_groups for p in group["params"]]
+                reasons = {names[id(p)]: why for p in listed if id(p) in names} | reasons
+        rows = all_gather_objects(self.mesh, (reasons, watch.ran), f"the placement of {self.name}")
+        if any(ran != watch.ran for _, ran in rows):
+            reasons = dict.fromkeys(self.parameters, "ranks run different modules")
+        else:
+            reasons = {name: why for row, _ in reversed(rows) for name, why in row.items()}
+        self.units = plan_units(reach, self.parameters, watch, reasons)
+        if self.units.full:
+            self._report_full()
+        old = {name: weakref.ref(p) for name, p in self.parameters.items() if name not in self.units.full}
+        assert self.reducer is not None
+        self.reducer.remove()
+        self.parameters = shard(reach, self.parameters, self.units, self.mesh)
+        kept = {name: p for name, p in self.parameters.items() if name in self.units.full}
+        self.reducer = GradientReducer(kept, flat_group(self.mesh), self.bucket_bytes, self.name)
+        self.is_placed = True
+        del reach, names, watch
+        alive = [name for name, parameter in old.items() if parameter() is not None]
+        if alive:
+            gc.collect()  # cycles of autograd and of this step's own hooks
+            alive = [name for name, parameter in old.items() if parameter() is not None]
+        if any(all_gather_objects(self.mesh, bool(alive), f"the placement of {self.name}")):
+            hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
+            found = "an object that the step's arguments and globals do not name still holds the old parameter"
+            raise PlanError(
+                [Problem("parameter-replaced", name, found=found, hint=hint) for name in alive or [self.name]]
+            )
+
+    def _report_full(self) -> None:
+        causes: dict[str, list[str]] = {}
+        for name, why in self.units.full.items():
+            causes.setdefault(why, []).append(name)
+        if self.full == "refuse":
+            hint = 'full="keep" trains with them full'
+            raise PlanError(
+                [Problem("full-parameters", n[0], found=f"{len(n)}: {w}", hint=hint) for w, n in causes.items()]
+            )
+        why, names = next(iter(causes.items()))
+        text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
+        warnings.warn(f"{self.name}: {text}: {names[0]} {why}", stacklevel=5)
+
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take up the models that the step reaches: rank 0's values everywhere, hooks on every parameter.
+
+        Raises:
+            PlanError: On every rank, before anything is changed: ``wrong-type`` without a parameter,
+                ``unsupported-wrapper`` for models that another wrapper holds, ``parameter-hooks``,
+                ``ranks-disagree`` for other parameters on other ranks.
+        """
+        reach = Reach(self.function, args, kwargs)
+        parameters = reach.parameters
+        problems = _problems(self.name, reach, parameters, self.reducer is None)
+        lines = [f"{name}: {list(p.shape)} {p.dtype}" for name, p in parameters.items()]
+        error = PlanError(problems) if problems else None
+        if self.mesh.size() > 1:
+            assert_consistent(self.mesh, self.name, lines, error, hint="run the same step and model on every rank")
+        elif error is not None:
+            raise error
+        if self.reducer is not None:
+            self.reducer.remove()
+        else:
+            text = "in FSDP2's shards after this call" if self.is_sharded else "parameters replicated"
+            warnings.warn(f"{self.name} runs eagerly, {text}: {self.reason}", stacklevel=4)
+        group = flat_group(self.mesh)
+        known = {id(p) for p in self.parameters.values()}
+        buffers = [buffer for module in reach.modules for buffer in module.buffers()]
+        with torch.no_grad():
+            for tensor in [*parameters.values(), *buffers]:
+                if id(tensor) not in known and self.mesh.size() > 1:
+                    _broadcast(tensor, group)
+        self.parameters, self.modules = parameters, reach.modules
+        self.reducer = GradientReducer(parameters, group, self.bucket_bytes, self.name)
+
+    def compare_ranks(self) -> None:
+        """Raise on every rank unless all parameters are equal on all of them.
+
+        Raises:
+            PlanError: ``ranks-diverge``, with names.
+        """
+        if self.mesh.size() == 1:
+            return
+        full = {name: p for name, p in self.parameters.items() if not isinstance(p, DTensor)}
+        sums = {name: checksum(parameter) for name, parameter in full.items()}
+        rows = all_gather_objects(self.mesh, sums, f"the comparison of parameters in call {self.num_calls}")
+        self.num_compared += 1
+        names = [name for name in sums if any(row.get(name) != sums[name] for row in rows)]
+        if names:
+            found = f"{len(names)} of {len(sums)} parameters differ between ranks after call {self.num_calls}"
+            hint = "write the same values on every rank: reduce what a rank computes from its own batch first"
+            raise PlanError([Problem("ranks-diverge", name, found=found, hint=hint) for name in names[:8]])
+
+    @contextmanager
+    def unsharded(self, *, writeback: bool = True) -> Iterator[None]:
+        """Hold every parameter full and plain in the block; every rank enters it.
+
+        Args:
+            writeback: Keep what the block writes to parameters; otherwise it is dropped.
+        """
+        for unit in self.units.modules:
+            unit.reshard()  # type: ignore[operator]  # an FSDPModule's
+        places: list[tuple[nn.Module, str, Any]] = [
+            (module, key, parameter)
+            for root in self.modules
+            for module in root.modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and isinstance(parameter.data, DTensor)
+        ]
+        full: dict[int, nn.Parameter] = {}
+        for module, key, parameter in places:  # collectives: in one order on all ranks; tied parameters stay one
+            if id(parameter) not in full:
+                plain: Any = parameter.detach()
+                full[id(parameter)] = nn.Parameter(plain.full_tensor(), parameter.requires_grad)
+            module._parameters[key] = full[id(parameter)]
+        with ExitStack() as stack:
+            for root in self.modules:  # FSDP2 would shard again for a state dict, and gather for a forward
+                stack.enter_context(without_hooks_of(root, FSDP_HOOKS))
+            try:
+                yield
+            finally:
+                values: dict[int, Any] = {id(p): module._parameters[key] for module, key, p in places}
+                for module, key, parameter in places:
+                    module._parameters[key] = parameter
+        if writeback:
+            place = placement_of(self.mesh)
+            with torch.no_grad():
+                for parameter in {id(p): p for _, _, p in places}.values():
+                    parameter.copy_(place(values[id(parameter)]))
+
+    def release(self) -> None:
+        """Take the hooks off, and make every parameter, gradient and optimizer state full and plain again."""
+        if self.units.modules:
+            reach = Reach(self.function, self.modules)
+            swap: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+            parameter: Any
+            for unit in self.units.modules:
+                remove_fsdp(unit, shards.__name__)
+            for module in (inner for root in self.modules for inner in root.modules()):
+                for key, parameter in module._parameters.items():
+                    if isinstance(parameter, DTensor):
+                        if id(parameter) not in swap:
+                            full: Any = parameter.detach()
+                            plain = nn.Parameter(full.full_tensor(), parameter.requires_grad)
+                            if isinstance(parameter.grad, DTensor):
+                                plain.grad = DTensor.full_tensor(parameter.grad)
+                            swap[id(parameter)] = parameter, plain
+                        module._parameters[key] = swap[id(parameter)][1]
+            repoint(reach, swap, lambda x: x.full_tensor() if isinstance(x, DTensor) else x)
+        if self.reducer is not None:
+            self.reducer.remove()
+        self.reducer, self.parameters, self.modules, self.units = None, {}, [], Units((), {})
+        self.is_placed = False
+
+    def explain(self) -> str:
+        """Return what runs and what was compared, a line each."""
+        count = len(self.parameters)
+        full = [p for p in self.parameters.values() if not isinstance(p, DTensor)]
+        compared = f"{len(full)} full parameters, {sum(p.numel() for p in full):,} elements, equal on all ranks"
+        return "\n".join([
+            f"{self.name} runs eagerly: {self.reason}",
+            f"sharded: {count - len(full)} of {count} parameters, in {len(self.units.modules)} units of FSDP2",
+            *(f"full: {name}: {why}" for name, why in self.units.full.items()),
+            f"{self.num_calls} calls; {compared} in {self.num_compared} comparisons",
+            "unchecked against one process: the step's own Python runs",
+        ])  # fmt: skip
+
+    def _has_new_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a module got parameters since, or a call brings another module."""
+        known = {id(p) for p in self.parameters.values()}
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, nn.Module)]
+        return any(id(p) not in known for module in (*self.modules, *given) for p in module.parameters())
+
+
+def _problems(name: str, reach: Reach, parameters: dict[str, nn.Parameter], is_first: bool) -> list[Problem]:
+    problems: list[Problem] = []
+    if not parameters:
+        found, hint = "no model in its arguments, closure or globals", "pass the model to the step"
+        problems.append(Problem("wrong-type", name, found=found, hint=hint))
+    for module in (inner for root in reach.modules for inner in root.modules()):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            hint = "pass the model inside it; the step averages gradients itself"
+            problems.append(Problem("unsupported-wrapper", name, found="a model is wrapped by DDP", hint=hint))
+    for fqn, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            hint = "pass a model that is not sharded yet, or train it without this step"
+            problems.append(Problem("unsupported-wrapper", fqn, found="is a DTensor already", hint=hint))
+        elif is_first and has_accumulate_hooks(parameter):
+            hint = "call the step before the hook is put on: hooks run in order, after the average then"
+            found = "has a hook that would see this rank's gradient before it is averaged"
+            problems.append(Problem("parameter-hooks", fqn, found=found, hint=hint))
+        if parameter.is_meta:
+            hint = "materialize the model first"
+            problems.append(Problem("no-data", fqn, found="is on the meta device", hint=hint))
+    return problems
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dense = tensor.detach().contiguous()  # collectives write to memory, whatever the strides
+    raw = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    if raw.dtype in (torch.int16, torch.uint16, torch.bool):  # not on every backend
+        raw = raw.view(torch.uint8) if raw.ndim else raw.reshape(1).view(torch.uint8)
+    dist.broadcast(raw, group=group, group_src=0)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+
+
+def checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return two sums over a tensor's bits; equal bits give equal sums, also for NaN."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+    plain = weighted = 0
+    for start in range(0, padded.numel(), _WORDS):
+        words = padded[start : start + _WORDS]
+        places = torch.arange(start + 1, start + 1 + words.numel(), device=words.device)
+        plain += int(words.sum())
+        weighted += int((words * places).sum())
+    return plain, weighted

@@ -1,0 +1,107 @@
+"""Watch one call of a step: which parameters FSDP2 could not keep in shards, and in which modules the others are used.
+
+FSDP2 gathers a module's parameters for its forward and lets them go after it. What reads a parameter elsewhere, writes
+it in a forward, or asks for second derivatives would see a shard, or be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from dp_partition._torch_compat import has_gradient_hooks, pytree
+
+
+class Watch(TorchFunctionMode):
+    """Notes parameters that have to stay full, while the block runs.
+
+    Args:
+        parameters: Name -> parameter.
+        roots: The modules that hold them.
+        kept: Ids of tensors that the step keeps beside models and optimizers, such as averages of weights.
+
+    Attributes:
+        reasons: Name -> why the parameter has to stay full.
+        users: Name -> modules that were running at every use of the parameter.
+        ran: Numbers of the modules that ran, in order; ranks compare them.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], roots: Iterable[nn.Module], kept: set[int]) -> None:
+        super().__init__()
+        self.kept = kept - {id(parameter) for parameter in parameters.values()}
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
+        self.reasons = {name: "has no dimension" for name, p in parameters.items() if p.ndim == 0}
+        self.reasons |= {name: "has a gradient hook" for name, p in parameters.items() if has_gradient_hooks(p)}
+        self.users: dict[str, set[nn.Module]] = {}
+        self.ran: list[int] = []
+        self._stack: list[nn.Module] = []
+
+    def __enter__(self) -> Watch:
+        self._handles = []
+        for number, module in enumerate(self.modules):
+            self._handles += [
+                module.register_forward_pre_hook(lambda m, a, n=number: self._enter(m, n)),
+                module.register_forward_hook(lambda m, a, o: self._leave(m), always_call=True),
+            ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _enter(self, module: nn.Module, number: int) -> None:
+        self._stack.append(module)
+        self.ran.append(number)
+
+    def _leave(self, module: nn.Module) -> None:
+        while self._stack and self._stack.pop() is not module:  # a forward inside raised, and was caught
+            continue
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func is torch.autograd.grad or name == "backward":
+            return self._note_derivative(func, args, kwargs, result)
+        if name in ("__get__", "__set__"):  # shapes, .grad, .data
+            return result
+        leaves = pytree.tree_leaves((args, kwargs))
+        read = {self.names[id(x)]: x for x in leaves if id(x) in self.names}
+        if not read:
+            return result
+        mixes = not self._stack and any(id(x) in self.kept for x in leaves)
+        writes = name.endswith("_") and not name.endswith("__") and id(args[0]) in self.names
+        for fqn, parameter in read.items():
+            if self._stack:
+                if writes and args[0] is parameter:
+                    self.reasons.setdefault(fqn, f"a forward writes it ({name})")
+                running = set(self._stack)
+                self.users[fqn] = self.users.get(fqn, running) & running
+            elif mixes:
+                self.reasons.setdefault(fqn, f"is combined with a tensor that the step keeps ({name})")
+            elif torch.is_grad_enabled() and _has_gradient(result, parameter):
+                self.reasons.setdefault(fqn, f"is read outside of any module's forward ({name})")
+        return result
+
+    def _note_derivative(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        place = 4 if func is torch.autograd.grad else 3  # torch.Tensor.backward(tensor, gradient, retain, create)
+        if kwargs.get("create_graph") or (len(args) > place and args[place]):
+            for fqn in self.names.values():
+                self.reasons.setdefault(fqn, "second derivatives are taken")
+        if func is torch.autograd.grad:
+            for x in pytree.tree_leaves((args[1:2], kwargs.get("inputs"))):
+                if id(x) in self.names:
+                    self.reasons.setdefault(self.names[id(x)], "is an input of torch.autograd.grad")
+        return result
+
+
+def _has_gradient(result: Any, parameter: torch.Tensor) -> bool:
+    outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+    return any(x.requires_grad and x is not parameter for x in outputs)

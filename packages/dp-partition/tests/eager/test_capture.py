@@ -1,0 +1,210 @@
+"""`compile(capture=)`: a step runs as a graph where it traces, eagerly where not, and trains as in one process."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import dp_models as models
+import dp_partition as dp
+import numpy as np
+import pytest
+import torch
+from dp_partition.api import runner_of
+from dp_partition.eager.step import EagerStep
+from dp_step_patterns import PATTERNS, WIDTH
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+Step = Callable[..., Any]
+CALLS = 6
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+RADAM = partial(torch.optim.RAdam, lr=1e-2)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def finish(optim: Any, loss: Any) -> Any:
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss
+
+
+def scaled_by(factor: Callable[[], Any]) -> Step:
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return finish(optim, (model(x) - y).square().mean() * factor())
+
+    return step
+
+
+def plain() -> Step:
+    return scaled_by(lambda: 1.0)
+
+
+def branching() -> Step:
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = (model(x) - y).square().mean()
+        return finish(optim, loss) if torch.isfinite(loss) else loss
+
+    return step
+
+
+def counting() -> Step:
+    calls = 0
+
+    def factor() -> float:
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    return scaled_by(factor)
+
+
+class Decay:
+    """A counter that no code of the step names."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def factor(self) -> float:
+        self.calls += 1
+        return 1 / self.calls
+
+
+def accumulating() -> Step:
+    losses: list[torch.Tensor] = []
+
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if len(losses) % 2 == 0:
+            optim.step()
+            optim.zero_grad()
+        return loss
+
+    return step
+
+
+def counting_in_a_tensor() -> Step:
+    calls = torch.zeros((), dtype=torch.float64)
+    return scaled_by(lambda: 1 / calls.add_(1))
+
+
+def scheduling() -> Step:
+    def step(model: nn.Module, optim: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        optim.param_groups[0]["lr"] *= 0.9
+        return finish(optim, (model(x) - y).square().mean())
+
+    return step
+
+
+# how the step is made, its optimizer, and whether it runs as a graph
+STEPS: dict[str, tuple[Callable[[], Step], Any, bool]] = {
+    "plain": (plain, ADAMW, True),
+    "a counter in a tensor": (counting_in_a_tensor, ADAMW, True),
+    "RAdam": (plain, RADAM, False),
+    "a branch on the loss": (branching, ADAMW, False),
+    "a counter": (counting, ADAMW, False),
+    "a counter of an object": (lambda: scaled_by(Decay().factor), ADAMW, False),
+    "a private generator": (lambda: scaled_by(random.Random(0).random), ADAMW, False),
+    "NumPy's generator": (lambda: scaled_by(np.random.default_rng(0).random), ADAMW, False),
+    "an iterator": (lambda: scaled_by(iter([1.0, 0.5, 2.0, 0.1, 3.0, 1.5]).__next__), ADAMW, False),
+    "accumulation over calls": (accumulating, ADAMW, False),
+    "a learning rate changed inside": (scheduling, ADAMW, False),
+}
+
+
+def batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(call)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard", "zero1"])
+def test_every_step_trains_as_in_one_process(ranks: Ranks, style: Any) -> None:
+    rank, ways = ranks.rank, {}
+    for name, (make, optimizer, _) in STEPS.items():
+        with models.case(name), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reference, model = models.seeded(mlp), models.seeded(mlp)
+            theirs, own = optimizer(reference.parameters()), optimizer(model.parameters())
+            plain_step, step = make(), dp.compile(make(), mesh=ranks.mesh((2,), ("dp",)), style=style)
+            for call in range(CALLS):
+                x, y = batch(call, 8)
+                plain_step(reference, theirs, x, y)
+                step(model, own, x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4])
+            ways[name] = runner_of(step).eager is None
+            assert ("runs eagerly" in step.plan.explain()) != ways[name]
+            step.release()
+            compared = 0
+            for got, want in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+                compared += got.numel()
+            assert compared == 6 * 8 + 8 + 8 * 5 + 5 + 5 * 3 + 3
+    assert ways == {name: is_graph for name, (_, _, is_graph) in STEPS.items()}
+
+
+@pytest.mark.ranks(2)
+def test_models_past_the_arguments_run_eagerly(ranks: Ranks) -> None:
+    """Steps of tutorials, with models in closures; all of them in `test_eager_step`."""
+    for name in ("item_kept_in_a_meter", "trainer_object"):
+        torch.manual_seed(1)
+        reference, wanted = PATTERNS[name]()
+        torch.manual_seed(1)
+        step, trained = PATTERNS[name]()
+        compiled = dp.compile(step, mesh=ranks.mesh((2,), ("dp",)), style="fully_shard")
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for call in range(CALLS):
+                x, y = batch(call, 8)
+                reference(x, y)
+                compiled(x[4 * ranks.rank : 4 * ranks.rank + 4], y[4 * ranks.rank : 4 * ranks.rank + 4])
+        assert sum("runs eagerly" in str(one.message) for one in seen) == 1, "one warning a step"
+        compiled.release()
+        for got, want in zip(trained(), wanted(), strict=True):
+            torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_the_way_is_what_the_caller_says(ranks: Ranks) -> None:
+    mesh, rank = ranks.mesh((2,), ("dp",)), ranks.rank
+    x, y = batch(0, 8)
+    rows = x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
+    model = models.seeded(mlp)
+    with pytest.raises(dp.PlanError, match="not-traceable") as caught:
+        dp.compile(branching(), mesh=mesh, capture="always")(model, ADAMW(model.parameters()), *rows)
+    assert any("capture='never'" in note for note in caught.value.__notes__)
+    with pytest.raises(dp.PlanError, match=r"conflicting-arguments.*accumulate=2"):
+        dp.compile(plain(), mesh=mesh, capture="never", accumulate=2)
+    with pytest.raises(dp.PlanError, match="not-traceable"):  # only a graph averages in another dtype
+        dp.compile(branching(), mesh=mesh, reduce_dtype=torch.bfloat16)(model, ADAMW(model.parameters()), *rows)
+    model = models.seeded(mlp)  # frames of the errors above hold the first one's parameters
+    step = dp.compile(plain(), mesh=mesh, style="fully_shard", capture="never")
+    optim = ADAMW(model.parameters())
+    with pytest.warns(UserWarning, match="capture='never'"):
+        step(model, optim, *rows)
+    step(model, optim, *rows)
+    eager = runner_of(step).eager
+    assert isinstance(eager, EagerStep) and eager.num_calls == 2 and step.num_traces == 0
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert [str(param.param) for param in step.plan.params] == ["S(0)"] * 6
+    with pytest.raises(dp.PlanError, match="runs eagerly"):
+        _ = step.graph
+    evaluate = dp.compile(lambda model, x: model(x).sum(), share=step)
+    with torch.no_grad():
+        total = evaluate(model, x)
+    with step.unsharded():
+        assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
+        torch.testing.assert_close(model(x).sum(), total)
+    step.release()
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    torch.testing.assert_close(model(x).sum(), total)

@@ -1,0 +1,289 @@
+"""Steps that run eagerly with replicated parameters, against one process on all ranks' rows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from dp_partition import PlanError
+from dp_partition.eager.step import EagerStep, checksum
+from dp_step_patterns import PATTERNS, WIDTH, mlp
+from ranktest import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+CALLS = 7
+# Patterns that FSDP2 cannot hold, at least in part.
+FULL = {
+    "adafactor",  # rows' means
+    "average_of_weights",  # plain tensors beside the model
+    "gradient_hook_and_saving",
+    "gradient_penalty",
+    "lbfgs",
+    "sam",
+    "tied_and_complex",  # a parameter of no module
+}
+
+
+def _eager(step: Any, *, is_sharded: bool = False) -> EagerStep:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return EagerStep(step, mesh, "step", 1 << 10, "of the test", is_sharded=is_sharded)
+
+
+def _batch(call: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(call)
+    x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("style", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_step_trains_as_in_one_process(ranks: Ranks, name: str, style: str) -> None:
+    rank, rows = dist.get_rank(), 4
+    torch.manual_seed(1)
+    reference, wanted = PATTERNS[name]()
+    before = [value.detach().clone() for value in wanted()]
+    copies = name == "average_of_weights"  # plain tensors, made before rank 0's values are taken
+    torch.manual_seed(1 if copies else 1 + rank)
+    step, trained = PATTERNS[name]()
+    eager = _eager(step, is_sharded=style == "fully_shard")
+    with warnings.catch_warnings(), ranks.record() as log:
+        warnings.simplefilter("ignore")
+        for call in range(CALLS):
+            x, y = _batch(call, 2 * rows)
+            reference(x, y)
+            eager((x[rank * rows : (rank + 1) * rows], y[rank * rows : (rank + 1) * rows]), {})
+    assert "all_reduce" in log.ops
+    assert eager.num_compared == 3
+    if style == "fully_shard":
+        sharded = [p for p in eager.parameters.values() if isinstance(p, DTensor)]
+        assert (len(sharded) == len(eager.parameters)) == (name not in FULL), eager.explain()
+    eager.release()
+    compared = 0
+    for got, want, start in zip(trained(), wanted(), before, strict=True):
+        full = got.full_tensor() if isinstance(got, DTensor) else got
+        torch.testing.assert_close(full.detach(), want.detach(), rtol=1e-9, atol=1e-11)
+        compared += not torch.equal(want, start)
+    assert compared == len(before), "some value never changed: nothing was compared there"
+
+
+@pytest.mark.ranks(3)
+def test_ranks_reach_other_parameters(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    spare = nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD([*model.parameters(), *spare.parameters()], lr=0.1)
+
+    def step(x: torch.Tensor, skip: bool, holder: nn.Module) -> None:
+        optimizer.zero_grad()
+        hidden = model[1](model[0](x))
+        hidden = hidden if skip else model[3](model[2](hidden))
+        model[4](hidden).square().mean().backward()
+        optimizer.step()
+
+    eager = _eager(step)
+    plain = [p.detach().clone() for p in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(6):
+            x = torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            skips = [call % 3 == rank for rank in range(3)]
+            eager((x[dist.get_rank()], skips[dist.get_rank()], spare), {})
+            values = [p.requires_grad_() for p in plain]
+            losses = []
+            for rank in range(3):
+                hidden = torch.tanh(F.linear(x[rank], values[0], values[1]))
+                if not skips[rank]:
+                    hidden = torch.tanh(F.linear(hidden, values[2], values[3]))
+                losses.append(F.linear(hidden, values[4], values[5]).square().mean())
+            gradients = torch.autograd.grad(sum(losses) / 3, values)  # type: ignore[arg-type]
+            plain = [(p - 0.1 * g).detach() for p, g in zip(values, gradients, strict=True)]
+    for got, want in zip(model.parameters(), plain, strict=True):
+        torch.testing.assert_close(got.detach(), want, rtol=1e-10, atol=1e-12)
+    assert all(p.grad is None for p in spare.parameters())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: int) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = [0]
+
+    def step(x: torch.Tensor) -> None:
+        calls[0] += 1
+        if calls[0] == at and dist.get_rank() == 1:
+            raise IndexError("a row of this rank's own")
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    eager = _eager(step)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(1, 6):
+            if call != at:
+                eager((x,), {})
+                continue
+            with pytest.raises(IndexError if dist.get_rank() == 1 else PlanError) as caught:
+                eager((x,), {})
+            assert dist.get_rank() == 1 or "[rank-failed]" in str(caught.value)
+    eager.compare_ranks()
+
+
+@pytest.mark.ranks(2)
+def test_other_numbers_of_backward_passes_raise_on_all_ranks(ranks: Ranks) -> None:
+    model = mlp()
+
+    def step(x: torch.Tensor, passes: int) -> None:
+        for _ in range(passes):
+            model(x).square().mean().backward()
+
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        eager = _eager(step)
+        with pytest.raises(PlanError, match="different numbers of backward passes"):
+            eager((x, 1 + dist.get_rank()), {})
+        eager.release()
+        model.zero_grad()
+        eager = _eager(step)
+        eager((x, 1), {})
+        with pytest.raises(PlanError, match="different numbers of backward passes"):
+            eager((x, 1 + dist.get_rank()), {})
+        model.zero_grad()
+        eager((x, 2), {})
+
+
+@pytest.mark.ranks(2)
+def test_full_parameters_for_a_while_and_for_good(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    names = list(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        value: float = loss.item()
+        return value
+
+    eager = _eager(step, is_sharded=True)
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        eager((x,), {})
+    local = {name: value.to_local().numel() for name, value in model.state_dict().items()}
+    assert sum(local.values()) < sum(p.numel() for p in model.parameters())
+    with eager.unsharded():
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        full = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        _ = model(x)
+        with torch.no_grad():
+            model.get_parameter("0.bias").add_(1.0)
+    with eager.unsharded(writeback=False), torch.no_grad():
+        model.get_parameter("0.bias").zero_()
+    eager((x,), {})
+    eager.release()
+    assert list(model.state_dict()) == names
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    moved = model.get_parameter("0.bias").detach() - full["0.bias"]
+    torch.testing.assert_close(moved, torch.ones_like(moved), rtol=0, atol=0.05)
+    state = optimizer.state[model.get_parameter("0.weight")]
+    assert state["exp_avg"].shape == model.get_parameter("0.weight").shape
+    before = model.get_parameter("4.weight").detach().clone()
+    step(x)
+    assert not torch.equal(before, model.get_parameter("4.weight"))
+
+
+@pytest.mark.ranks(2)
+def test_an_old_parameter_that_something_else_holds_raises(ranks: Ranks) -> None:
+    model = mlp()
+
+    class Hidden:
+        __slots__ = ("weights",)
+        weights: list[nn.Parameter]
+
+    hidden = Hidden()
+    hidden.weights = [model.get_parameter("0.weight")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    eager = _eager(step, is_sharded=True)
+    with pytest.warns(UserWarning, match="runs eagerly"), pytest.raises(PlanError, match="parameter-replaced"):
+        eager((x,), {})
+    assert hidden.weights
+
+
+@pytest.mark.ranks(2)
+def test_traps_of_sharded_parameters_are_closed(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms: list[float] = []
+
+    def step(x: torch.Tensor, replaces: bool) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        norms.append(model.get_parameter("0.weight").detach().norm().item())
+        if replaces:
+            model.get_parameter("0.weight").data = torch.zeros(16, WIDTH, dtype=torch.float64)
+
+    eager = _eager(step, is_sharded=True)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        eager((x, False), {})
+    for _ in range(4):
+        eager((x, False), {})
+    with eager.unsharded():
+        assert norms[-1] == pytest.approx(model.get_parameter("0.weight").detach().norm().item(), rel=1e-12)
+    with pytest.raises(PlanError, match="data ="):
+        eager((x, True), {})
+
+
+@pytest.mark.ranks(2)
+def test_values_of_one_rank_in_parameters_are_found(ranks: Ranks) -> None:
+    model = mlp()
+
+    def step(x: torch.Tensor) -> None:
+        gradients = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p.sub_(g)
+
+    x = torch.full((4, WIDTH), 1.0 + dist.get_rank(), dtype=torch.float64)
+    with pytest.warns(UserWarning, match="runs eagerly"), pytest.raises(PlanError, match="ranks-diverge") as caught:
+        _eager(step)((x,), {})
+    assert len(caught.value.problems) == 6
+
+
+def test_checksums_see_every_bit() -> None:
+    generator, compared = torch.Generator().manual_seed(0), 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64):
+        for shape in ((), (1,), (3, 5), (17,), (0,)):
+            x = (torch.randn(shape, generator=generator) * 100).to(dtype)
+            assert checksum(x) == checksum(x.clone())
+            for place in range(min(x.numel(), 4)):
+                y = x.clone()
+                raw = y.reshape(-1).view(torch.uint8)
+                raw[place * y.element_size()] ^= 1
+                assert checksum(raw.view(dtype)) != checksum(x)
+                compared += 1
+    assert compared >= 40
+    swapped = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    assert checksum(swapped) != checksum(swapped.flip(0))

@@ -1,0 +1,162 @@
+"""Strided copies as boxes: which boxes of a dense tensor a copy between two strided views moves, and where to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from shard_spec import Box
+
+from shard_reshard.layout.shard_map import Index
+from shard_reshard.lowering.memory_layout import dense_strides
+
+
+class StridedCopy(NamedTuple):
+    """Elements of one memory and of another, index by index."""
+
+    dims: tuple[tuple[int, int, int], ...]  # size, stride in the source, stride in the target
+    source: int  # offsets of the first element
+    target: int
+
+    @classmethod
+    def of(cls, source: torch.Tensor, target: torch.Tensor, shift: int = 0) -> StridedCopy:
+        """Return the copy of one view into another of its shape; ``shift`` is added to the target's offset."""
+        dims = zip(source.shape, source.stride(), target.stride(), strict=True)
+        return cls(tuple(dims), int(source.storage_offset()), int(target.storage_offset()) + shift)
+
+
+class Landing(NamedTuple):
+    """A box of a dense tensor and the strided view that it lands in; strides of dims of size 1 are 0."""
+
+    start: Index
+    sizes: Index
+    strides: Index
+    offset: int
+
+    @property
+    def target(self) -> tuple[object, ...]:
+        """The place, whatever the order of dims."""
+        dims = sorted((stride, size) for size, stride in zip(self.sizes, self.strides, strict=True) if size > 1)
+        return self.offset, tuple(dims)
+
+
+def landings(copy: StridedCopy, shape: Index) -> Iterator[Landing]:
+    """The boxes of a dense source of ``shape`` that a copy reads."""
+    dims = [dim for dim in copy.dims if dim[0] != 1]
+    if any(size == 0 for size, _, _ in dims):
+        return
+    merged = True
+    while merged:  # dims that are one dim on both sides
+        merged = False
+        for outer in dims:
+            inner = next((d for d in dims if d is not outer and outer[1:] == (d[0] * d[1], d[0] * d[2])), None)
+            if inner is not None:
+                dims = [d for d in dims if d is not outer and d is not inner]
+                dims.append((outer[0] * inner[0], *inner[1:]))
+                merged = True
+                break
+    yield from _boxes(dims, copy.source, copy.target, shape, dense_strides(shape))
+
+
+def _boxes(
+    dims: list[tuple[int, int, int]], source: int, target: int, shape: Index, strides: Index
+) -> Iterator[Landing]:
+    start = tuple(source // stride % size for size, stride in zip(shape, strides, strict=True))
+    sizes, places = [1] * len(shape), [0] * len(shape)
+    for number, (size, step, to) in enumerate(dims):
+        if size == 1:
+            continue
+        rest = dims[:number] + dims[number + 1 :]
+        at = next((d for d in range(len(shape)) if shape[d] > 1 and strides[d] == step), None)
+        if at is None or sizes[at] > 1:  # steps over elements, or repeats them: one after the other
+            for index in range(size):
+                yield from _boxes(rest, source + index * step, target + index * to, shape, strides)
+            return
+        room = shape[at] - start[at]
+        if size > room:  # goes on in the next dim
+            first = room if start[at] else size // room * room
+            rows = first // room
+            head = [*rest, (rows, step * room, to * room), (room, step, to)] if rows > 1 else [*rest, (room, step, to)]
+            yield from _boxes(head, source, target, shape, strides)
+            if size > first:
+                tail = [*rest, (size - first, step, to)]
+                yield from _boxes(tail, source + first * step, target + first * to, shape, strides)
+            return
+        sizes[at], places[at] = size, to
+    yield Landing(start, tuple(sizes), tuple(places), target)
+
+
+def intersect(filled: Landing, wanted: Landing) -> StridedCopy | None:
+    """Return the copy through a dense memory: what ``filled`` puts there (from its target) and ``wanted`` takes."""
+    dims, source, target = [], filled.offset, wanted.offset
+    for a, n, s, b, m, t in zip(
+        filled.start, filled.sizes, filled.strides, wanted.start, wanted.sizes, wanted.strides, strict=True
+    ):
+        low, high = max(a, b), min(a + n, b + m)
+        if low >= high:
+            return None
+        dims.append((high - low, s, t))
+        source, target = source + (low - a) * s, target + (low - b) * t
+    return StridedCopy(tuple(dims), source, target)
+
+
+def merge_landings(found: Sequence[Landing]) -> list[Landing]:
+    """Return the same landings with neighbours that are one box in one view as one."""
+    merged = list(found)
+    for dim in reversed(range(len(merged[0].sizes) if merged else 0)):
+        merged.sort(key=lambda entry: (_without(entry.start, dim), entry.start[dim]))
+        joined: list[Landing] = []
+        for entry in merged:
+            one = _follows(joined[-1], entry, dim) if joined else None
+            if one is None:
+                joined.append(entry)
+            else:
+                joined[-1] = one
+        merged = joined
+    return merged
+
+
+def _follows(one: Landing, other: Landing, dim: int) -> Landing | None:
+    """Return both as one; None where they are not neighbours along ``dim`` in box and view."""
+    if any(_without(a, dim) != _without(b, dim) for a, b in zip(one[:3], other[:3], strict=True)):
+        return None
+    step, rest = divmod(other.offset - one.offset, one.sizes[dim])
+    strides = {entry.strides[dim] for entry in (one, other) if entry.sizes[dim] > 1} | {step}
+    if one.start[dim] + one.sizes[dim] != other.start[dim] or rest or len(strides) > 1 or step <= 0:
+        return None
+    sizes = _with(one.sizes, dim, one.sizes[dim] + other.sizes[dim])
+    return one._replace(sizes=sizes, strides=_with(one.strides, dim, step))
+
+
+def join_along(found: Sequence[Landing]) -> Iterator[tuple[tuple[Box, ...], int, Index, Index, int]]:
+    """Join boxes that lie one after the other in one view: boxes, dim, sizes, strides and offset of each view."""
+    rest = sorted(found, key=lambda entry: entry.offset)
+    while rest:
+        group, joined, dim = [rest[0]], rest[0], 0
+        for at in range(len(joined.sizes)):
+            taken, view = [rest[0]], rest[0]
+            for entry in rest[1:]:
+                # As if it were the next box: only the view counts.
+                one = _follows(view, entry._replace(start=_with(entry.start, at, view.start[at] + view.sizes[at])), at)
+                # A box that is read twice has two places: not one tensor's.
+                if one is not None and all(_apart(entry, before, at) for before in taken):
+                    taken, view = [*taken, entry], one
+            if len(taken) > len(group):
+                group, joined, dim = taken, view, at
+        rest = [entry for entry in rest if all(entry is not other for other in group)]
+        boxes = tuple(Box(entry.start, entry.sizes) for entry in group)
+        yield boxes, dim, joined.sizes, joined.strides, joined.offset
+
+
+def _apart(one: Landing, other: Landing, dim: int) -> bool:
+    low, high = max(one.start[dim], other.start[dim]), min(a.start[dim] + a.sizes[dim] for a in (one, other))
+    return low >= high
+
+
+def _without(index: Index, dim: int) -> Index:
+    return index[:dim] + index[dim + 1 :]
+
+
+def _with(index: Index, dim: int, value: int) -> Index:
+    return (*index[:dim], value, *index[dim + 1 :])

@@ -1,0 +1,114 @@
+"""Process groups as planning sees them, and how their ranks compare what they are about to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shard_reshard._shared import consensus
+from shard_reshard._shared.problems import PlanError, Problem
+from shard_reshard._torch_compat import is_fake
+
+BEFORE_MOVING = "nothing was moved"
+BEFORE_WRITING = "out stays as it was"
+WHILE_WRITING = "out is filled in part"
+_HINT = "call with the same shape, dtype, layouts and options on every rank of the group"
+
+
+class GroupInfo(NamedTuple):
+    """A process group as planning sees it."""
+
+    group: dist.ProcessGroup
+    rank: int  # of this process, in the group
+    global_ranks: tuple[int, ...]  # of the members, in the order of the group
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.global_ranks)
+
+    def to_group(self, rank: int) -> int:
+        """The group's number for a global rank."""
+        try:
+            return self.global_ranks.index(rank)
+        except ValueError:
+            found = f"global rank {rank}, the group has the global ranks {list(self.global_ranks)}"
+            hint = "pass a group= that holds every rank of both layouts"
+            raise PlanError(Problem("rank-outside-mesh", "group", found=found, hint=hint)) from None
+
+
+def group_info(group: dist.ProcessGroup | None) -> GroupInfo:
+    """The members of ``group``; None is the default group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        hint = "call torch.distributed.init_process_group first; plan_reshard and simulate need no process group"
+        raise PlanError(Problem("no-process-group", found="torch.distributed is not initialized", hint=hint))
+    if type(group).__name__ in ("str", "DeviceMesh"):
+        hint = "pass a process group, as mesh.get_group('tp') returns it"
+        raise PlanError(Problem("wrong-type", "group", found=f"{group!r:.100}", hint=hint))
+    group = dist.group.WORLD if group is None else group
+    # Of the group itself: one that joins several jobs has ranks of which no default group knows.
+    rank = group.rank() if isinstance(group, dist.ProcessGroup) else -1
+    if rank < 0 or group is None:
+        hint = "call from members only"
+        raise PlanError(Problem("rank-outside-mesh", "group", found="this process is not in the group", hint=hint))
+    return GroupInfo(group, rank, tuple(dist.get_process_group_ranks(group)))
+
+
+def data_device(group: dist.ProcessGroup) -> torch.device:
+    """Return the device for ranks without tensors: the current GPU, or the CPU."""
+    devices = consensus.device_types(dist.get_backend_config(group))
+    if "cpu" not in devices and "cuda" in devices:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_mode(check: str) -> str:
+    """``check`` if it is one of the modes there are."""
+    if check not in ("first", "always"):
+        raise PlanError(Problem("invalid-argument", "check", found=repr(check), hint="'first' or 'always'"))
+    return check
+
+
+def assert_consistent(
+    members: GroupInfo, subject: str, lines: Sequence[str], problems: Sequence[Problem], state: str = BEFORE_MOVING
+) -> None:
+    """Return on all ranks where ``lines`` are equal and no rank has problems, or raise the same error on all."""
+    error = PlanError(problems) if problems else None
+    if not is_fake(()):
+        consensus.assert_consistent(members.group, subject, lines, error, hint=_HINT, state=state)
+    elif error is not None:  # fake tensors have no other ranks
+        raise error
+
+
+def raise_on_all_ranks(members: GroupInfo, error: Exception) -> NoReturn:
+    """Raise ``error`` as one ``PlanError`` on all ranks, which wait for a header of this one."""
+    joined = error if type(error) is PlanError else PlanError(consensus.problems_of(error))
+    try:
+        if not is_fake(()):
+            consensus.assert_consistent(members.group, "reshard", (), joined, hint=_HINT, state=BEFORE_MOVING)
+    except PlanError as raised:
+        raise raised from error
+    raise joined from error
+
+
+def all_gather_row(
+    members: GroupInfo, topic: int, row: bytes, lines: Sequence[str], problems: Sequence[Problem] = ()
+) -> list[bytes]:
+    """Gather a row of at most 63 bytes of every rank, or raise on all where one makes another call or has problems.
+
+    Args:
+        members: The group; every member calls.
+        topic: Number of the call, from 2 on: 0 and 1 begin the headers of `assert_consistent`.
+        row: What the others read.
+        lines: The call, for the error where ranks make different ones.
+        problems: What keeps this rank from going on.
+    """
+    header = b"\xff" if problems else bytes([topic])
+    rows = consensus.all_gather_header(members.group, header + row, "reshard", BEFORE_MOVING)
+    if any(other[0] != topic for other in rows):
+        error = PlanError(problems) if problems else None
+        consensus.raise_joined(members.group, "reshard", lines, error, hint=_HINT, state=BEFORE_MOVING)
+    return [other[1:] for other in rows]

@@ -1,0 +1,98 @@
+"""Loading a state dict into leaves: each rank keeps its shard of what it reads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tp_ddp_bridge.module.view import View
+
+
+class ShardingStateDict(dict[str, Any]):
+    """One module's entries of a state dict, of which reading gives this rank's shards.
+
+    An entry under a view's name is sharded when torch reads it, after the module's own code has renamed or changed
+    entries. A value that does not fit is reported under its key, and the leaf keeps its values.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        views: Mapping[str, View],
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        error_msgs: list[str],
+    ) -> None:
+        super().__init__(state_dict)
+        self.module = module
+        self.views = views
+        self.assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        self.error_msgs = error_msgs
+        self.names = {prefix + name: name for name in views}
+        self.before: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        name = self.names.get(key)
+        if name is None or not isinstance(value, torch.Tensor):
+            return value
+        leaf: torch.Tensor | None = self.module._parameters.get(name)
+        if leaf is None:
+            leaf = self.module._buffers.get(name)
+        if leaf is None or isinstance(leaf, DTensor):
+            return value
+        self.before[name] = leaf
+        local = self._local(self.views[name], key, value)
+        return leaf.detach() if local is None else local
+
+    def _local(self, view: View, key: str, value: torch.Tensor) -> torch.Tensor | None:
+        layout = view.layout
+        if value.shape != layout.shape:
+            is_local = value.shape == view.local_shape
+            local = " (one rank's shard: load DTensors or full tensors)" if is_local else ""
+            self.error_msgs.append(
+                f"size mismatch for {key}: the checkpoint has shape {tuple(value.shape)}{local}, the model's global "
+                f"shape is {tuple(layout.shape)} ({layout})."
+            )
+            return None
+        if isinstance(value, DTensor):
+            return layout.localize(value)
+        shard = layout.shard(value)
+        # A shard of a full tensor may alias it; an assigned one would keep the full storage alive.
+        return shard.clone() if self.assign and not layout.is_replicated else shard
+
+    def finish(self) -> None:
+        """Tie again what ``assign=True`` has untied: one new leaf, with the value that was loaded last."""
+        if not self.assign:
+            return
+        for name, before in self.before.items():
+            after = self.module._parameters.get(name)
+            if after is None or after is before or isinstance(after, DTensor):
+                continue
+            tied = before.__dict__.get("_dp_assigned")
+            if tied is None:
+                before.__dict__["_dp_assigned"] = after
+                continue
+            with torch.no_grad():
+                tied.copy_(after)
+            self.module._parameters.update({name: tied})  # not refused as a copy of what stands there
+
+
+@contextmanager
+def run_pre_hooks_first(module: nn.Module, state_dict: dict[str, Any], *rest: Any) -> Iterator[None]:
+    """Run the module's load-state-dict pre-hooks now, on global tensors, and not again within the block."""
+    hooks = module._load_state_dict_pre_hooks
+    for hook in hooks.values():
+        hook(state_dict, *rest)
+    module._load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        module._load_state_dict_pre_hooks = hooks

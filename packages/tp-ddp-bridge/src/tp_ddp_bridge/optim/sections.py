@@ -1,0 +1,108 @@
+"""One rank's shard of a fused or kv-copied tensor, as ``torch.distributed.checkpoint`` reads and writes it.
+
+No DTensor placement describes such a shard, so it goes through checkpoints as one chunk for each section. Ranks that
+hold copies offer equal chunks, of which DCP writes one. Any other mesh, and one process, reads the global tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from tp_ddp_bridge._torch_compat import tree_map
+from tp_ddp_bridge.layout import Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class SectionedTensor(torch.Tensor):
+    """A local shard with several sections or copies; shares memory with the tensor it is made of.
+
+    As with a DTensor its shape is the global one. What is computed with it is a plain tensor.
+    """
+
+    _layout: Layout
+
+    @classmethod
+    def of(cls, local: torch.Tensor, layout: Layout) -> SectionedTensor:
+        """Return a view of ``local`` with its layout."""
+        shard = local.detach().as_subclass(cls)
+        shard._layout = layout
+        return shard
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
+        return tree_map(lambda x: x.as_subclass(torch.Tensor) if isinstance(x, SectionedTensor) else x, result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return SectionedTensor.of, (self.local(), self._layout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SectionedTensor:
+        return SectionedTensor.of(self.local().clone(), self._layout)
+
+    def local(self) -> torch.Tensor:
+        """Return the shard as a plain tensor; the same memory."""
+        return self.as_subclass(torch.Tensor)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]  # a plain attribute in torch's stubs
+        """The global shape."""
+        return self._layout.shape
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the global shape, or one of its sizes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the global tensor; every rank of the sharding axis calls it."""
+        layout, local = self._layout, self.local()
+        axis, dim = layout.section_axis()
+        group = layout.mesh.get_group(axis)
+        lengths = [sum(stop - start for start, stop in layout.ranges(rank)) for rank in range(group.size())]
+        shape = list(layout.shape)
+        shape[dim] = max(lengths)  # shards may be uneven: gathered with padding
+        padded = local.new_zeros(shape)
+        padded.narrow(dim, 0, lengths[group.rank()]).copy_(local)
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=group)
+        full = local.new_empty(layout.shape)
+        for rank, shard in enumerate(gathered):
+            offset = 0
+            for start, stop in layout.ranges(rank):
+                full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
+                offset += stop - start
+        return full
+
+    # ---- the protocol of torch.distributed.checkpoint
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the place of each section in the global tensor."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets=offsets, sizes=view.shape) for offsets, view in self._chunks()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        """Return one item for each section."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties, kind = TensorProperties.create_from_tensor(self.local()), WriteItemType.SHARD
+        chunks = [(chunk, TensorWriteData(chunk, properties, self.shape)) for chunk in self.__create_chunk_list__()]
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), kind, tensor_data=data) for chunk, data in chunks]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the section at that place, sharing memory."""
+        for offsets, view in self._chunks():
+            if offsets == index.offset:
+                return view
+        raise ValueError(f"{index.fqn}: no section at {index.offset} on this rank")
+
+    def _chunks(self) -> list[tuple[torch.Size, torch.Tensor]]:
+        dim = self._layout.section_axis()[1]
+        views = [(start, view) for start, view in self._layout.section_views(self.local()) if view.numel()]
+        return [(torch.Size(start if each == dim else 0 for each in range(view.dim())), view) for start, view in views]

@@ -1,0 +1,22 @@
+"""Every private torch name that the shared sources use; read against torch 2.13.0 (and 2.11.0)."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's shard itself: ``to_local()`` makes a view and a node of autograd."""
+    return tensor._local_tensor
+
+
+def foreach_norms(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return each tensor's norm, computed in ``dtype``, in one horizontal pass."""
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply every tensor by ``factor`` in place, in one horizontal pass."""
+    torch._foreach_mul_(tensors, factor)
