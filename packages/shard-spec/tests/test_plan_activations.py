@@ -1,5 +1,6 @@
 """The estimate of activations against what a real forward keeps: whole in one process, and cut on two ranks."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +146,21 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(checkpointed: bool) -> None:
     assert own.peak_bytes == asked.peak_bytes
     assert asked.num_blocks == 4
     assert real - gradients <= own.peak_bytes <= 1.03 * real  # the inputs are there before
+
+
+def test_products_in_half_precision_on_a_cpu_are_a_lower_bound() -> None:
+    """oneDNN copies the operands of these products, which no shape function counts."""
+    plan, x = ShardingPlan({}, mesh={"dp": 1}), torch.randn(8, 64, 64)
+    model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    said = {}
+    for kind in (torch.float32, torch.bfloat16, torch.float16):
+        for device in ("cpu", "meta"):
+            notes = plan.activations(copy.deepcopy(model).to(device, kind), x.to(kind)).notes
+            said[kind, device] = any("lower bound" in note for note in notes)
+    assert {case for case, bound in said.items() if bound} == {(torch.bfloat16, "cpu"), (torch.float16, "cpu")}
+    assert len(said) == 6
+    by_dtype = plan.activations(model, x.bfloat16(), dtype="bfloat16")
+    assert any("lower bound" in note for note in by_dtype.notes)
 
 
 @pytest.mark.extra("transformers")

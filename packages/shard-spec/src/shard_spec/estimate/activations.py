@@ -126,6 +126,12 @@ def estimate_activations(
     notes = step.notes
     if expert_modules(resolution.metadata.parameters):
         notes.append("experts: routing decides how many tokens an expert of a rank gets; this is a lower bound")
+    # A module on meta is planned for an accelerator, whose kernels make no such copies.
+    on_cpu = [each.dtype for each in module.parameters() if each.device.type == "cpu"]
+    if dtype and on_cpu:
+        on_cpu = [getattr(torch, dtype)]
+    if not {torch.bfloat16, torch.float16}.isdisjoint(on_cpu):
+        notes.append("kernels for bfloat16 and float16 on a CPU copy the operands of products; this is a lower bound")
     peak, moment, of_loss = flow.timeline.peak(step.first_of_loss)
     return ActivationEstimate(
         step.local_bytes, step.whole_bytes, step.num_kept, peak, moment, of_loss, len(blocks), tuple(notes)
