@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shard_spec._shared.consensus import mesh_order_problems
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.apply.execution_plan import ExecutionPlan, plan_on_all_ranks
 from shard_spec.apply.gradients import LayGradient
@@ -92,23 +93,6 @@ def argument_problems(source: object, src_rank: object, size: int, init: object)
     if not (init is None or init == "reset_parameters" or callable(init)):
         hint = "a function init(fqn, tensor), 'reset_parameters', or None"
         problems.append(Problem("invalid-argument", "init", found=repr(init), hint=hint))
-    return problems
-
-
-def mesh_order_problems(mesh: DeviceMesh) -> list[Problem]:
-    """Axes whose process group has another order than the mesh: gathers over it would be silently permuted."""
-    problems = []
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    for axis in range(mesh.ndim):
-        index = tuple(slice(None) if at == axis else here for at, here in enumerate(coordinate))
-        along = mesh.mesh[index].tolist()
-        members = dist.get_process_group_ranks(mesh.get_group(axis))
-        if along != members:
-            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
-            found = f"ranks {along} along the axis, {members} in its process group"
-            hint = "torch gathers in the order of the group: use ascending ranks, or DeviceMesh.from_group"
-            problems.append(Problem("mesh-mismatch", "mesh", axis=name, found=found, hint=hint))
     return problems
 
 
