@@ -219,24 +219,6 @@ class Box:
             sizes.append(length)
         return _box(tuple(offsets), tuple(sizes))
 
-    def contains(self, index: Sequence[int]) -> bool:
-        """Return whether the element at ``index`` of the global tensor lies in this box."""
-        return all(
-            offset <= at < offset + size for offset, size, at in zip(self.offsets, self.sizes, index, strict=True)
-        )
-
-    def relative_to(self, outer: Box) -> Box:
-        """This box in the coordinates of ``outer``, which has to hold it completely."""
-        offsets = tuple(offset - start for offset, start in zip(self.offsets, outer.offsets, strict=True))
-        inside = all(
-            offset >= 0 and offset + size <= limit
-            for offset, size, limit in zip(offsets, self.sizes, outer.sizes, strict=True)
-        )
-        if not inside:
-            hint = "intersect first"
-            raise PlanError(Problem("box-out-of-range", found=f"{self!r} is not inside {outer!r}", hint=hint))
-        return _box(offsets, self.sizes)
-
 
 def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box:
     """A box from values that are known to be right; skips the checks, which cost more than the box."""

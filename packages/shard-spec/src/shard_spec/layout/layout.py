@@ -121,14 +121,6 @@ class Layout:
         """True if every rank of the mesh holds the whole tensor."""
         return all(spec.kind == "R" for spec in self.specs)
 
-    @property
-    def num_shards(self) -> int:
-        """Number of places into which the tensor is cut, empty ones included."""
-        count = 1
-        for spec, size in zip(self.specs, self.mesh.shape, strict=True):
-            count *= size if spec.dim is not None else 1
-        return count
-
     # ---- what lies where --------------------------------------------------------------------------------------
 
     def problems(self, shape: Sequence[int], name: str = "") -> tuple[Problem, ...]:
