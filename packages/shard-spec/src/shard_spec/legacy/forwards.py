@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -122,13 +122,10 @@ class ShardedForward:
 
     # ---- input ------------------------------------------------------------------------------------------------
 
-    def gather_metadata(self, *tensors: torch.Tensor | None, problem: str = "") -> BatchMetadata:
+    def gather_input(self, tensor: torch.Tensor, problem: str) -> BatchMetadata:
         """Gather what all ranks pass; a collective. See ``all_gather_input_metadata``."""
-        return all_gather_input_metadata(tensors, self.context, self.name, problem)
-
-    def stand_in(self) -> torch.Tensor:
-        """Return an empty input for ``metadata`` in place of one that cannot be taken."""
-        return torch.empty(0, device=self.device)
+        given = torch.empty(0, device=self.device) if problem else tensor
+        return all_gather_input_metadata(given, self.context, self.name, problem)
 
     @property
     def device(self) -> torch.device:
@@ -239,11 +236,11 @@ class ShardedLinear(ShardedForward):
         problem = rows_problem(input, self.device, 2)
         if not problem and input.shape[-1] != in_features:
             problem = f"an input of shape {list(input.shape)} for {in_features} input features"
-        metadata = self.gather_metadata(self.stand_in() if problem else input, problem=problem)
-        self.context.note(metadata.rows())
-        if metadata.any_requires_grad() and not input.requires_grad:
+        metadata = self.gather_input(input, problem)
+        self.context.note(metadata.rows)
+        if metadata.any_requires_grad and not input.requires_grad:
             input = input.detach().requires_grad_()  # its backward communicates: all ranks have to run it
-        return gather_rows(input, self.cut.exchange(self.context.group.group, metadata.rows(), 1))
+        return gather_rows(input, self.cut.exchange(self.context.group.group, metadata.rows, 1))
 
     def _from_dtensor(self, input: DTensor) -> torch.Tensor:
         weight, cut = self.module.weight, self.cut
@@ -348,15 +345,29 @@ def _norms(table: torch.Tensor, cut: WeightSharding, group: dist.ProcessGroup, n
     return parts if infinite else parts.pow(1.0 / norm_type)
 
 
-class ShardedTable(ShardedForward):
-    """Sharded embeddings and bags of them: ids are checked, the rows that they name scaled and looked up."""
+class ShardedEmbedding(ShardedForward):
+    """This rank's ids in, this rank's rows out: every rank looks up all ids in its shard of the table.
 
+    DTensor ids (of the whole batch) give a DTensor of the whole batch.
+    """
+
+    original = nn.Embedding.forward
     tensors = ("weight",)
+
+    @eager_only
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
+        if isinstance(input, DTensor):
+            return self.global_output(self.look_up(self.global_input(input)), 1, self.cut.shape[1])
+        problem = rows_problem(input, self.device, 1) or ids_problem(input)
+        metadata = self.gather_input(input, problem)
+        column_sharded = self.look_up(self.gathered(input, metadata.rows))
+        return scatter_rows(column_sharded, self.cut.exchange(self.context.group.group, metadata.rows, 1))
 
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """All ranks' ids in this rank's shard of the table: ``[*ids.shape, my_columns]``."""
         table, cut, group = self.module, self.cut, self.context.group
-        assert isinstance(table, nn.Embedding | nn.EmbeddingBag)
+        assert isinstance(table, nn.Embedding)
         self._check_ids(ids, table.num_embeddings)
         if table.max_norm is not None:
             with torch.no_grad():
@@ -380,153 +391,23 @@ class ShardedTable(ShardedForward):
             raise IndexError(f"{self.name}: ids from {low} to {high} for a table of {num_embeddings} rows")
 
 
-class ShardedEmbedding(ShardedTable):
-    """This rank's ids in, this rank's rows out: every rank looks up all ids in its shard of the table.
-
-    DTensor ids (of the whole batch) give a DTensor of the whole batch.
-    """
-
-    original = nn.Embedding.forward
-
-    @eager_only
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """Ids ``[my_rows, ...]`` to ``[my_rows, ..., embedding_dim]``."""
-        if isinstance(input, DTensor):
-            return self.global_output(self.look_up(self.global_input(input)), 1, self.cut.shape[1])
-        problem = rows_problem(input, self.device, 1) or ids_problem(input)
-        metadata = self.gather_metadata(self.stand_in() if problem else input, problem=problem)
-        column_sharded = self.look_up(self.gathered(input, metadata.rows()))
-        return scatter_rows(column_sharded, self.cut.exchange(self.context.group.group, metadata.rows(), 1))
-
-
 def ids_problem(ids: torch.Tensor) -> str:
     """Why ``ids`` cannot be looked up; empty when they can."""
     return "" if ids.dtype in (torch.int32, torch.int64) else f"ids of dtype {ids.dtype}; use int64 or int32"
 
 
-@dataclass(frozen=True)
-class _Bags:
-    """This rank's bags as flat tokens.
-
-    Attributes:
-        ids: ``[num_tokens]``.
-        offsets: Where each bag begins, ``[num_bags]``.
-        weights: ``[num_tokens]`` or None.
-    """
-
-    ids: torch.Tensor
-    offsets: torch.Tensor
-    weights: torch.Tensor | None
-
-    @property
-    def of_token(self) -> torch.Tensor:
-        """The bag of each token, ``[num_tokens]``."""
-        ends = torch.cat([self.offsets[1:], self.offsets.new_full((1,), self.ids.shape[0])])
-        bags = torch.arange(self.offsets.shape[0], device=self.ids.device)
-        return torch.repeat_interleave(bags, ends - self.offsets, output_size=self.ids.shape[0])
-
-
-class ShardedEmbeddingBag(ShardedTable):
-    """This rank's bags in, this rank's bags out.
-
-    Sums and means are formed on each rank for its shard of the table and then brought together, bag by bag. A maximum
-    needs the tokens themselves: they are looked up as in an embedding, and this rank reduces its own.
-    """
+class RefusedEmbeddingBag(ShardedForward):
+    """A bag keeps its sharded table for a module around it that looks ids up itself; its own forward is refused."""
 
     original = nn.EmbeddingBag.forward
+    tensors = ("weight",)
 
-    @eager_only
-    def __call__(
-        self,
-        input: torch.Tensor,
-        offsets: torch.Tensor | None = None,
-        per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As ``nn.EmbeddingBag``: ids ``[my_bags, length]``, or flat ids with ``offsets``; to ``[my_bags, dim]``."""
-        module = self.module
-        assert isinstance(module, nn.EmbeddingBag)
-        given = (each for each in (input, offsets, per_sample_weights) if each is not None)
-        problem = next(filter(None, (rows_problem(each, self.device, 1) for each in given)), "")
-        problem = problem or _problem(module, input, offsets, per_sample_weights)
-        bags = None if problem else _flat(module, input, offsets, per_sample_weights)
-        metadata = self.gather_metadata(
-            self.stand_in() if bags is None else bags.offsets,
-            self.stand_in() if bags is None else bags.ids,
-            None if bags is None else bags.weights,
-            problem=problem,
-        )
-        assert bags is not None
-        if bags.weights is not None and metadata.any_requires_grad(2) and not bags.weights.requires_grad:
-            # Its backward communicates: all ranks have to run it.
-            bags = replace(bags, weights=bags.weights.detach().requires_grad_())
-        all_ids = self.gathered(bags.ids, metadata.rows(1))
-        found = self.look_up(all_ids)
-        if module.mode == "max":
-            return self._max(module, bags, found, metadata.rows(1))
-        return self._sum(module, bags, all_ids, found, metadata.rows(0), metadata.rows(1))
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Raise on every rank, whatever is passed, before anything is sent.
 
-    def _sum(
-        self,
-        module: nn.EmbeddingBag,
-        bags: _Bags,
-        all_ids: torch.Tensor,
-        found: torch.Tensor,
-        num_bags: tuple[int, ...],
-        num_tokens: tuple[int, ...],
-    ) -> torch.Tensor:
-        group = self.context.group
-        if module.padding_idx is not None:
-            found = found.masked_fill((all_ids == module.padding_idx).unsqueeze(-1), 0)
-        if bags.weights is not None:
-            found = found * gather_rows(bags.weights.unsqueeze(-1), self.whole_rows(num_tokens, 1))
-        bag_of_token = self.gathered(bags.of_token + sum(num_bags[: group.rank]), num_tokens)
-        column_sharded = found.new_zeros(sum(num_bags), found.shape[-1]).index_add(0, bag_of_token, found)
-        summed = scatter_rows(column_sharded, self.cut.exchange(group.group, num_bags, 1))
-        if module.mode == "sum":
-            return summed
-        counted = torch.ones_like(bags.ids) if module.padding_idx is None else (bags.ids != module.padding_idx).long()
-        counts = torch.zeros_like(bags.offsets).index_add(0, bags.of_token, counted.to(bags.offsets.dtype))
-        return summed / counts.clamp(min=1).unsqueeze(-1).to(summed.dtype)
-
-    def _max(
-        self, module: nn.EmbeddingBag, bags: _Bags, found: torch.Tensor, num_tokens: tuple[int, ...]
-    ) -> torch.Tensor:
-        tokens = scatter_rows(found, self.cut.exchange(self.context.group.group, num_tokens, 1))
-        num = tokens.shape[0]
-        places = torch.arange(num, device=tokens.device)
-        padding = None
-        if module.padding_idx is not None:
-            places, padding = places.masked_fill(bags.ids == module.padding_idx, num), num
-        tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
-        return F.embedding_bag(places, tokens, bags.offsets.long(), mode="max", padding_idx=padding)
-
-
-def _problem(
-    module: nn.EmbeddingBag, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
-) -> str:
-    """Why these bags cannot be looked up; empty when they can. As ``torch.nn.functional.embedding_bag`` would."""
-    if ids_problem(ids):
-        return ids_problem(ids)
-    if ids.dim() not in (1, 2):
-        return f"ids of shape {list(ids.shape)}; an embedding bag takes 1 or 2 dims"
-    if ids.dim() == 2 and offsets is not None:
-        return "offsets together with 2-D ids, where each row already is a bag"
-    if ids.dim() == 1 and offsets is None:
-        return "1-D ids without offsets"
-    if offsets is not None and (offsets.dim() != 1 or offsets.numel() < (1 if module.include_last_offset else 0)):
-        return f"offsets of shape {list(offsets.shape)}"
-    if weights is not None and weights.shape != ids.shape:
-        return f"per_sample_weights of shape {list(weights.shape)} for ids of shape {list(ids.shape)}"
-    if weights is not None and module.mode != "sum":
-        return f"per_sample_weights with mode {module.mode!r}; torch defines them for 'sum' only"
-    return ""
-
-
-def _flat(
-    module: nn.EmbeddingBag, ids: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None
-) -> _Bags:
-    if offsets is None:
-        length = ids.shape[1]
-        starts = torch.arange(ids.shape[0], device=ids.device, dtype=ids.dtype) * length
-        return _Bags(ids.reshape(-1), starts, None if weights is None else weights.reshape(-1))
-    return _Bags(ids, offsets[:-1] if module.include_last_offset else offsets, weights)
+        Raises:
+            PlanError: ``module-not-shardable``.
+        """
+        found = "the forward of an nn.EmbeddingBag whose table is sharded"
+        hint = "look ids up with a sharded nn.Embedding and reduce its rows, or leave this table replicated"
+        raise PlanError(Problem("module-not-shardable", self.name, found=found, hint=hint))

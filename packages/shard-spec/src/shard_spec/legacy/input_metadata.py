@@ -21,8 +21,7 @@ from shard_spec.distributed.mesh_cache import RankState, raise_on_all_ranks
 from shard_spec.legacy.module_tracker import ForwardContext
 
 _MAX_DIMS = 8
-_FIELDS = 3 + _MAX_DIMS  # dtype, ndim, requires_grad, dims
-_HEAD = 4  # what is wrong, grad mode, autocast, what the module is made of
+_HEAD = 4  # what is wrong, grad mode, autocast, what the module is made of; then dtype, ndim, requires_grad, dims
 _BAD_INPUT, _BAD_MODULE = 1, 2
 
 
@@ -40,58 +39,49 @@ class InputMetadata:
 
 @dataclass(frozen=True)
 class BatchMetadata:
-    """Inputs that all ranks pass to one call.
+    """One input, as all ranks pass it to one call, in group order."""
 
-    Attributes:
-        inputs: For each rank of the group its tensors, in the order of the arguments; None where one is left out.
-    """
+    inputs: tuple[InputMetadata, ...]
 
-    inputs: tuple[tuple[InputMetadata | None, ...], ...]
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows (dim 0) on each rank."""
+        return tuple(each.shape[0] if each.shape else 0 for each in self.inputs)
 
-    def rows(self, at: int = 0) -> tuple[int, ...]:
-        """Rows (dim 0) of tensor ``at`` on each rank."""
-        found = [rank[at] for rank in self.inputs]
-        return tuple(0 if metadata is None or not metadata.shape else metadata.shape[0] for metadata in found)
-
-    def any_requires_grad(self, at: int = 0) -> bool:
-        """Return whether tensor ``at`` needs a gradient on some rank: then its backward runs on all of them."""
-        found = [rank[at] for rank in self.inputs]
-        return any(metadata is not None and metadata.requires_grad for metadata in found)
+    @property
+    def any_requires_grad(self) -> bool:
+        """Whether some rank needs a gradient: then the backward of this input runs on all of them."""
+        return any(each.requires_grad for each in self.inputs)
 
 
 def all_gather_input_metadata(
-    tensors: Sequence[torch.Tensor | None], context: ForwardContext, name: str, problem: str = ""
+    tensor: torch.Tensor, context: ForwardContext, name: str, problem: str = ""
 ) -> BatchMetadata:
     """Tell all ranks what this rank passes; a collective.
 
     Args:
-        tensors: The arguments; concatenated along dim 0 over the ranks they have to make sense.
+        tensor: The rows; concatenated along dim 0 over the ranks they have to make sense.
         context: The ranks, and what the root module was made of when its forward began.
         name: FQN of the module, for errors.
         problem: What this rank finds wrong with its own input; the call then raises on every rank.
 
     Raises:
-        PlanError: ``invalid-argument`` on every rank: some rank found a problem, dtypes or trailing dims differ, a
-            tensor is missing on some ranks, or grad modes or autocast differ. ``ranks-disagree`` where the modules of
+        PlanError: ``invalid-argument`` on every rank: some rank found a problem, or dtypes, trailing dims, grad modes
+            or autocast differ. ``ranks-disagree`` where the modules of
             the ranks differ, ``not-sharded`` where somebody put a full parameter in the place of a shard.
     """
     group, scan = context.group.group, context.scan
-    given = next(tensor for tensor in tensors if tensor is not None)
     wrong_here = _BAD_INPUT * bool(problem) | _BAD_MODULE * bool(scan is not None and scan.problems)
     line = [
         wrong_here,
         int(torch.is_grad_enabled()),
-        _autocast(given.device.type),
+        _autocast(tensor.device.type),
         0 if scan is None else scan.checksum,
     ]
-    for tensor in tensors:
-        line += _encode(tensor)
+    line += _encode(tensor)
     with named_collective(f"the forward of {name}"):
-        table = _all_gather_line(line, group, given.device)
-    inputs = tuple(
-        tuple(_decode(row[_HEAD + at * _FIELDS : _HEAD + (at + 1) * _FIELDS]) for at in range(len(tensors)))
-        for row in table
-    )
+        table = _all_gather_line(line, group, tensor.device)
+    inputs = tuple(_decode(row[_HEAD:]) for row in table)
     if any(row[0] & _BAD_MODULE for row in table) or len({row[3] for row in table} - {0}) > 1:
         # Every rank is here, so there is time to ask what differs.
         raise_on_all_ranks(group, RankState() if scan is None else scan.outcome, f"the forward of {name}")
@@ -109,17 +99,11 @@ def all_gather_input_metadata(
     if len({row[2] for row in table}) > 1:
         casts = [None if row[2] < 0 else str(_dtypes()[row[2]]).removeprefix("torch.") for row in table]
         raise PlanError(_bad(name, f"autocast by rank: {casts}", "use autocast alike on every rank or on none"))
-    for at in range(len(tensors)):
-        kinds = {None if metadata[at] is None else (metadata[at].dtype, metadata[at].shape[1:]) for metadata in inputs}  # type: ignore[union-attr]  # None is handled first
-        if len(kinds) > 1:
-            shown = "; ".join(f"rank {rank} passes {_show(metadata)}" for rank, metadata in enumerate(inputs))
-            hint = "local batches are concatenated along dim 0: dtypes and the other dims have to be equal"
-            raise PlanError(_bad(name, shown, hint))
+    if len({(each.dtype, each.shape[1:]) for each in inputs}) > 1:
+        shown = "; ".join(f"rank {rank} passes {each}" for rank, each in enumerate(inputs))
+        hint = "local batches are concatenated along dim 0: dtypes and the other dims have to be equal"
+        raise PlanError(_bad(name, shown, hint))
     return BatchMetadata(inputs)
-
-
-def _show(metadata: tuple[InputMetadata | None, ...]) -> str:
-    return ", ".join("nothing" if each is None else str(each) for each in metadata)
 
 
 def _bad(name: str, found: str, hint: str) -> Problem:
@@ -139,17 +123,13 @@ def _autocast(device_type: str) -> int:
     return _dtypes().index(torch.get_autocast_dtype(device_type))
 
 
-def _encode(tensor: torch.Tensor | None) -> list[int]:
-    if tensor is None:
-        return [-1] + [0] * (_FIELDS - 1)
+def _encode(tensor: torch.Tensor) -> list[int]:
     shape = list(tensor.shape[:_MAX_DIMS])
     padding = [0] * (_MAX_DIMS - len(shape))
     return [_dtypes().index(tensor.dtype), tensor.dim(), int(tensor.requires_grad), *shape, *padding]
 
 
-def _decode(fields: Sequence[int]) -> InputMetadata | None:
-    if fields[0] < 0:
-        return None
+def _decode(fields: Sequence[int]) -> InputMetadata:
     return InputMetadata(_dtypes()[fields[0]], tuple(fields[3 : 3 + fields[1]]), bool(fields[2]))
 
 

@@ -90,12 +90,12 @@ class ReshardOutput:
         """All ranks' rows, whole on every rank."""
         problem = "" if rows.dim() else "a scalar, which has no rows"
         group = self.context.group
-        metadata = all_gather_input_metadata([rows], self.context, self.name, problem)
-        self.context.note(metadata.rows())
-        if metadata.any_requires_grad() and not rows.requires_grad:
+        metadata = all_gather_input_metadata(rows, self.context, self.name, problem)
+        self.context.note(metadata.rows)
+        if metadata.any_requires_grad and not rows.requires_grad:
             rows = rows.detach().requires_grad_()  # its backward communicates: all ranks have to run it
         flat = rows.unsqueeze(-1)
-        exchange = RowExchange(group.group, metadata.rows(), ((0, 1),) * group.size, 1, _only_first(group.size))
+        exchange = RowExchange(group.group, metadata.rows, ((0, 1),) * group.size, 1, _only_first(group.size))
         mesh = self.meshes.flat_mesh()
         everything = gather_rows(flat, exchange).squeeze(-1)
         return wrap(everything, mesh, [Replicate()], everything.shape)

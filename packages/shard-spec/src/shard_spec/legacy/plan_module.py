@@ -20,16 +20,16 @@ from shard_spec.apply.tensors import TensorAction, read_tensors
 from shard_spec.distributed.parameter_format import choose_format, group_device, rank_problems, source_problems
 from shard_spec.layout.layout import Layout, in_mesh_order
 from shard_spec.layout.mesh import MeshSpec
-from shard_spec.legacy.forwards import ShardedEmbedding, ShardedEmbeddingBag, ShardedForward, ShardedLinear
+from shard_spec.legacy.forwards import RefusedEmbeddingBag, ShardedEmbedding, ShardedForward, ShardedLinear
 from shard_spec.plan.content import PlanContent
 from shard_spec.plan.resolve import Resolution, examine
 from shard_spec.plan.values import is_spec, to_layout
 from shard_spec.specs import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec, as_sharder, as_spec
 from shard_spec.validation import validate
 
-_FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, ShardedEmbeddingBag)
+_FORWARDS: tuple[type[ShardedForward], ...] = (ShardedLinear, ShardedEmbedding, RefusedEmbeddingBag)
 _HINT = (
-    "shard_module runs nn.Linear, nn.Embedding and nn.EmbeddingBag; for other modules use tp-styles, or a Sharder, "
+    "shard_module runs nn.Linear and nn.Embedding; for other modules use tp-styles, or a Sharder, "
     "or plan.apply, which leaves the forward to you"
 )
 
@@ -81,8 +81,6 @@ def _option_problem(module: nn.Module, fqn: str) -> Problem | None:
     found = ""
     if getattr(module, "sparse", False):
         found = f"{type(module).__name__}(sparse=True): a DTensor has no sparse gradient"
-    if isinstance(module, nn.EmbeddingBag) and module.scale_grad_by_freq:
-        found = "EmbeddingBag(scale_grad_by_freq=True) has no sharded forward"
     return Problem("unsupported-option", fqn, found=found, hint="turn the option off") if found else None
 
 

@@ -149,7 +149,8 @@ def shard_module(
 
     - an ``nn.Linear`` with a sharded weight returns a DTensor, the outputs of the whole batch: cut in its last dim
       where the weight's rows are cut, partial sums where its columns are. The next sharded Linear takes it as it is.
-    - an ``nn.Embedding`` or ``nn.EmbeddingBag`` returns this rank's rows.
+    - an ``nn.Embedding`` returns this rank's rows. An ``nn.EmbeddingBag`` keeps a sharded table for a module around it
+      that looks ids up itself; its own forward raises.
     - ``output_plan`` lays the output of a module out otherwise; ``return_local_tensor`` gives this rank's rows back.
     - in backward, the loss is the sum of the ranks' losses: gradients of parameters that are not sharded are summed
       over the group as well, so that all parameters train as in the unsharded module.
