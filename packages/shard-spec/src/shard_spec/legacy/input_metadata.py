@@ -50,7 +50,7 @@ class BatchMetadata:
 
     @property
     def any_requires_grad(self) -> bool:
-        """Whether some rank needs a gradient: then the backward of this input runs on all of them."""
+        """True if some rank needs a gradient: then the backward of this input runs on all of them."""
         return any(each.requires_grad for each in self.inputs)
 
 

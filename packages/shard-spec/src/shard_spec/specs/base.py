@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-import shard_spec.distributed
 from shard_spec._shared.problems import PlanError, Problem, raise_problems
 from shard_spec.layout.intervals import Box, chunk
 from shard_spec.layout.layout import Layout
@@ -102,12 +101,14 @@ class ShardingSpec(abc.ABC):
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> DTensor:
         """Scatter ``tensor`` from ``src_rank`` of the group; a collective. See ``shard_parameter``."""
+        # It imports torch.distributed.tensor, a second or more, which plans never need.
+        from shard_spec.distributed.parameter_format import shard_tensor
 
         def place(shape: tuple[int, ...]) -> tuple[Layout, torch.device | None]:
             own = [each.placement for each in self.shards_for(shape) if each.rank == dist.get_rank()]
             return self.to_layout(shape), own[0].device() if own and own[0] is not None else None
 
-        return shard_spec.distributed.shard_tensor(tensor, place, src_rank, process_group)
+        return shard_tensor(tensor, place, src_rank, process_group)
 
 
 def _nonempty(boxes: dict[int, tuple[Box, ...]]) -> dict[int, tuple[Box, ...]]:
