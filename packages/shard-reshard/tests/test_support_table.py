@@ -1,4 +1,4 @@
-"""Every kind of source to every kind of destination: right, or refused with an error. `SUPPORT.md` shows the outcome."""
+"""Every kind of source to every kind of destination: right, or refused by an error. `SUPPORT.md` shows the outcome."""
 
 from __future__ import annotations
 
