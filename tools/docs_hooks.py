@@ -13,7 +13,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 PLOT = re.compile(r"^!\[.*\]\(.*\.svg\)\n", re.MULTILINE)
 ROLE = re.compile(r":(?:meth|class|func|attr|mod|data|exc|obj):(?=<code>|<a )")
-MORE = re.compile(r"<p>More: <code>docs/packages/[\w-]+\.md</code> in the repository\.</p>")  # the page itself
+MORE = re.compile(r"<p>More[^<]*: <code>docs/packages/[\w-]+\.md</code>.*? in the repository\.</p>")  # the page itself
 
 
 def verdict(target: str, measured: str) -> str:
@@ -68,6 +68,12 @@ def notebook_page(notebook: str) -> str:
         printed = "".join("".join(out.get("text", "")) for out in cell["outputs"] if out.get("name") == "stdout")
         parts += [f"```text\n{printed.rstrip()}\n```"] if printed.strip() else []
     return "\n\n".join(parts) + "\n"
+
+
+def on_config(config: Any) -> Any:
+    """Hook of mkdocs: pages are edited where the repository is published, if `REPO` says where."""
+    config.edit_uri = "edit/main/docs/" if config.repo_url else None
+    return config
 
 
 def on_files(files: Any, *, config: Any) -> Any:

@@ -90,7 +90,7 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim
     update = float((whole - full).double().abs().max())
     if math.isfinite(difference) and difference <= RTOL * max(update, torch.finfo(full.dtype).eps):
         return ""
-    return f"half a tensor is updated otherwise than as part of the full one (by {difference:.1e} of {update:.1e})"
+    return f"it updates half a tensor differently from the full one (by {difference:.1e} of {update:.1e})"
 
 
 def _train(

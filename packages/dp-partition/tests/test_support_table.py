@@ -1,7 +1,7 @@
-"""The README's support table: what the other tests run and compare, in the words in which they expect it.
+"""The support table, `SUPPORT.md`: what the other tests run and compare, in the words in which they expect it.
 
 `test_odd` and `capture/test_fingerprint` hold each row to its outcome, `test_coverage` the optimizers; this test holds
-the README to those rows. `UPDATE_README=1` writes it.
+`SUPPORT.md` to those rows. `UPDATE_SUPPORT=1` writes it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dp_cells import OPTIMIZERS
 from dp_odd import ALSO_REFUSED, ODD
 from python_effects import REFUSED
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "SUPPORT.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 
 
@@ -37,9 +37,9 @@ def table() -> str:
 
 
 def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
-    text = README.read_text()
+    text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
     wanted = before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1]
-    if os.environ.get("UPDATE_README"):
-        README.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
+    if os.environ.get("UPDATE_SUPPORT"):
+        PAGE.write_text(wanted)
+    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"

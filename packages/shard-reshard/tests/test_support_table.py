@@ -1,4 +1,4 @@
-"""Every kind of source to every kind of destination: right, or refused with an error. The README shows the outcome."""
+"""Every kind of source to every kind of destination: right, or refused by an error. `SUPPORT.md` shows the outcome."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: dict[str, object] = {
     "partial avg": "2x2: P(avg), S(0)",
     "partial max": "4: P(max)",
 }
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "SUPPORT.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 
 
@@ -84,13 +84,13 @@ def test_the_readme_shows_what_is_right_and_what_is_refused() -> None:
     assert "WRONG" not in outcomes
     refused = sum(outcome != "right" for outcome in outcomes)
     assert refused <= 0.05 * len(outcomes)
-    text = README.read_text()
+    text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     wanted = before + MARKS[0] + table + MARKS[1] + after
-    if os.environ.get("UPDATE_README"):
-        README.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
+    if os.environ.get("UPDATE_SUPPORT"):
+        PAGE.write_text(wanted)
+    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"
 
 
 _BOX = Box((0, 0), SHAPE)

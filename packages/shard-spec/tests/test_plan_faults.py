@@ -340,5 +340,5 @@ def test_over_memory_says_by_how_much_and_where_to_look() -> None:
     case = make_case()
     case.rules["m00.weight"] = "R, R"
     (problem,) = ShardingPlan(case.rules, mesh=MESH).validate(case.model, memory_limit=1000)
-    assert "more than the limit of 1000" in problem.found
+    assert "over the limit of 1000 B" in problem.found
     assert "m00.weight" in problem.hint

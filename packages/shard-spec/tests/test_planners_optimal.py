@@ -289,8 +289,8 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would() -> None:
         plans.build_plan(meta(vocab=512))
     (problem,) = error.value.problems
     assert problem.code == "does-not-fit"
-    assert "on rank 0" in problem.found
-    assert "more than the limit of 1,300,000" in problem.found
+    assert "on each rank" in problem.found
+    assert "over the limit of 1.24 MiB" in problem.found
     assert problem.hint.startswith("would fit: memory_limit=")
     changes = problem.hint.removeprefix("would fit: ").split("; ")
     assert len(changes) >= 3

@@ -1,4 +1,4 @@
-"""Modules and layouts under `shard_module` and `plan.apply`: right, or refused. The README shows the outcome.
+"""Modules and layouts under `shard_module` and `plan.apply`: right, or refused. `SUPPORT.md` shows the outcome.
 
 `shard_module` is right where five training steps of 2 ranks with batches of their own, uneven ones too, give the
 outputs and the parameters of the unsharded module on the concatenated batch. `apply` is right where every rank holds
@@ -20,7 +20,7 @@ from shard_spec import BlockShard, InterleavedShard, PlanError, ShardingPlan, Un
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "SUPPORT.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}  # other order of summation
 
@@ -186,10 +186,10 @@ def test_the_readme_shows_what_is_right_and_what_is_refused(ranks: Ranks) -> Non
     assert not any("WRONG" in line for line in lines), lines
     if ranks.rank:
         return
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     wanted = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after
-    if os.environ.get("UPDATE_README"):
-        README.write_text(wanted, encoding="utf-8")
-    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
+    if os.environ.get("UPDATE_SUPPORT"):
+        PAGE.write_text(wanted, encoding="utf-8")
+    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"

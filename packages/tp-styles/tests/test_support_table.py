@@ -1,4 +1,4 @@
-"""Every kind of module under every style that has a meaning for it: right, or refused. The README shows the outcome.
+"""Every kind of module under every style that has a meaning for it: right, or refused. `SUPPORT.md` shows the outcome.
 
 "right": output, gradients of inputs and of all parameters are those of the module alone, on 2 ranks, in float64.
 """
@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "SUPPORT.md"
 MARKS = "<!-- support table: begin -->\n", "<!-- support table: end -->"
 
 
@@ -181,10 +181,10 @@ def test_the_readme_shows_what_is_right_and_what_is_refused(ranks: Ranks) -> Non
     assert "WRONG" not in outcomes, lines
     if ranks.rank:
         return
-    text = README.read_text()
+    text = PAGE.read_text()
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     wanted = before + MARKS[0] + "\n".join(lines) + "\n" + MARKS[1] + after
-    if os.environ.get("UPDATE_README"):
-        README.write_text(wanted)
-    assert text == wanted or os.environ.get("UPDATE_README"), "run this test with UPDATE_README=1"
+    if os.environ.get("UPDATE_SUPPORT"):
+        PAGE.write_text(wanted)
+    assert text == wanted or os.environ.get("UPDATE_SUPPORT"), "run this test with UPDATE_SUPPORT=1"

@@ -77,9 +77,10 @@ def _local_problems(plan: PlanContent, metadata: ModelMetadata) -> list[Problem]
 
 def _memory_problems(found: Resolution, memory_limit: int, optimizer: Any) -> list[Problem]:
     memory = memory_of(found, optimizer=optimizer)
-    rank, most = memory.worst_rank, memory.max_bytes
-    if most <= memory_limit:
+    rank, over = memory.worst_rank, memory.max_bytes - memory_limit
+    if over <= 0:
         return []
     largest = ", ".join(f"{name} ({human_bytes(size)})" for name, size in memory.largest(rank, 3))
-    text = f"rank {rank} needs {most} bytes, {most - memory_limit} more than the limit of {memory_limit}"
+    needed, over_limit, limit = map(human_bytes, (memory.max_bytes, over, memory_limit))
+    text = f"rank {rank} needs {needed}, {over_limit} over the limit of {limit}"
     return [Problem("does-not-fit", found=text, hint=f"shard more of the largest tensors of that rank: {largest}")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shard_spec._shared.page import human_bytes
 from shard_spec._shared.problems import PlanError, Problem
 from shard_spec.estimate.cost import PRESETS, AlphaBetaCostModel, CostModel, Topology
 from shard_spec.layout.layout import Layout
@@ -136,14 +137,13 @@ class OptimalPlanner(LayoutPlanner):
         return {name: cut for name, value in module.named_parameters() if name not in layouts and value.dim() > 0}
 
     def _does_not_fit(self, module: nn.Module, error: InfeasibleError) -> PlanError:
-        """Every rank holds the same amount, so the first one stands for all."""
         if error.least_bytes < 0:
             found = "no combination of strategies divides the batch, the sequence and the heads"
             return PlanError(Problem("does-not-divide", found=found, hint="choose another batch or another mesh"))
         over = error.least_bytes - self.memory_limit
         changes = [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
-        found = f"the smallest plan needs {error.least_bytes:,} bytes on rank {self.mesh.ranks[0]}, and as much "
-        found += f"on every other: {over:,} more than the limit of {self.memory_limit:,}"
+        needed, over_limit, limit = map(human_bytes, (error.least_bytes, over, self.memory_limit))
+        found = f"the smallest plan needs {needed} on each rank, {over_limit} over the limit of {limit}"
         return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:

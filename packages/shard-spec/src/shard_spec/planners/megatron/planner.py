@@ -89,8 +89,8 @@ def _gradient_notes(units: tuple[TPBlock, ...]) -> list[Problem]:
     notes = []
     for unit in units:
         if unit.kind is TPBlockKind.EXPERTS:
-            found = "routing weights multiply each rank's summand"
-            hint = "sum the gradient of every input of this module over the axis, routing weights included"
+            found = "each rank holds a partial output of the experts"
+            hint = "all-reduce the gradients of this module's inputs, router weights too (tp-styles does)"
             notes.append(Problem("partial-activation", unit.name, found=found, hint=hint))
         for name in unit.replicated:
             found = "replicated on every rank, used only for the rank's own heads"
