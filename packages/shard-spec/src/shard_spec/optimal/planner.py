@@ -140,10 +140,9 @@ class OptimalPlanner(LayoutPlanner):
         if error.least_bytes < 0:
             found = "no combination of strategies divides the batch, the sequence and the heads"
             return PlanError(Problem("does-not-divide", found=found, hint="choose another batch or another mesh"))
-        over = error.least_bytes - self.memory_limit
-        changes = [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
-        needed, over_limit, limit = map(human_bytes, (error.least_bytes, over, self.memory_limit))
-        found = f"the smallest plan needs {needed} on each rank, {over_limit} over the limit of {limit}"
+        least, changes = error.least_bytes, [f"memory_limit={error.least_bytes}", *self._changes_that_fit(module)]
+        needed, over, limit = map(human_bytes, (least, least - self.memory_limit, self.memory_limit))
+        found = f"the smallest plan needs {needed} on each rank, {over} over the limit of {limit}"
         return PlanError(Problem("does-not-fit", "memory_limit", found=found, hint=f"would fit: {'; '.join(changes)}"))
 
     def _changes_that_fit(self, module: nn.Module) -> list[str]:
