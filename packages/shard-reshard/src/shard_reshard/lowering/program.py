@@ -172,10 +172,6 @@ class Program:
             if accumulates_apart(plan)
         )
 
-    def plan_of(self, tensor: int) -> int:
-        """Return the plan of a destination tensor."""
-        return next(at for at in range(len(self.plans)) if tensor < self.dst_base[at + 1])
-
 
 def accumulates_apart(plan: Plan) -> bool:
     """Return True where the result's dtype would round each step of a reduction."""
