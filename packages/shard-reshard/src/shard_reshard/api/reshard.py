@@ -118,9 +118,6 @@ class Resharder(NotPicklable):
         group, check = self._options
         return Resharder(self.plan, group, check=check)
 
-    def __copy__(self) -> Resharder:
-        return self.__deepcopy__({})
-
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
         """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
         if torch.compiler.is_compiling():
