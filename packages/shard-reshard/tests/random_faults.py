@@ -179,6 +179,7 @@ def _rank(rank: int, folder: str, seed: int, said: Any) -> None:
         torch.set_num_threads(1)
         fault = Fault(seed)
         _join(f"{folder}/first", rank, RANKS)
+        dist.barrier()  # a rank that dies while others still connect is none of this package's
         out: dict[str, Any] = {name: _columns(v, rank, RANKS) * 0 for name, v in full_values(0).items()}
         kept: dict[str, Any] = {"folder": folder}
         outcome = "right"

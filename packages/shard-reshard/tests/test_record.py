@@ -473,3 +473,27 @@ def test_copies_into_local_tensors_of_dtensors(ranks: Ranks) -> None:
     reshard_state_dict(sources, recorded.layouts, out=recorded.out)
     for name, tensor in full.items():
         assert torch.equal(model.get_parameter(name).full_tensor(), tensor)  # type: ignore[attr-defined]  # the same
+
+
+class Padded(torch.nn.Module):
+    """Fills a parameter, then copies the rows that the checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6, 4), 77.0), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, value in weights:
+            self.weight.fill_(3.0)
+            self.weight[: value.shape[0]].copy_(value)
+
+
+@pytest.mark.ranks(1)
+def test_constants_leave_what_was_loaded(ranks: Ranks) -> None:
+    weights, model = {"w": torch.arange(16.0).view(4, 4)}, Padded()
+    recorded = record_layouts(model, weights)
+    reshard_state_dict(weights, recorded.layouts, out=recorded.out, key_map=recorded.key_map)
+    model.weight[4:] = 77
+    for _ in range(2):
+        recorded.fill_constants()
+        assert torch.equal(model.weight, torch.cat([weights["w"], torch.full((2, 4), 3.0)]))

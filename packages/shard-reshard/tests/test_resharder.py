@@ -58,9 +58,9 @@ def test_a_call_in_flight_refuses_a_second_one(ranks: Ranks) -> None:
     twin: Any = copy.deepcopy(other).resharder
     assert twin is not resharder
     assert torch.equal(twin(local + 1).cpu(), _full().chunk(2, 1)[ranks.rank] + 1)
-    assert torch.equal(copy.copy(resharder)(local).cpu(), _full().chunk(2, 1)[ranks.rank])
-    with pytest.raises(TypeError, match="pickle its plan"):
-        pickle.dumps(resharder)
+    for odd in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="pickle its plan"):
+            odd(resharder)
     assert pickle.loads(pickle.dumps(resharder.plan)) == resharder.plan
     with pytest.raises(TypeError, match="make another one"):
         copy.deepcopy(StateDictResharder({"w": local}, "2: R", src_layouts={"w": "2: S(0)"}, shapes={"w": SHAPE}))

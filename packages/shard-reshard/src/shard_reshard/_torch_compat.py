@@ -98,13 +98,19 @@ def modes() -> tuple[object, ...]:
     )
 
 
+def mesh_groups(mesh: Any) -> tuple[str, ...]:
+    """Return the names of a mesh's process groups: meshes of equal ranks are equal, in whatever order these gather."""
+    return tuple(getattr(mesh, "_dim_group_names", ()))
+
+
 def declared_layouts(values: Sequence[Any]) -> list[object]:
     """Return what tensors say of where they lie: a DTensor's spec, a local parameter's ``_sharding_info``, or None."""
     public = sys.modules.get("torch.distributed.tensor")
     dtensor = None if public is None else public.DTensor
-    if set(map(type, values)) == {dtensor}:
-        return [value._spec for value in values]
-    return [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
+    said = [value._spec if type(value) is dtensor else getattr(value, "_sharding_info", None) for value in values]
+    meshes = {id(mesh): mesh for entry in said if (mesh := getattr(entry, "mesh", None)) is not None}
+    groups = {key: mesh_groups(mesh) for key, mesh in meshes.items()}
+    return [entry and (entry, groups.get(id(getattr(entry, "mesh", None)))) for entry in said]
 
 
 def plain_locals(values: Sequence[Any]) -> list[torch.Tensor] | None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import as_dtensor, assume_constant_result, dtensor_maker, real_tensors
+from shard_reshard._torch_compat import as_dtensor, assume_constant_result, dtensor_maker, mesh_groups, real_tensors
 from shard_reshard.api.compile_op import exchange, key_of_pair
 from shard_reshard.api.reshard import find_mover, move
 from shard_reshard.execution.mover import Mover, memo, remember
@@ -75,10 +75,10 @@ def redistribute(
 
 def _normalized(placements: Any, ndim: int) -> tuple[Placement, ...]:
     """Return placements whose dims count from the front, as DTensor itself has them."""
-    if not isinstance(placements, Sequence) or not all(isinstance(p, Placement) for p in placements):
+    if not isinstance(placements, Sequence) or [p for p in placements if not isinstance(p, Placement)]:
         hint = "pass placements, such as [Shard(0)], one for each axis"
         raise PlanError(Problem("wrong-type", "placements", found=repr(placements), hint=hint))
-    return tuple(Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements)
+    return tuple([Shard(p.dim + ndim) if isinstance(p, Shard) and -ndim <= p.dim < 0 else p for p in placements])
 
 
 class _Route(NamedTuple):
@@ -97,7 +97,8 @@ class _Redistribute(torch.autograd.Function):
         ctx.mesh, ctx.placements, ctx.group = dtensor.device_mesh, dtensor.placements, group
         ctx.out_mesh = mesh
         source, shape = (dtensor.device_mesh, dtensor.placements), dtensor.shape
-        key = (*source, mesh, placements, shape, dtensor.dtype)
+        # With the groups: meshes of the same ranks are equal, also where one gathers in another order.
+        key = (*source, mesh, placements, shape, dtensor.dtype, mesh_groups(source[0]), mesh_groups(mesh))
         route: _Route | None = memo.get(group, {}).get("call", {}).get(key)
         if route is None:
             there = dtensor.device_mesh.get_coordinate() is not None

@@ -118,9 +118,6 @@ class Resharder(NotPicklable):
         group, check = self._options
         return Resharder(self.plan, group, check=check)
 
-    def __copy__(self) -> Resharder:
-        return self.__deepcopy__({})
-
     def __call__(self, tensor: Shards = None, *, out: Shards = None, async_op: bool = False) -> Any:
         """Move ``tensor``; arguments and result as in `reshard`. Under torch.compile ``out`` is copied to."""
         if torch.compiler.is_compiling():
@@ -328,12 +325,9 @@ def _call_key(tensor: Any, src: Any, dst: Any, shape: Any, out: Any, *options: A
     """Return the arguments of a call as a value; None for those that have none, or that hold on to tensors."""
     if not (tensor is None or type(tensor) in PLAIN_TYPES) or not (out is None or type(out) in PLAIN_TYPES):
         return None
-    key = (
-        layout_value(src),
-        layout_value(dst),
-        None if shape is None else tuple(shape) if isinstance(shape, Sequence) else [shape],
-    )
-    key = (*key, None if tensor is None else tensor.dtype, None if out is None else out.dtype, *options)
+    size = None if shape is None else tuple(shape) if isinstance(shape, Sequence) else [shape]
+    dtypes = None if tensor is None else tensor.dtype, None if out is None else out.dtype
+    key = layout_value(src), layout_value(dst), size, *dtypes, *options
     try:
         hash(key)
     except TypeError:

@@ -93,7 +93,9 @@ def resolve_layout(layout: LayoutLike, shape: Sequence[int] | None, to_group: To
 def layout_value(layout: Any) -> Any:
     """Return a layout that is a plain value, to be kept and compared; None for one that may hold on to tensors."""
     if type(layout) is tuple and len(layout) == 2 and isinstance(layout[1], list | tuple):
-        return layout[0], tuple(layout[1])
+        from shard_reshard._torch_compat import mesh_groups
+
+        return layout[0], tuple(layout[1]), mesh_groups(layout[0])
     return layout if type(layout) is str or isinstance(layout, Layout | OnRank | ShardMap) else None
 
 

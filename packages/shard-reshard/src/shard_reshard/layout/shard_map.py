@@ -217,6 +217,7 @@ class MeshShardMap(ShardMap):
         self.layout = layout
         self.shape = tuple(int(size) for size in shape)
         self._arguments = layout, self.shape
+        self._local_shapes: dict[int, tuple[Index, ...]] = {}
         problems = layout.problems(self.shape)
         if problems:
             raise PlanError(problems)
@@ -257,10 +258,6 @@ class MeshShardMap(ShardMap):
             if len(self._local_shapes) < 8:  # a process asks for its own rank, again and again
                 self._local_shapes[rank] = found
         return found
-
-    @cached_property
-    def _local_shapes(self) -> dict[int, tuple[Index, ...]]:
-        return {}
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         if rank not in self.rank_set:

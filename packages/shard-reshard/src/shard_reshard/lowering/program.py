@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -172,10 +173,6 @@ class Program:
             if accumulates_apart(plan)
         )
 
-    def plan_of(self, tensor: int) -> int:
-        """Return the plan of a destination tensor."""
-        return next(at for at in range(len(self.plans)) if tensor < self.dst_base[at + 1])
-
 
 def accumulates_apart(plan: Plan) -> bool:
     """Return True where the result's dtype would round each step of a reduction."""
@@ -192,7 +189,7 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
     plans = tuple(plans)
     src_shapes = [plan.src.local_shapes(rank) for plan in plans]
     dst_shapes = [plan.dst.local_shapes(rank) for plan in plans]
-    src_base, dst_base = _bases(src_shapes), _bases(dst_shapes)
+    src_base, dst_base = (tuple(accumulate(map(len, side), initial=0)) for side in (src_shapes, dst_shapes))
     builder = _Builder(plans, rank, world_size, src_base, dst_base)
     return Program(
         plans,
@@ -204,13 +201,6 @@ def build_program(plans: Sequence[Plan], rank: int, world_size: int) -> Program:
         dst_base,
         tuple(builder.steps()),
     )
-
-
-def _bases(shapes: Sequence[Sequence[Index]]) -> tuple[int, ...]:
-    bases = [0]
-    for found in shapes:
-        bases.append(bases[-1] + len(found))
-    return tuple(bases)
 
 
 @dataclass

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import sub
 from typing import Any, Self
 
 from shard_reshard._shared.problems import PlanError, Problem
@@ -184,12 +185,8 @@ _UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels that add or c
 
 def _has(src: ShardMap, wanted: Cell) -> bool:
     """Return True where the cells of a source, which do not overlap, fill a cell of the destination."""
-    found = sum(_size(cell) for cell in src.cross(wanted.start, wanted.stop))
-    return found == _size(wanted)
-
-
-def _size(cell: Cell) -> int:
-    return prod(stop - start for start, stop in zip(cell.start, cell.stop, strict=True))
+    sizes = [prod(map(sub, cell.stop, cell.start)) for cell in (*src.cross(wanted.start, wanted.stop), wanted)]
+    return sum(sizes[:-1]) == sizes[-1]
 
 
 def check_plan(plan: Plan) -> None:

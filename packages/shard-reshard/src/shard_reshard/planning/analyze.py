@@ -43,11 +43,6 @@ class ReshardPlan(Plan):
         """Every copy between all ranks, those that stay on their rank included: for pictures and proofs."""
         return all_ranks_copies(self)
 
-    @property
-    def is_local(self) -> bool:
-        """True where no rank has to send anything."""
-        return schedule.is_local(self)
-
     # ---- how much ---------------------------------------------------------------------------------------------
 
     @cached_property
@@ -108,7 +103,7 @@ def explain(plan: ReshardPlan, name: str | None = None) -> str:
     what = f"{name + ': ' if name else ''}{'gradient of a reshard' if plan.adjoint else 'reshard'}"
     lines = [f"{what} of {shape} {dtype}, plan {plan.digest[:12]}"]
     lines += [f"  from  {plan.src.describe()}", f"  to    {plan.dst.describe()}"]
-    if plan.is_local:
+    if schedule.is_local(plan):
         lines.append("  nothing is sent: every rank has what it needs")
         return "\n".join(lines)
     bound = plan.lower_bound

@@ -30,7 +30,7 @@ def picture(plan: ReshardPlan, name: str | None = None) -> str:
     ]
     parts = [
         cards(facts),
-        note("nothing is sent" if plan.is_local else how(plan)),
+        note(how(plan) if plan.wire_bytes else "nothing is sent"),
         "<h2>Where it is, and where it goes</h2>",
         _tensor(plan.src, plan, "from"),
         _tensor(plan.dst, plan, "to"),

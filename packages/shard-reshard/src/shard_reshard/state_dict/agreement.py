@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
-from shard_reshard._torch_compat import is_fake, real_tensors
+from shard_reshard._torch_compat import is_fake, mesh_groups, real_tensors
 from shard_reshard.execution.mover import recall, remember
 from shard_reshard.group import GroupInfo, all_gather_row, assert_consistent, raise_on_all_ranks
 from shard_reshard.plan.plan import group_problems
@@ -161,12 +161,12 @@ def checksum(tensor: torch.Tensor) -> bytes:
 
 
 def _layout_text(layout: Any) -> str:
-    """The text of a layout; that of a DeviceMesh does not name its ranks."""
+    """The text of a layout; that of a DeviceMesh does not name its ranks, nor the groups that it gathers in."""
     if hasattr(layout, "device_mesh") and hasattr(layout, "placements"):
         layout = layout.device_mesh, tuple(layout.placements)
     if isinstance(layout, tuple) and len(layout) == 2 and hasattr(layout[0], "mesh"):
         with real_tensors():
-            return f"{layout[0]!r} of ranks {layout[0].mesh.tolist()} {layout[1]!r}"
+            return f"{layout[0]!r} of ranks {layout[0].mesh.tolist()} in {mesh_groups(layout[0])} {layout[1]!r}"
     return repr(layout)
 
 

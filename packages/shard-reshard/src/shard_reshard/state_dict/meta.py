@@ -10,7 +10,7 @@ import torch
 from shard_reshard._shared.consensus import problems_of
 from shard_reshard._shared.problems import PlanError, Problem
 from shard_reshard._torch_compat import PLAIN_TYPES, dtensor_local, is_fake, plain_locals, storage_key, waited_for
-from shard_reshard.execution.checks import address, memory_of
+from shard_reshard.execution.checks import memory_of
 from shard_reshard.group import GroupInfo, data_device
 from shard_reshard.layout.boxes import BoxShardMap
 from shard_reshard.layout.parse import LayoutLike, layout_mismatches, own_layout, resolve_layout
@@ -193,9 +193,5 @@ class LayoutChecker:
             Problem("tied-weights", name, found=f"no longer the memory of {first}", hint=hint)
             for name, first in self._tied
             if name in sources and first in sources and sources[name].numel()
-            if _place(sources[name]) != _place(sources[first])
+            if memory_of(sources[name]) != memory_of(sources[first])
         ]
-
-
-def _place(tensor: torch.Tensor) -> object:
-    return address(tensor), tensor.shape, tensor.stride()

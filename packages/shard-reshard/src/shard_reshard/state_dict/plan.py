@@ -137,12 +137,6 @@ class StateDictPlan:
             for move in self.moves
         ]
 
-    def to_json(self) -> str:
-        """Names and plans as JSON, byte-stable."""
-        moves = [[move.source, move.target, json.loads(move.plan.to_json())] for move in self.moves]
-        data = {"moves": moves, "buckets": self.buckets, "aliases": dict(self.aliases)}
-        return json.dumps(data, separators=(",", ":"), sort_keys=True)
-
     def explain(self, name: str | None = None) -> str:
         """The plan of the tensor called ``name`` (source or target), or a line for each tensor."""
         chosen = [move for move in self.moves if name in (None, move.source, move.target)]
