@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as functional
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, TCPStore, Work
+from torch._C._distributed_c10d import ProcessGroup, TCPStore, Work
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -136,7 +136,6 @@ __all__ = [
     "ProcessGroup",
     "Work",
     "TCPStore",
-    "PrefixStore",
     "collective_schemas",
     "schema_defaults",
     "put_before_backends",
