@@ -62,11 +62,6 @@ class Call:
         except (KeyError, ValueError, RuntimeError):
             return tuple(range(self.size))
 
-    @property
-    def async_op(self) -> bool:
-        """Whether the caller asked for a handle. Point-to-point calls always return one."""
-        return bool(self.arguments.get("async_op", self.op in ("send", "recv")))
-
     def reads(self) -> list[torch.Tensor]:
         """Tensors that the backend reads on this rank."""
         if self.operator.rooted in ("either", "reads") and not self.is_root:
