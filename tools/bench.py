@@ -2,7 +2,6 @@
 
     python tools/bench.py                        all of them        (nox -s bench)
     python tools/bench.py shard-reshard          one package's      (nox -s bench -- shard-reshard)
-    python tools/bench.py imports                what importing them costs
 
 A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--json FILE` and writes
 `{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares
@@ -29,9 +28,8 @@ OUT = repo.ROOT / "docs" / "benchmarks"
 
 
 def scripts(names: list[str]) -> list[tuple[str, Path]]:
-    """(page, script) of every benchmark of the named packages, and of what imports cost."""
+    """(page, script) of every benchmark of the named packages."""
     found = {name: sorted((p.path / "benchmarks").glob("bench_*.py")) for name, p in repo.packages().items()}
-    found["imports"] = [repo.ROOT / "tools" / "bench_imports.py"]
     unknown = [name for name in names if name not in found]
     if unknown:
         raise SystemExit(f"bench: no benchmarks of {', '.join(unknown)}; there are {', '.join(found)}")

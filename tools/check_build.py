@@ -1,14 +1,13 @@
 """Build every package twice with hatch and once more from its sdist; the files must be equal byte for byte.
 
 What is built has to be fit to publish, too: nothing but the package's own sources, its licence, a README that renders
-(`twine check --strict`). `--out` keeps the files, each wheel with its bill of materials.
+(`twine check --strict`). `--out` keeps the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import zipfile
 from pathlib import Path
 
 import repo
-import sbom
 
 HATCH_DATA = repo.ROOT / ".nox" / "hatch"
 
@@ -47,7 +45,7 @@ def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
     wrong += [f"{name}: the wheel from the sdist differs" for name, digest in again.items() if digest != first[name]]
     wheel = next((folder / "first").glob("*.whl"))
     wrong += wheel_problems(package, wheel) + source_problems(package, wheel, sdist)
-    wrong += sbom.problems(wheel) + unpublishable([wheel, sdist])
+    wrong += unpublishable([wheel, sdist])
     return folder / "first", wrong
 
 
@@ -107,9 +105,6 @@ def main() -> int:
                 if out is not None:
                     out.mkdir(parents=True, exist_ok=True)
                     (out / file.name).write_bytes(file.read_bytes())
-                    if file.suffix == ".whl":
-                        bill = json.dumps(sbom.bill(file), indent=1) + "\n"
-                        (out / f"sbom-{package.dist}-{package.version}.cdx.json").write_text(bill)
     print(
         "\n".join(wrong)
         or f"build: {len(repo.packages())} packages, each built three times, equal byte for byte, all sources in them"

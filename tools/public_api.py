@@ -1,9 +1,7 @@
-"""The packages' public names: listed, and compared with the last release.
+"""The packages' public names, listed with their signatures.
 
     python tools/public_api.py           docs/api/*.txt are what the sources export   (nox -s lint)
     python tools/public_api.py --write   write them
-    python tools/public_api.py --breaks  what would break callers since each package's last release tag, and is not
-                                         announced in its `changes/` as changed, deprecated or removed
 
 Reads sources with griffe and imports nothing.
 """
@@ -20,16 +18,11 @@ import griffe
 import repo
 
 LISTS = repo.ROOT / "docs" / "api"
-ANNOUNCING = ("changed", "deprecated", "removed")
 
 
-def load(package: repo.Package, tag: str | None = None) -> griffe.Module:
-    """A package's sources as they are, or as they were at a tag."""
-    if tag is None:
-        found = griffe.load(package.module, search_paths=[str(package.path / "src")])
-    else:
-        where = package.path.relative_to(repo.ROOT) / "src"
-        found = griffe.load_git(package.module, ref=tag, repo=repo.ROOT, search_paths=[str(where)])
+def load(package: repo.Package) -> griffe.Module:
+    """A package's sources."""
+    found = griffe.load(package.module, search_paths=[str(package.path / "src")])
     if not isinstance(found, griffe.Module):
         raise TypeError(f"{package.module} is not a module")
     return found
@@ -90,49 +83,14 @@ def check(write: bool) -> int:
     return 1 if wrong else 0
 
 
-def unannounced(package: repo.Package, tag: str) -> list[str]:
-    """What breaks callers since a release, without a word in `changes/`."""
-    old, new = load(package, tag), load(package)
-    public = {name: _path(found) for name, found in exported(old).items()}
-    told = " ".join(file.read_text() for kind in ANNOUNCING for file in package.changes.glob(f"*.{kind}.md"))
-    found = [f"{name} is no longer exported" for name in public if name not in exported(new) and name not in told]
-    for breakage in griffe.find_breaking_changes(old, new):
-        path = breakage.obj.canonical_path
-        name = next((n for n, p in public.items() if path == p or path.startswith(f"{p}.")), None)
-        private = any(part.startswith("_") and part != "__init__" for part in path.split(".")[1:])
-        if name is not None and name not in told and not private:
-            found.append(breakage.explain(griffe.ExplanationStyle.ONE_LINE).strip())
-    return found
-
-
-def _path(found: griffe.Object | griffe.Alias) -> str:
-    return found.target_path if isinstance(found, griffe.Alias) else found.canonical_path
-
-
 def _shown(file: Path) -> str:
     return str(file.relative_to(repo.ROOT))
-
-
-def breaks() -> int:
-    """Every package against its last release."""
-    wrong = 0
-    for package in repo.packages().values():
-        tags = repo.release_tags(package.dist)
-        if not tags:
-            print(f"{package.dist}: not released yet")
-            continue
-        found = unannounced(package, tags[-1])
-        print(f"{package.dist} since {tags[-1]}: " + ("\n  ".join(["", *found]) if found else "nothing unannounced"))
-        wrong += len(found)
-    return 1 if wrong else 0
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--breaks", action="store_true")
-    arguments = parser.parse_args(argv)
-    return breaks() if arguments.breaks else check(arguments.write)
+    return check(parser.parse_args(argv).write)
 
 
 if __name__ == "__main__":

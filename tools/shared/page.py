@@ -94,11 +94,6 @@ def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "") 
     return f'<text x="{x:.1f}" y="{y:.1f}"{end}{css}>{escape(words)}</text>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, kind: str = "axis") -> str:
-    """Return a straight line."""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
-
-
 def stacked_bars(
     identity: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]], colours: Mapping[str, str]
 ) -> str:

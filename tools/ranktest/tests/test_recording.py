@@ -15,7 +15,7 @@ def ones(ranks: Ranks, *shape: int) -> torch.Tensor:
 
 @pytest.mark.ranks(4)
 def test_bytes_of_each_collective(ranks: Ranks) -> None:
-    """The table of recording.py, with 4 ranks and float32."""
+    """The table of the README, with 4 ranks and float32."""
     r, root = ranks.rank, 1
     with ranks.record() as log:
         dist.all_reduce(ones(ranks, 6))
@@ -30,7 +30,7 @@ def test_bytes_of_each_collective(ranks: Ranks) -> None:
         *("all_reduce", "all_gather", "reduce_scatter", "broadcast"),
         *("reduce", "gather", "scatter", "barrier"),
     )
-    assert all(event.ranks == (0, 1, 2, 3) and not event.async_op for event in log.events)
+    assert all(event.ranks == (0, 1, 2, 3) for event in log.events)
     assert all(event.dtype == torch.float32 for event in log.events[:-1])
     assert log.events[-1].dtype is None
 
@@ -41,37 +41,31 @@ def test_bytes_of_each_collective(ranks: Ranks) -> None:
         return tuple(num_bytes if p == peer and p != r else 0 for p in range(4))
 
     is_root, none = r == root, (0, 0, 0, 0)
-    assert [(event.bytes_sent, event.bytes_received) for event in log.events] == [
-        (to((r + 1) % 4, 24), 24),
-        (others(8), 24),
-        (others(12), 36),
-        (others(20) if is_root else none, 0 if is_root else 20),
-        (to(root, 20), 60 if is_root else 0),
-        (to(root, 8), 24 if is_root else 0),
-        (others(8) if is_root else none, 0 if is_root else 8),
-        (none, 0),
+    assert [event.bytes_sent for event in log.events] == [
+        to((r + 1) % 4, 24),
+        others(8),
+        others(12),
+        others(20) if is_root else none,
+        to(root, 20),
+        to(root, 8),
+        others(8) if is_root else none,
+        none,
     ]
     assert log.bytes_sent("all_gather") == 24
     assert log.count() == 8
 
 
 @pytest.mark.ranks(4)
-def test_what_is_sent_is_received(ranks: Ranks) -> None:
-    """Summed over ranks, bytes sent are bytes received, op by op."""
+def test_bytes_of_single_tensors_and_splits(ranks: Ranks) -> None:
     with ranks.record() as log:
         dist.all_reduce(ones(ranks, 6))
         compat.all_gather_single(ones(ranks, 8), ones(ranks, 2))
         compat.reduce_scatter_single(ones(ranks, 3), ones(ranks, 12))
-        dist.broadcast(ones(ranks, 5), src=2)
-        dist.reduce(ones(ranks, 5), dst=2)
         splits = [1 + (ranks.rank + p) % 3 for p in range(4)]
         dist.all_to_all_single(ones(ranks, sum(splits), 2), ones(ranks, sum(splits), 2), splits, splits)
-    every = ranks.gather([(event.op, sum(event.bytes_sent), event.bytes_received) for event in log.events])
-    for same in zip(*every, strict=True):
-        assert len({op for op, _, _ in same}) == 1
-        assert sum(sent for _, sent, _ in same) == sum(received for _, _, received in same) > 0
-    splits_event = log.events[-1]
-    assert splits_event.bytes_sent == tuple(0 if p == ranks.rank else 8 * splits[p] for p in range(4))
+    others = [p for p in range(4) if p != ranks.rank]
+    assert [sum(event.bytes_sent) for event in log.events] == [24, 24, 36, 8 * sum(splits[p] for p in others)]
+    assert log.events[-1].bytes_sent == tuple(0 if p == ranks.rank else 8 * splits[p] for p in range(4))
 
 
 @pytest.mark.ranks(2)
@@ -86,9 +80,7 @@ def test_point_to_point(ranks: Ranks) -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
     assert sorted(log.ops[1:]) == ["recv", "send"]
-    assert {event.peer for event in log.events} == {peer}
     assert log.bytes_sent() == 16 + (12 if ranks.rank == 0 else 0)
-    assert log.bytes_received() == 16 + (12 if ranks.rank == 1 else 0)
 
 
 @pytest.mark.ranks(4)
@@ -102,7 +94,6 @@ def test_subgroups_are_named_by_their_ranks(ranks: Ranks) -> None:
             dist.all_reduce(ones(ranks, 1), group=odd)
     first = ranks.rank // 2 * 2
     assert log.events[0].ranks == (first, first + 1)
-    assert log.events[0].group == "mesh_tp"
     assert log.events[1].ranks == (ranks.rank % 2, ranks.rank % 2 + 2)
     assert log.count() == (3 if ranks.rank in (1, 3) else 2)
 
@@ -155,10 +146,3 @@ def test_object_collectives_are_recorded_and_gather_is_not(ranks: Ranks) -> None
 def test_block_without_communication_raises(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match="communicated nothing"), ranks.record():
         pass
-
-
-@pytest.mark.ranks(2)
-def test_refused_call_is_not_logged(ranks: Ranks) -> None:
-    with ranks.record(allow_empty=True) as log, pytest.raises(ValueError, match="does not divide"):
-        dist.all_to_all_single(ones(ranks, 3), ones(ranks, 3))
-    assert log.events == ()

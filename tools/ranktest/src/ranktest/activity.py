@@ -12,10 +12,6 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ranktest.supervise import Elsewhere
 
 #: A rank rests below this share of a core.
 LEAST_SHARE = 0.05
@@ -27,11 +23,10 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class Rest:
     """Tells when all ranks that are left have rested for `window_s`: while one works, the others wait for it."""
 
-    def __init__(self, window_s: float, others: Elsewhere) -> None:
-        self.others = others
+    def __init__(self, window_s: float) -> None:
         self.window_s = window_s
         self.sample_s = window_s / SAMPLES
-        self.samples: deque[tuple[dict[int, float], int]] = deque(maxlen=SAMPLES + 1)
+        self.samples: deque[dict[int, float]] = deque(maxlen=SAMPLES + 1)
         self.next_at = 0.0
 
     def is_over(self, leaders: list[int]) -> bool:
@@ -41,17 +36,11 @@ class Rest:
             return False
         self.next_at = now + self.sample_s
         seconds = {leader: core_seconds(leader) for leader in leaders}
-        if self.samples and self._worked(self.samples[-1][0], seconds, self.sample_s):
-            self.others.tell_busy()
-        self.samples.append((seconds, self.others.busy_count()))
-        first, count = self.samples[0]
-        if len(self.samples) <= SAMPLES or count != self.samples[-1][1]:
+        self.samples.append(seconds)
+        if len(self.samples) <= SAMPLES:
             return False
-        return not self._worked(first, seconds, self.window_s)
-
-    @staticmethod
-    def _worked(before: dict[int, float], after: dict[int, float], seconds: float) -> bool:
-        return any(after[leader] - before.get(leader, 0.0) >= LEAST_SHARE * seconds for leader in after)
+        before = self.samples[0]
+        return all(seconds[leader] - before.get(leader, 0.0) < LEAST_SHARE * self.window_s for leader in leaders)
 
 
 def core_seconds(leader: int) -> float:

@@ -19,7 +19,7 @@ def device_of(job: Job, meeting: Meeting) -> torch.device:
     """The device of a rank."""
     if job.placement.device == "cpu":
         return torch.device("cpu")
-    return torch.device(job.placement.device, meeting.local_rank // job.placement.ranks_per_gpu)
+    return torch.device(job.placement.device, meeting.rank // job.placement.ranks_per_gpu)
 
 
 def join(job: Job, meeting: Meeting) -> torch.device:
@@ -33,7 +33,7 @@ def join(job: Job, meeting: Meeting) -> torch.device:
         bound = device if "nccl" in job.placement.backend else None
     timeout = timedelta(seconds=job.group_timeout_s)
     store = compat.TCPStore(
-        meeting.host,
+        "127.0.0.1",
         meeting.port,
         job.world_size,
         meeting.listen_fd is not None,
@@ -43,7 +43,7 @@ def join(job: Job, meeting: Meeting) -> torch.device:
     )
     dist.init_process_group(
         job.placement.backend,
-        store=compat.PrefixStore(meeting.prefix, store) if meeting.prefix else store,
+        store=store,
         rank=meeting.rank,
         world_size=job.world_size,
         timeout=timeout,

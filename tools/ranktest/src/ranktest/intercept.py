@@ -62,11 +62,6 @@ class Call:
         except (KeyError, ValueError, RuntimeError):
             return tuple(range(self.size))
 
-    @property
-    def async_op(self) -> bool:
-        """Whether the caller asked for a handle. Point-to-point calls always return one."""
-        return bool(self.arguments.get("async_op", self.op in ("send", "recv")))
-
     def reads(self) -> list[torch.Tensor]:
         """Tensors that the backend reads on this rank."""
         if self.operator.rooted in ("either", "reads") and not self.is_root:
@@ -115,11 +110,6 @@ def unobserved() -> Iterator[None]:
         yield
     finally:
         _listeners[:] = saved
-
-
-def unseen(name: str, arguments: dict[str, Any], device: torch.device) -> Any:
-    """Call an operator's own kernel past all listeners, with arguments by name."""
-    return _executor(name, compat.collective_schemas()[name], compat.keyset_of(device))(arguments)
 
 
 def install() -> None:

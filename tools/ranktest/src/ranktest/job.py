@@ -48,19 +48,13 @@ class Meeting:
     """Where one rank meets the others of its test.
 
     Attributes:
-        rank: number in the default group.
-        local_rank: number on this machine; decides the device.
-        host: address of the store.
-        port: port of the store.
-        prefix: keys of this test in the store.
+        rank: number in the default group; decides the device.
+        port: port of the store, on this machine.
         listen_fd: an open listening socket, on the rank that serves the store; None on the others.
     """
 
     rank: int
-    local_rank: int
-    host: str
     port: int
-    prefix: str = ""
     listen_fd: int | None = None
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import io
+import os
 import pickle
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ranktest import report, supervise, torchrun
+from ranktest import report, supervise
 from ranktest.job import Job, Placement
 
 if TYPE_CHECKING:
     from ranktest.pool import Pool
 
 _POOL = pytest.StashKey["Pool"]()
-_WORLD = pytest.StashKey["torchrun.World"]()
 _NOT_RUN = pytest.StashKey[list[tuple[str, str]]]()
 
 #: A test is ended when its ranks have rested for so many seconds. `timeout=` asks for fewer.
@@ -51,9 +49,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)
+def _torchrun_sizes() -> tuple[int, int] | None:
+    """This process's rank and the number of ranks, where torchrun started it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    """Under torchrun, the process of rank 0 forks all ranks of a test; the others leave at once, in peace."""
+    sizes = _torchrun_sizes()
+    if sizes is None:
+        return None
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        raise pytest.UsageError("ranks are forked on one host: run torchrun with --standalone")
+    return 0 if sizes[0] else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers; under torchrun join the other processes and leave the talking to rank 0."""
+    """Register the markers."""
     config.addinivalue_line(
         "markers",
         f"ranks(*world_sizes, timeout={REST_S:.0f}): run the body on so many ranks; several sizes make several tests; "
@@ -65,24 +80,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_NOT_RUN] = []
     if config.getoption("ranks_per_gpu") < 1:
         raise pytest.UsageError("--ranks-per-gpu takes a positive number")
-    if torchrun.is_torchrun() and not config.getoption("collectonly"):
-        config.stash[_WORLD] = world = torchrun.World(config)
-        if world.rank != 0:
-            _silence(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the server, or leave together with the other processes."""
+    """End the server."""
     if _POOL in config.stash:
         config.stash[_POOL].close()
-    if _WORLD in config.stash:
-        config.stash[_WORLD].leave()
-
-
-def _silence(config: pytest.Config) -> None:
-    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None:
-        terminal._tw._file = io.StringIO()
 
 
 # ---- collection
@@ -98,7 +101,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
     """Start the server as soon as a file is seen that will need it, while pytest imports the file."""
     config = parent.config
-    if _WORLD in config.stash or _POOL in config.stash or config.getoption("collectonly"):
+    if _POOL in config.stash or config.getoption("collectonly"):
         return
     if config.getoption("keyword") or config.getoption("markexpr") or any("::" in arg for arg in config.args):
         return  # a choice of tests: perhaps none that needs ranks
@@ -120,8 +123,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept_ids = {id(item) for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept_ids])
         items[:] = kept
-    if _WORLD in config.stash:
-        config.stash[_WORLD].agree_on_tests(items)
 
 
 def _why_not(config: pytest.Config, item: pytest.Item) -> str:
@@ -134,15 +135,16 @@ def _why_not(config: pytest.Config, item: pytest.Item) -> str:
         if room is not None and wanted > room:
             return f"needs {wanted} ranks, there are {room}"
         most = max((n for n in marker.args if room is None or n <= room), default=wanted)
-        if _WORLD in config.stash and wanted < most:  # torchrun with fewer ranks is the way to run these
+        if _torchrun_sizes() and wanted < most:  # torchrun with fewer ranks is the way to run these
             return f"{wanted} of {room} ranks: runs on {most} of them"
     return ""
 
 
 def _room(config: pytest.Config) -> int | None:
     """The most ranks there can be; None if there is no limit."""
-    if _WORLD in config.stash:
-        return config.stash[_WORLD].size
+    sizes = _torchrun_sizes()
+    if sizes is not None:
+        return sizes[1]
     if _placement(config).device == "cuda":
         import torch
 
@@ -182,64 +184,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
     """Run a marked test's body on ranks instead of here."""
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
-    config = pyfuncitem.config
-    if _WORLD in config.stash:
-        found = config.stash[_WORLD].run(_job(pyfuncitem, ""))
-    else:
-        pool = _pool(config)
-        found = pool.run(_job(pyfuncitem, pool.job_folder()))
-    report.judge(found)
+    pool = _pool(pyfuncitem.config)
+    report.judge(pool.run(_job(pyfuncitem, pool.job_folder())))
     return True
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Under torchrun, rank 0 publishes its reports of each test when it is done with it."""
-    world = item.config.stash.get(_WORLD, None)
-    if world is None or world.rank != 0:
-        return (yield)
-    world.begin_item()
-    collector = _Reports(item.config)
-    item.config.pluginmanager.register(collector)
-    try:
-        return (yield)
-    finally:
-        item.config.pluginmanager.unregister(collector)
-        world.end_item(collector.reports)
-
-
-class _Follow:
-    """On the other processes: take part in rank 0's tests instead of running one's own."""
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        world = item.config.stash.get(_WORLD, None)
-        if world is None or world.rank == 0:
-            return None
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for data in world.follow_item():
-            found = item.config.hook.pytest_report_from_serializable(config=item.config, data=data)
-            item.ihook.pytest_runtest_logreport(report=found)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
-
-
-class _Reports:
-    """On rank 0: gathers a test's reports in a form that travels."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.reports: list[dict[str, Any]] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.reports.append(data)
-
-
-def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
-    """Register the follower beside this plugin: a module holds one implementation of a hook only."""
-    if getattr(plugin, "__name__", "") == __name__ and not manager.has_plugin("ranktest-follow"):
-        manager.register(_Follow(), "ranktest-follow")
 
 
 def _pool(config: pytest.Config) -> Pool:
@@ -287,7 +234,7 @@ def _placement(config: pytest.Config) -> Placement:
     device, backend = config.getoption("ranks_device"), config.getoption("ranks_backend")
     if device == "auto":
         device = "cpu"
-        if _WORLD in config.stash:
+        if _torchrun_sizes():
             import torch
 
             device = "cuda" if torch.cuda.is_available() else "cpu"

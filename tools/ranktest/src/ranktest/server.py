@@ -74,7 +74,7 @@ class Server:
         listen_fd = listener.detach()
         if rank != 0:
             os.close(listen_fd)
-        meeting = Meeting(rank, rank, "127.0.0.1", port, listen_fd=listen_fd if rank == 0 else None)
+        meeting = Meeting(rank, port, listen_fd if rank == 0 else None)
         self.body.become_rank(job, meeting, socket.socket(fileno=channel))
 
     def reap(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ranktest import process, wire
 from ranktest.activity import Rest
@@ -24,8 +23,6 @@ LIMIT_S = 900.0
 GRACE_S = 5.0
 #: How long a silent rank gets to write its stack.
 STACK_S = 0.5
-#: How often ranks elsewhere are asked after.
-POLL_S = 0.02
 
 #: Waits for processes: (pids, seconds) -> how each ended, None if it did not.
 Reap = Callable[[list[int], float], dict[int, "int | None"]]
@@ -72,87 +69,34 @@ class Child:
     channel: socket.socket
 
 
-class Elsewhere(Protocol):
-    """Ranks of the same job that other processes watch."""
-
-    def failed(self) -> bool:
-        """Whether one of them failed."""
-
-    def tell_failed(self) -> None:
-        """Say that one of ours failed."""
-
-    def tell_answered(self) -> None:
-        """Say that ours have answered, or never will."""
-
-    def all_answered(self) -> bool:
-        """Whether everyone has said so."""
-
-    def tell_busy(self) -> None:
-        """Say that one of ours is at work."""
-
-    def busy_count(self) -> int:
-        """A number that grows while any rank is at work."""
-
-
-class Nobody:
-    """No other processes watch ranks of this job."""
-
-    def failed(self) -> bool:
-        """No."""
-        return False
-
-    def tell_failed(self) -> None:
-        """To nobody."""
-
-    def tell_answered(self) -> None:
-        """To nobody."""
-
-    def all_answered(self) -> bool:
-        """Yes."""
-        return True
-
-    def tell_busy(self) -> None:
-        """To nobody."""
-
-    def busy_count(self) -> int:
-        """None are elsewhere."""
-        return 0
-
-
-def watch(children: list[Child], folder: Path, rest_s: float, reap: Reap, elsewhere: Elsewhere | None = None) -> None:
+def watch(children: list[Child], folder: Path, rest_s: float, reap: Reap) -> None:
     """See forked ranks through to their end, `rest_s` after the last one was at work; fills their `member`."""
-    elsewhere = elsewhere or Nobody()
     try:
-        _collect(children, rest_s, elsewhere)
+        _collect(children, rest_s)
         _dump_silent(children)
-        elsewhere.tell_answered()
-        _stay(elsewhere)
     finally:
         _end(children, reap)
         for child in children:
             _read(child.member, folder)
 
 
-def _collect(children: list[Child], rest_s: float, elsewhere: Elsewhere) -> None:
-    failed, deadline, rest = False, time.monotonic() + LIMIT_S, Rest(rest_s, elsewhere)
+def _collect(children: list[Child], rest_s: float) -> None:
+    failed, deadline, rest = False, time.monotonic() + LIMIT_S, Rest(rest_s)
     with selectors.DefaultSelector() as selector:
         for child in children:
             selector.register(child.channel, selectors.EVENT_READ, child)
         while selector.get_map():
             left = deadline - time.monotonic()
             if left <= 0 or rest.is_over([key.data.pid for key in selector.get_map().values()]):
-                elsewhere.tell_failed()
                 return
-            for key, _ in selector.select(min(left, rest.sample_s) if isinstance(elsewhere, Nobody) else POLL_S):
+            for key, _ in selector.select(min(left, rest.sample_s)):
                 child = key.data
                 try:
                     child.member.outcome = wire.receive(child.channel)
                 except EOFError:
                     child.member.lost = True
                 selector.unregister(child.channel)
-                if child.member.failed:
-                    elsewhere.tell_failed()
-            if not failed and (any(child.member.failed for child in children) or elsewhere.failed()):
+            if not failed and any(child.member.failed for child in children):
                 failed = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
 
@@ -165,15 +109,6 @@ def _dump_silent(children: list[Child]) -> None:
             os.kill(child.pid, signal.SIGUSR1)
     if silent:
         time.sleep(STACK_S)
-
-
-def _stay(elsewhere: Elsewhere) -> None:
-    """Keep ranks, their sockets open, until all have answered: a rank that leaves early breaks the others."""
-    deadline = time.monotonic() + GRACE_S + 2 * STACK_S
-    while not elsewhere.all_answered():
-        if time.monotonic() > deadline and elsewhere.failed():
-            return
-        time.sleep(POLL_S)
 
 
 def _end(children: list[Child], reap: Reap) -> None:

@@ -1,4 +1,4 @@
-"""Tests with faults; run by test_engines.py under both engines. Odd ones fail, each is followed by one that passes."""
+"""Tests with faults; run by test_faults.py. Odd ones fail, each is followed by one that passes."""
 
 from __future__ import annotations
 
