@@ -70,20 +70,14 @@ def notebook_page(notebook: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def on_config(config: Any) -> Any:
-    """Hook of mkdocs: pages are edited where the repository is published, if `REPO` says where."""
-    config.edit_uri = "edit/main/docs/" if config.repo_url else None
-    return config
-
-
 def on_files(files: Any, *, config: Any) -> Any:
-    """Hook of mkdocs: a page for each notebook, with the file itself beside it."""
+    """Hook of mkdocs: a page for each notebook, with the file itself beside it; links to edit where `REPO` is set."""
+    config.edit_uri = "edit/main/docs/" if config.repo_url else None
     from mkdocs.structure.files import File  # type: ignore[import-not-found]  # the docs session has it
 
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         name = Path(file.src_uri).name
-        text = notebook_page(Path(file.abs_src_path).read_text())
-        text += f"\nAs a notebook: [{name}]({name}).\n"
+        text = notebook_page(Path(file.abs_src_path).read_text()) + f"\nAs a notebook: [{name}]({name}).\n"
         files.append(File.generated(config, file.src_uri.replace(".ipynb", ".md"), content=text))
     return files
 
