@@ -325,7 +325,11 @@ def write_page(results: dict[str, Any]) -> None:
         "as DDP does: `=` is equal bit for bit, a number is the greatest difference relative to the largest value of "
         "a tensor. Where the loss is a mean over rows and nothing is drawn, one process on all rows is compared, too. "
         "The steps are our own, with small models, after the pattern that the source names. "
-        + (f"Rows marked * were chosen after the code was done: {late_right} of {len(late)} right." if late else ""),
+        + (
+            f"Rows marked * were written last, when the code and the other rows stood: {late_right} of {len(late)} right."
+            if late
+            else ""
+        ),
         "",
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo on CPU; {date.today().isoformat()}. "
         "Repeat: `python packages/dp-partition/benchmarks/steps.py --again`.",

@@ -493,7 +493,7 @@ def wgan_with_clipped_weights():
 @row("WGAN-GP", independent=False)
 def wgan_with_gradient_penalty():
     G, C = mlp(8, 16, 6), mlp(6, 16, 1)
-    g_opt, c_opt = Adam(G.parameters(), 1e-3, (0, 0.9)), Adam(C.parameters(), 1e-3, (0, 0.9))
+    g_opt, c_opt = Adam(G.parameters(), 1e-3, (0.0, 0.9)), Adam(C.parameters(), 1e-3, (0.0, 0.9))
 
     def train(G, C, g_opt, c_opt, z, real):
         fake = G(z).detach()
@@ -518,7 +518,7 @@ def wgan_with_gradient_penalty():
 def stylegan_with_lazy_r1_and_ema():
     G, D = mlp(8, 16, 6), mlp(6, 16, 1)
     g_ema = copy.deepcopy(G).requires_grad_(False)
-    g_opt, d_opt = Adam(G.parameters(), 2e-3, (0, 0.99)), Adam(D.parameters(), 2e-3, (0, 0.99))
+    g_opt, d_opt = Adam(G.parameters(), 2e-3, (0.0, 0.99)), Adam(D.parameters(), 2e-3, (0.0, 0.99))
 
     def train(real, i):
         D.requires_grad_(True)
