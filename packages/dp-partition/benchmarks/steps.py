@@ -326,7 +326,7 @@ def write_page(results: dict[str, Any]) -> None:
         "a tensor. Where the loss is a mean over rows and nothing is drawn, one process on all rows is compared, too. "
         "The steps are our own, with small models, after the pattern that the source names. "
         + (
-            f"Rows marked * were written last, when the code and the other rows stood: {late_right} of {len(late)} right."
+            f"Rows marked * were written last, after the code and the other rows: {late_right} of {len(late)} right."
             if late
             else ""
         ),
