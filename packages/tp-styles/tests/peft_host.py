@@ -19,6 +19,11 @@ TARGETS = {
     "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
     "qwen3": "all-linear",
     "mistral": ["k_proj", "up_proj"],
+    "qwen2": "all-linear",
+    # The plan refuses adapters on fused or norm-gathered layers: glm4's MLP, olmo2's attention.
+    "glm4": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "olmo2": ["gate_proj", "up_proj", "down_proj"],
+    "gemma": "all-linear",
 }
 SIZES = {
     "vocab_size": 64,
@@ -28,6 +33,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
+    "pad_token_id": 0,  # glm4's own is above the vocabulary
 }
 
 
