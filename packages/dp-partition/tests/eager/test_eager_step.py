@@ -109,6 +109,52 @@ def test_ranks_reach_other_parameters(ranks: Ranks) -> None:
     assert all(p.grad is None for p in spare.parameters())
 
 
+class _Second(nn.Linear):
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if other is None else super().forward(x) + F.linear(x, other)
+
+
+class _Peeking(nn.Module):
+    """A block's forward reads the weight of another block, where the caller asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Second(WIDTH, WIDTH), _Second(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor, peeks: bool) -> torch.Tensor:
+        weight = self.blocks[0].weight if peeks else None
+        return self.blocks[1](torch.tanh(self.blocks[0](x)), weight)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_use_a_parameter_in_other_modules(ranks: Ranks) -> None:
+    def make() -> tuple[_Peeking, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = _Peeking().double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    (model, optimizer), (plain, reference) = make(), make()
+
+    def step(x: torch.Tensor, peeks: bool) -> None:
+        optimizer.zero_grad()
+        model(x, peeks).square().mean().backward()
+        optimizer.step()
+
+    eager = _eager(step, is_sharded=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in range(3):
+            x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(call), dtype=torch.float64)
+            eager((x[dist.get_rank()], dist.get_rank() == 1), {})
+            reference.zero_grad()
+            torch.stack([plain(x[rank], rank == 1).square().mean() for rank in range(2)]).mean().backward()
+            reference.step()
+    assert len(eager.units.modules) == 2, "the root, and the block that no other reads"
+    for got, want in zip(eager.parameters.values(), plain.parameters(), strict=True):
+        assert isinstance(got, DTensor)
+        torch.testing.assert_close(got.full_tensor().detach(), want.detach(), rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_one_rank_raises_and_all_do_and_the_next_call_works(ranks: Ranks, at: int) -> None:

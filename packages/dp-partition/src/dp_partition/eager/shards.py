@@ -101,10 +101,9 @@ def _is_closed(module: nn.Module, root: nn.Module, names: dict[int, str], watch:
     own = list(module.parameters())
     if not own or any(module not in watch.users.get(names[id(p)], {module}) for p in own):
         return False
-    if module is root and not any(watch.modules[number] is root for number in watch.ran):
-        return False
+    runs = module is not root or any(watch.modules[number] is root for number in watch.ran)
     inside, every = _places(module), _places(root)
-    return all(inside[id(p)] == every[id(p)] for p in own)
+    return runs and all(inside[id(p)] == every[id(p)] for p in own)
 
 
 def _places(root: nn.Module) -> collections.Counter[int]:
@@ -219,9 +218,8 @@ def _refuse_writes(unit: FSDPModule) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and versions.get((module, name), parameter._version) != parameter._version:
                 hint = 'use style="replicate", or write the parameter outside of forward'
-                raise PlanError(
-                    Problem("parameter-replaced", name, found="a forward writes a gathered parameter", hint=hint)
-                )
+                found = "a forward writes a gathered parameter"
+                raise PlanError(Problem("parameter-replaced", name, found=found, hint=hint))
 
     for module in unit.modules():  # type: ignore[attr-defined]  # an FSDPModule is a module
         module.register_forward_pre_hook(before)

@@ -121,11 +121,17 @@ class EagerStep:
             if why := optimizer_reason(optimizer, layout):
                 listed = [p for group in optimizer.param_groups for p in group["params"]]
                 reasons = {names[id(p)]: why for p in listed if id(p) in names} | reasons
-        rows = all_gather_objects(self.mesh, (reasons, watch.ran), f"the placement of {self.name}")
-        if any(ran != watch.ran for _, ran in rows):
+        numbers = {module: number for number, module in enumerate(watch.modules)}
+        users = {name: {numbers[module] for module in used} for name, used in watch.users.items()}
+        rows = all_gather_objects(self.mesh, (reasons, watch.ran, users), f"the placement of {self.name}")
+        if any(ran != watch.ran for _, ran, _ in rows):
             reasons = dict.fromkeys(self.parameters, "ranks run different modules")
         else:
-            reasons = {name: why for row, _ in reversed(rows) for name, why in row.items()}
+            reasons = {name: why for row, _, _ in reversed(rows) for name, why in row.items()}
+        # A unit has to run at every use of its parameters on every rank, or ranks would plan different units.
+        for name in {name for _, _, used in rows for name in used}:
+            common = set.intersection(*(used[name] for _, _, used in rows if name in used))
+            watch.users[name] = {watch.modules[number] for number in common if number < len(watch.modules)}
         self.units = plan_units(reach, self.parameters, watch, reasons)
         if self.units.full:
             self._report_full()
@@ -137,16 +143,13 @@ class EagerStep:
         self.reducer = GradientReducer(kept, flat_group(self.mesh), self.bucket_bytes, self.name)
         self.is_placed = True
         del reach, names, watch
+        gc.collect()  # cycles of autograd and of this step's own hooks
         alive = [name for name, parameter in old.items() if parameter() is not None]
-        if alive:
-            gc.collect()  # cycles of autograd and of this step's own hooks
-            alive = [name for name, parameter in old.items() if parameter() is not None]
         if any(all_gather_objects(self.mesh, bool(alive), f"the placement of {self.name}")):
             hint = 'keep parameters in the model, its optimizers, lists and dicts alone, or use style="replicate"'
             found = "an object that the step's arguments and globals do not name still holds the old parameter"
-            raise PlanError(
-                [Problem("parameter-replaced", name, found=found, hint=hint) for name in alive or [self.name]]
-            )
+            subjects = alive or [self.name]
+            raise PlanError([Problem("parameter-replaced", name, found=found, hint=hint) for name in subjects])
 
     def _report_full(self) -> None:
         causes: dict[str, list[str]] = {}
@@ -154,9 +157,8 @@ class EagerStep:
             causes.setdefault(why, []).append(name)
         if self.full == "refuse":
             hint = 'full="keep" trains with them full'
-            raise PlanError(
-                [Problem("full-parameters", n[0], found=f"{len(n)}: {w}", hint=hint) for w, n in causes.items()]
-            )
+            rows = [(names[0], f"{len(names)}: {why}") for why, names in causes.items()]
+            raise PlanError([Problem("full-parameters", name, found=found, hint=hint) for name, found in rows])
         why, names = next(iter(causes.items()))
         text = f"{len(self.units.full)} of {len(self.parameters)} parameters stay full on every rank"
         warnings.warn(f"{self.name}: {text}: {names[0]} {why}", stacklevel=5)
