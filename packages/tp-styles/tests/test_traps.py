@@ -369,3 +369,14 @@ def test_fewer_layouts_than_inputs(ranks: Ranks) -> None:
     with ranks.record(allow_empty=True) as log:  # as in torch, nothing is compared
         tp.parallelize_module(models.MLP(), mesh, {"up": tp.ColwiseParallel()}, src_data_rank=None)
     assert log.count() == 0
+
+
+@pytest.mark.ranks(2)
+def test_inputs_laid_out_as_dtensors_for_plain_parameters(ranks: Ranks) -> None:
+    """The error of torch about mixed tensors comes with the argument that mends it."""
+    whole = Replicate()
+    prepare = tp.PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    tp.apply_plan(model, ranks.mesh((2,), ("tp",)), {"0": prepare, "1": tp.ColwiseParallel(output_layouts=whole)})
+    with pytest.raises(tp.PlanError, match="use_local_output=True"):
+        model(torch.ones(2, 4))

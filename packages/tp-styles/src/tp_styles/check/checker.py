@@ -810,6 +810,9 @@ def _problem(scope: Scope, difference: Difference) -> Problem:
     if difference.kind == "raises":
         name, found = difference.name or name, f"{difference.detail}; the original, on full weights, runs"
     hint = HINTS[difference.kind]
+    if "mixed torch.Tensor and DTensor" in difference.detail:
+        hint = "PrepareModuleInput(use_local_output=False), its default, hands DTensors to a module of plain"
+        hint += " parameters: use_local_output=True"
     if difference.kind == "gradient" and difference.name not in scope.unstyled:
         hint = "the forward uses this parameter other than its style expects: as a bare weight, or on other inputs"
     return Problem(

@@ -136,9 +136,6 @@ class SequenceParallel(PairwiseParallel):
         super().__init__(make_input_reshard_replicate, make_output_reshard_tensor)
 
 
-"""The same class under a name that today's `SequenceParallel` does not have."""
-
-
 def _linears(parent: str, kinds: dict[str, type[nn.Module]]) -> list[str]:
     return [name for name, kind in kinds.items() if name.rpartition(".")[0] == parent and issubclass(kind, nn.Linear)]
 
