@@ -20,7 +20,7 @@ TARGETS = {
     "qwen3": "all-linear",
     "mistral": ["k_proj", "up_proj"],
     "qwen2": "all-linear",
-    # The plan refuses adapters on fused or norm-gathered layers: glm4's MLP, olmo2's attention.
+    # Refused as `module-kind`: adapters on glm4's fused MLP and on olmo2's attention.
     "glm4": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "olmo2": ["gate_proj", "up_proj", "down_proj"],
     "gemma": "all-linear",
