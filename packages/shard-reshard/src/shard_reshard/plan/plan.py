@@ -186,7 +186,7 @@ _UNSIGNED = ("uint16", "uint32", "uint64")  # torch has no kernels that add or c
 def _has(src: ShardMap, wanted: Cell) -> bool:
     """Return True where the cells of a source, which do not overlap, fill a cell of the destination."""
     sizes = [prod(map(sub, cell.stop, cell.start)) for cell in (*src.cross(wanted.start, wanted.stop), wanted)]
-    return sum(sizes[:-1]) == sizes[-1]
+    return bool(sum(sizes[:-1]) == sizes[-1])
 
 
 def check_plan(plan: Plan) -> None:
