@@ -146,3 +146,10 @@ def test_object_collectives_are_recorded_and_gather_is_not(ranks: Ranks) -> None
 def test_block_without_communication_raises(ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match="communicated nothing"), ranks.record():
         pass
+
+
+@pytest.mark.ranks(2)
+def test_refused_call_is_not_logged(ranks: Ranks) -> None:
+    with ranks.record(allow_empty=True) as log, pytest.raises(ValueError, match="does not divide"):
+        dist.all_to_all_single(ones(ranks, 3), ones(ranks, 3))
+    assert log.events == ()

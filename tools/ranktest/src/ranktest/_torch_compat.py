@@ -62,6 +62,11 @@ def go_on(name: str, keyset: Any, *args: Any) -> Any:
     return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args)
 
 
+def keyset_of(device: torch.device) -> Any:
+    """The dispatch keys of a plain tensor on a device."""
+    return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type)))
+
+
 def use_cuda(device: torch.device) -> None:
     """Make a CUDA device current, and CUDA initialised, so that nothing later picks another one."""
     cuda: Any = torch.cuda
@@ -88,6 +93,11 @@ def unbox_work(boxed: Any) -> Any:
 def box_work(work: Any) -> Any:
     """The script object that a c10d kernel returns for a Work. Keep the Work: C++ holds only its C++ half."""
     return work.boxed()
+
+
+def is_gloo(group: Any, device: torch.device) -> bool:
+    """Whether gloo serves a group's tensors on a device."""
+    return str(group._get_backend(device).name()) == "gloo"
 
 
 def group_label(group: Any) -> str:
@@ -130,12 +140,14 @@ __all__ = [
     "schema_defaults",
     "put_before_backends",
     "go_on",
+    "keyset_of",
     "nccl_version",
     "use_cuda",
     "unbox_group",
     "unbox_work",
     "box_work",
     "group_label",
+    "is_gloo",
     "fake_tensor_mode",
     "real_tensors",
     "TorchDispatchMode",

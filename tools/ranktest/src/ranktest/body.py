@@ -126,6 +126,7 @@ def _run(job: Job, meeting: Meeting) -> None:
     import torch
 
     from ranktest import groups, intercept
+    from ranktest.checks import GlooChecks
     from ranktest.ranks import Ranks
 
     # torch makes its pool of threads anew after a fork, when it is first asked for. In CUDA builds autograd's threads
@@ -137,6 +138,7 @@ def _run(job: Job, meeting: Meeting) -> None:
         device = groups.join(job, meeting)
         _seed(job.seed)
         intercept.install()
+        intercept.add(GlooChecks())
         if job.ranks_argument:
             funcargs["ranks"] = Ranks(meeting.rank, job.world_size, device, job.placement.backend)
         with _nothing_ignored():
