@@ -40,17 +40,11 @@ def elementwise_problems(optimizer: Optimizer, is_sharded: Callable[[torch.Tenso
             continue
         for group in each.param_groups:
             sharded = [parameter for parameter in group["params"] if is_sharded(parameter)]
-            reason = _first_reason(each, group, sharded)
-            if reason:
-                problems.append(
-                    Problem(
-                        "not-elementwise",
-                        f"optimizer: {type(each).__name__}",
-                        found=f"it holds local shards, and {reason}",
-                        hint="use an elementwise optimizer for them (SGD, Adam, AdamW, ...); if it is one all the "
-                        "same, set optimizer.is_elementwise = True",
-                    )
-                )
+            if reason := _first_reason(each, group, sharded):
+                hint = "use an elementwise optimizer for them (SGD, Adam, AdamW, ...); if it is one all the same, set "
+                hint += "optimizer.is_elementwise = True"
+                name, found = f"optimizer: {type(each).__name__}", f"it holds local shards, and {reason}"
+                problems.append(Problem("not-elementwise", name, found=found, hint=hint))
                 break
     return problems
 
@@ -86,7 +80,8 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim
             ]
     except Exception as error:
         return f"it cannot be tried on a small tensor ({type(error).__name__}: {error})"
-    difference = float((whole - torch.cat(parts, dim)).double().abs().max())
+    count = min(map(len, (whole, *parts)))  # a closure may be called another number of times
+    difference = float((whole[:count] - torch.cat([x[:count] for x in parts], dim + 1)).double().abs().max())
     update = float((whole - full).double().abs().max())
     if math.isfinite(difference) and difference <= RTOL * max(update, torch.finfo(full.dtype).eps):
         return ""
@@ -96,8 +91,8 @@ def _reason(optimizer: Optimizer, group: dict[str, Any], full: torch.Tensor, dim
 def _train(
     optimizer: Optimizer, group: dict[str, Any], value: torch.Tensor, grads: Iterable[torch.Tensor]
 ) -> torch.Tensor:
-    """Return ``value`` after some steps of a new optimizer with the settings of ``group``."""
-    parameter = nn.Parameter(value.clone())
+    """Return ``value`` at each call of the closure and at the end: LBFGS ends where each element alone would."""
+    parameter, values = nn.Parameter(value.clone()), list[torch.Tensor]()
     known = inspect.signature(type(optimizer).__init__).parameters
     settings = {key: setting for key, setting in optimizer.defaults.items() if key in known}
     trial = type(optimizer)([parameter], **settings)
@@ -109,6 +104,7 @@ def _train(
     for grad in grads:
 
         def closure(grad: torch.Tensor = grad) -> torch.Tensor:
+            values.append(parameter.detach().clone())
             parameter.grad = grad + parameter.detach() * 0.1  # of each element alone
             return (parameter.detach() * parameter.grad).sum()
 
@@ -117,7 +113,7 @@ def _train(
             trial.step(closure)  # type: ignore[arg-type]  # a tensor will do for a number
         else:
             trial.step()
-    return parameter.detach()
+    return torch.stack([*values, parameter.detach()])
 
 
 def _values(shape: tuple[int, ...], phase: float, like: torch.Tensor) -> torch.Tensor:
