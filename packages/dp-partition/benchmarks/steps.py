@@ -72,10 +72,10 @@ def measure(name: str, style: str, rank: int) -> dict[str, Any]:
     _seed(rank)
     script = row.build()
     step = dp.compile(script.step, mesh=mesh, style=style)  # type: ignore[arg-type]
-    found: list[Any] = []
+    results: list[Any] = []
     result: dict[str, Any] = {"way": "graph", "full": 0, "why": ""}
     for call in range(CALLS):
-        found.append(plain(step(*script.fixed, *script.batch(Draw(call, rank)))))
+        results.append(plain(step(*script.fixed, *script.batch(Draw(call, rank)))))
         eager = runner_of(step).eager
         if eager is not None:
             result |= {"way": "eager", "reason": eager.reason, "full": len(eager.units.full)}
@@ -83,7 +83,7 @@ def measure(name: str, style: str, rank: int) -> dict[str, Any]:
             result["params"] = len(eager.parameters)
     step.release()
     values = watched(script)
-    result["error"] = max(distance(values, by_hand), distance(found, metrics))
+    result["error"] = max(distance(values, by_hand), distance(results, metrics))
     result["bitwise"] = result["error"] == 0.0
     result["changed"] = sum(not torch.equal(a, b) for a, b in zip(by_hand, start, strict=True))
     result["compared"] = sum(v.numel() for v in values)

@@ -1,4 +1,4 @@
-"""What a row of the table is: a train step as people write it, its objects and its batches."""
+"""Rows of the table: a train step as people write it, its objects and its batches."""
 
 from __future__ import annotations
 

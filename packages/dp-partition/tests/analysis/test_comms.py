@@ -1,4 +1,4 @@
-"""What a step says about its own collectives."""
+"""Collectives of a step, as its estimate counts them."""
 
 from __future__ import annotations
 

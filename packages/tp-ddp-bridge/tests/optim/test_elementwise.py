@@ -9,8 +9,10 @@ import pytest
 import torch
 from bridge_cells import zero_optimizer
 from ranktest import Ranks
+from torch import nn
 from torch.distributed.tensor import DTensor
 from tp_ddp_bridge import PlanError, check_optimizer, clip_grad_norm_, pre_dp_module_transform, wrap_ddp
+from tp_ddp_bridge._shared.elementwise import _reason
 
 
 def sharded(ranks: Ranks) -> Any:
@@ -210,3 +212,18 @@ def test_torchs_clip_raises_at_the_step(ranks: Ranks) -> None:
                 optimizer.step()
                 steps += 1
             assert steps == (0 if is_refused else 5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": 0.1}, {"line_search_fn": "strong_wolfe"}], ids=str)
+def test_lbfgs_is_refused_by_its_way(settings: dict[str, Any]) -> None:
+    """On a convex problem LBFGS ends at each element's own minimum, on halves too: its steps there differ."""
+    cases = 0
+    for ndim in (1, 2, 3):
+        full = torch.linspace(-1.0, 1.5, 4**ndim).view((4,) * ndim)
+        lbfgs = torch.optim.LBFGS([nn.Parameter(full.clone())], **settings)
+        adamw = torch.optim.AdamW([nn.Parameter(full.clone())], lr=0.1)
+        for dim in range(ndim):
+            assert _reason(lbfgs, lbfgs.param_groups[0], full, dim)
+            assert not _reason(adamw, adamw.param_groups[0], full, dim)
+            cases += 1
+    assert cases == 6
