@@ -29,7 +29,7 @@ OTHER_TORCHES = ["2.11.0", "2.14.1", "2.15.0"]
 PIN_FILES = sorted((ROOT / "docs" / "pins").glob("*.txt"))
 
 nox.needs_version = ">=2025.5.1"
-nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.default_venv_backend = "uv"
 nox.options.error_on_missing_interpreters = True
 nox.options.stop_on_first_error = False
 # Each package's tests run once, on its wheel (`isolation`); `tests` is the same on an editable install.
@@ -124,7 +124,7 @@ def isolation(session: nox.Session, package: str) -> None:
     _install(session, house, TORCH, package)
     session.run("python", str(TOOLS / "check_isolation.py"), package, env=RANK_ENV)  # before anything else is installed
     session.install("numpy", *PYTEST, str(RANKTEST))
-    _check_requirements(session)
+    session.run("uv", "pip", "check", external=True)
     workplace = Path(session.create_tmp()) / "on-wheel"  # tests and README without src: only the wheel can be imported
     shutil.rmtree(workplace, ignore_errors=True)
     shutil.copytree(found.path, workplace, ignore=shutil.ignore_patterns("src", "dist", "__pycache__", ".*"))
@@ -150,8 +150,7 @@ def integration(session: nox.Session, ranks: int) -> None:
 @nox.session(default=False)
 def drawn(session: nox.Session) -> None:
     """Ten causal models drawn from transformers' list: `drawn -- --seed 7` (the seed stands in the output)."""
-    house = wheelhouse.build_current(PACKAGES)
-    _install(session, house, TORCH, "numpy", *PACKAGES)
+    _install_wheels(session)
     _integration_tools(session)
     session.env["DRAWN_SEED"] = session.posargs[-1] if "--seed" in session.posargs else "1"
     session.posargs[:] = ["drawn.py"]
@@ -206,7 +205,7 @@ def compat(session: nox.Session, package: str) -> None:
     old = wheelhouse.build_released(siblings | released)
     _install(session, [house, old], TORCH, "numpy", package, *released)
     session.install("pytest", str(RANKTEST))
-    _check_requirements(session)
+    session.run("uv", "pip", "check", external=True)
     for name in released:
         session.chdir(trees[name] / "packages" / name)
         session.run("python", "-m", "pytest", "--without-extras", "-p", "no:cacheprovider", env=RANK_ENV)
@@ -219,7 +218,7 @@ def pins(session: nox.Session, file: Path) -> None:
     house = wheelhouse.build_for_pins(file)
     _install(session, house, "-c", str(file), TORCH, "numpy", *PACKAGES)
     _integration_tools(session)
-    _check_requirements(session)
+    session.run("uv", "pip", "check", external=True)
     _torchrun_integration(session, 2)
 
 
@@ -357,11 +356,10 @@ def release(session: nox.Session) -> None:
 def _install(session: nox.Session, houses: Path | list[Path], *what: str) -> None:
     """Install with wheels of this repository in reach, beside whatever local wheels the machine names."""
     folders = [str(house) for house in (houses if isinstance(houses, list) else [houses])]
-    uv = [*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *folders]
-    pip = [*os.environ.get("PIP_FIND_LINKS", "").split(), *folders]
+    links = ",".join([*filter(None, os.environ.get("UV_FIND_LINKS", "").split(",")), *folders])
     # In an environment that is used again (nox -r), a wheel of the same version may hold other code.
-    anew = [f"--reinstall-package={name}" for name in PACKAGES] if session.venv_backend == "uv" else []
-    session.install(*anew, *what, env={"UV_FIND_LINKS": ",".join(uv), "PIP_FIND_LINKS": " ".join(pip)})
+    anew = [f"--reinstall-package={name}" for name in PACKAGES]
+    session.install(*anew, *what, env={"UV_FIND_LINKS": links})
 
 
 def _install_wheels(session: nox.Session, *what: str) -> None:
@@ -397,7 +395,7 @@ def _run_multi_node(session: nox.Session, file: str) -> None:
 
 def _integration_tools(session: nox.Session) -> None:
     session.install("pytest", "transformers>=5,<6", "safetensors", str(RANKTEST))
-    _check_requirements(session)
+    session.run("uv", "pip", "check", external=True)
 
 
 def _torchrun_integration(session: nox.Session, ranks: int) -> None:
@@ -413,11 +411,3 @@ def _torchrun_integration(session: nox.Session, ranks: int) -> None:
         "python", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
         "-m", "pytest", "-c", "pytest.ini", *session.posargs, env=RANK_ENV,
     )  # fmt: skip
-
-
-def _check_requirements(session: nox.Session) -> None:
-    """`pip check`, by the tool that made the environment."""
-    if session.venv_backend == "uv":
-        session.run("uv", "pip", "check", external=True)
-    else:
-        session.run("python", "-m", "pip", "check")

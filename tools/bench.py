@@ -6,8 +6,9 @@
 A benchmark is a script `packages/<dist>/benchmarks/bench_*.py` that takes `--json FILE` and writes
 `{"title": str, "command": str, "rows": [{"what": str, "target": str, "measured": str, "peer": str}, ...]}`; it compares
 against its peers in one interleaved run. A row without a peer's or a floor's figure is an error here. It may add
-`"curves": [{"name": str, "title": str, "x": str, "y": str, "series": {label: [[x, y], ...]}}, ...]`, of at least two
-series, which are drawn on logarithmic axes; a script may have curves alone.
+`"curves": [{"name": str, "title": str, "x": str, "y": str, "see": str, "series": {label: [[x, times], ...]}}, ...]`, of
+at least two series, which are drawn on logarithmic axes; a script may have curves alone. `times` are the seconds of all
+runs at `x`; `see` is one sentence on what the plot shows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,11 +56,9 @@ def run(script: Path) -> dict[str, Any]:
         subprocess.run([sys.executable, str(script), "--json", str(file)], check=True)
         result: dict[str, Any] = json.loads(file.read_text())
     bare = [row["what"] for row in result["rows"] if not row.get("peer")]
+    bare += [curve["name"] for curve in result.get("curves", ()) if len(curve["series"]) < 2]
     if bare:
-        raise SystemExit(f"bench: {script.name} has rows without a peer: {', '.join(bare)}")
-    lonely = [curve["name"] for curve in result.get("curves", ()) if len(curve["series"]) < 2]
-    if lonely:
-        raise SystemExit(f"bench: {script.name} has curves without a peer: {', '.join(lonely)}")
+        raise SystemExit(f"bench: {script.name} measures without a peer: {', '.join(bare)}")
     if not result["rows"] and not result.get("curves"):
         raise SystemExit(f"bench: {script.name} measured nothing")
     return result
@@ -73,23 +73,28 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(name: str, curve: dict[str, Any]) -> str:
-    """Draw one plot beside the page; returns the line that shows it."""
+    """Draw one plot beside the page; returns the lines that show it."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "shardworks"  # the same figures give the same file
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
     for (label, points), marker in zip(curve["series"].items(), "osD^vP*X" * 4, strict=False):
-        axes.loglog(*zip(*points, strict=True), marker=marker, label=label)
-    axes.set(title=curve["title"], xlabel=curve["x"], ylabel=curve["y"])
+        x, runs = zip(*points, strict=True)
+        axes.loglog(x, list(map(statistics.median, runs)), marker=marker, label=label)
+        axes.fill_between(x, list(map(min, runs)), list(map(max, runs)), alpha=0.15)
+    axes.set(title=curve["title"], xlabel=curve["x"], ylabel=f"{curve['y']} (band: least to most)")
+    plain = ticker.FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value / 1e6:g} M")
+    axes.xaxis.set_major_formatter(plain)
+    axes.yaxis.set_major_formatter(ticker.EngFormatter(unit="s"))
     axes.grid(visible=True, which="both", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=1 if max(map(len, curve["series"])) > 24 else 2)
     file = f"{name}-{curve['name']}.svg"
     figure.savefig(OUT / file, metadata={"Date": None})
     pyplot.close(figure)
-    return f"![{curve['title']}]({file})\n"
+    return f"![{curve['title']}]({file})\n\n{curve['see']}\n"
 
 
 def main() -> int:

@@ -44,23 +44,9 @@ def check(package: repo.Package, folder: Path) -> tuple[Path, list[str]]:
     again = hatch_build(unpacked, folder / "from-sdist", "-t", "wheel")
     wrong += [f"{name}: the wheel from the sdist differs" for name, digest in again.items() if digest != first[name]]
     wheel = next((folder / "first").glob("*.whl"))
-    wrong += wheel_problems(package, wheel) + source_problems(package, wheel, sdist)
+    wrong += source_problems(package, wheel, sdist)
     wrong += unpublishable([wheel, sdist])
     return folder / "first", wrong
-
-
-def wheel_problems(package: repo.Package, wheel: Path) -> list[str]:
-    """A wheel holds the module, its type marker, the licence and nothing else."""
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    info = f"{package.module}-{package.version}.dist-info"
-    wrong = [
-        f"{wheel.name}: {name} is missing"
-        for name in (f"{package.module}/py.typed", f"{info}/licenses/LICENSE")
-        if name not in names
-    ]
-    strangers = [n for n in names if not n.startswith((f"{package.module}/", f"{info}/"))]
-    return wrong + [f"{wheel.name}: {name} does not belong in it" for name in strangers]
 
 
 def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str]:
@@ -69,6 +55,8 @@ def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str
     wanted = {str(file.relative_to(source)): file.read_bytes() for file in repo.source_files(source)}
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+        endings = ("/py.typed", ".dist-info/licenses/LICENSE")
+        missing = [end for end in endings if not any(name.endswith(end) for name in archive.namelist())]
     in_sdist, links = dict[str, bytes](), []
     with tarfile.open(sdist) as tar:
         for member in tar:
@@ -78,6 +66,7 @@ def source_problems(package: repo.Package, wheel: Path, sdist: Path) -> list[str
             elif name and (file := tar.extractfile(member)) is not None:
                 in_sdist[name] = file.read()
     wrong = links + [f"{package.dist} has no shared source"] * (not any("/_shared/" in name for name in wanted))
+    wrong += [f"{wheel.name} has no {end}" for end in missing]
     for built, contents in ((wheel, in_wheel), (sdist, in_sdist)):
         differing = [name for name in {*wanted, *contents} if wanted.get(name) != contents.get(name)]
         wrong += [f"{built.name}: {name} is not the tree's" for name in sorted(differing)]

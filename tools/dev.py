@@ -6,8 +6,8 @@
     python3 tools/dev.py SESSION [...]   other sessions ("tests(shard-spec)", bench, ...); what follows `--` is theirs
     python3 tools/dev.py --list          every session
 
-It makes a private environment in `.dev/` that holds a pinned nox, once, and hands over to it. Where nox is installed
-already, `nox` and `nox -s demo` do the same.
+A pinned nox is put into `.dev/`, once, and called from there. Where nox is installed already, `nox` and `nox -s demo`
+do the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = ROOT / ".dev"
+LIBRARY = ROOT / ".dev"
 PINS = ("nox[uv]==2026.10.20", "uv==0.13.8")
+# By the path of this one process: a variable would put nox's own requirements into the sessions' environments.
+NOX = "import sys; sys.path.insert(0, sys.argv.pop(1)); sys.argv[0] = 'nox'; from nox.__main__ import main; main()"
 
 
 def main(argv: list[str]) -> int:
@@ -30,53 +32,28 @@ def main(argv: list[str]) -> int:
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    command, variables = nox_command()
-    return subprocess.call([*command, *nox_arguments(argv)], cwd=ROOT, env=variables)
+    install_nox()
+    # Leading words are sessions; the first option and what follows it are nox's own.
+    count = next((at for at, word in enumerate(argv) if word.startswith("-")), len(argv))
+    arguments = [*(["-s", *argv[:count]] if count else []), *argv[count:]]
+    variables = os.environ | {"PATH": os.pathsep.join([str(LIBRARY / "bin"), os.environ["PATH"]])}  # uv
+    return subprocess.call([sys.executable, "-c", NOX, str(LIBRARY), *arguments], cwd=ROOT, env=variables)
 
 
-def nox_arguments(argv: list[str]) -> list[str]:
-    """Leading words are sessions; the first option and what follows it are nox's own."""
-    names = []
-    for word in argv:
-        if word.startswith("-"):
-            break
-        names.append(word)
-    return [*(["-s", *names] if names else []), *argv[len(names) :]]
-
-
-def nox_command() -> tuple[list[str], dict[str, str]]:
-    """How to call nox from the private environment, which is made first where it is missing or pinned otherwise."""
-    stamp = ENVIRONMENT / "pins.txt"
+def install_nox() -> None:
+    """Install the pinned nox, unless this interpreter did so before; CPython without ensurepip has pip at the most."""
+    stamp = LIBRARY / "pins.txt"
     wanted = "\n".join((sys.version, *PINS))
-    if not stamp.exists() or stamp.read_text() != wanted:
-        # Not to stdout, where `--list --json` writes.
-        print(f"dev.py: making {ENVIRONMENT.relative_to(ROOT)}/ with {', '.join(PINS)} ...", file=sys.stderr)
-        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-        make_environment()
-        stamp.write_text(wanted)
-    variables = dict(os.environ)
-    library = ENVIRONMENT / "lib-target"
-    if library.exists():  # no venv module here: the packages lie in one folder
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(library), os.environ.get("PYTHONPATH")]))
-        variables["PATH"] = os.pathsep.join([str(library / "bin"), os.environ["PATH"]])
-        return [sys.executable, "-m", "nox"], variables
-    binaries = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin")
-    variables["PATH"] = os.pathsep.join([str(binaries), os.environ["PATH"]])
-    return [str(binaries / "python"), "-m", "nox"], variables
-
-
-def make_environment() -> None:
-    made = subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], capture_output=True, text=True)
-    if made.returncode == 0:
-        python, target = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin") / "python", []
-    else:  # Debian and others ship CPython without ensurepip; pip alone is enough
-        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-        ENVIRONMENT.mkdir()
-        python, target = Path(sys.executable), ["--target", str(ENVIRONMENT / "lib-target")]
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *target, *PINS]
-    if subprocess.call(install) != 0:
-        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    # Not to stdout, where `--list --json` writes.
+    print(f"dev.py: making {LIBRARY.relative_to(ROOT)}/ with {', '.join(PINS)} ...", file=sys.stderr)
+    shutil.rmtree(LIBRARY, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(LIBRARY)]
+    if subprocess.call([*pip, *PINS]) != 0:
+        shutil.rmtree(LIBRARY, ignore_errors=True)
         raise SystemExit("dev.py: pip could not install " + ", ".join(PINS))
+    stamp.write_text(wanted)
 
 
 if __name__ == "__main__":

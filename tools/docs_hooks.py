@@ -1,52 +1,15 @@
-"""What the site adds: marks for targets and plots first on benchmark pages, and a page for each notebook."""
+"""What the site adds: plots first on benchmark pages, and a page for each notebook."""
 
 from __future__ import annotations
 
 import json
-import operator
 import re
 from pathlib import Path
 from typing import Any
 
-TARGET = re.compile(r"^(<=|>=|<|>)\s*(?P<number>[\d.,]+)\s*(?P<unit>x|%|ms|us|s|KB)?(?=$|[\s,;])")
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 PLOT = re.compile(r"^!\[.*\]\(.*\.svg\)\n", re.MULTILINE)
 ROLE = re.compile(r":(?:meth|class|func|attr|mod|data|exc|obj):(?=<code>|<a )")
 MORE = re.compile(r"<p>More[^<]*: <code>docs/packages/[\w-]+\.md</code>.*? in the repository\.</p>")  # the page itself
-
-
-def verdict(target: str, measured: str) -> str:
-    """Return "met" or "missed"; nothing where the target is no single number of the unit of what was measured."""
-    wanted = TARGET.match(target)
-    if wanted is None:
-        return ""
-    unit = wanted["unit"] or ""
-    units = "|".join(SECONDS) if unit in SECONDS else unit
-    found = re.match(rf"(?P<number>[\d.,]+)\s*(?P<unit>{units})(?![\w%])", measured)
-    if found is None:
-        return ""
-    number, bound = (
-        float(text["number"].rstrip(".,").replace(",", "")) * SECONDS.get(text["unit"] or "", 1.0)
-        for text in (found, wanted)
-    )
-    return "met" if COMPARE[wanted[1]](number, bound) else "**missed**"
-
-
-def marked(text: str) -> str:
-    """Return a page whose tables of targets have a column for the verdict."""
-    lines = []
-    inside = False
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| what | target | measured |"):
-            inside, line = True, line + " |"
-        elif inside and not line.startswith("|"):
-            inside = False
-        elif inside:
-            line += "---|" if set(line) <= set("|-") else f" {verdict(cells[1], cells[2])} |"
-        lines.append(line)
-    return "\n".join(lines) + "\n"
 
 
 def plots_first(text: str) -> str:
@@ -85,7 +48,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Hook of mkdocs."""
     if page.file.src_uri.startswith("benchmarks/"):
-        return plots_first(marked(markdown))
+        return plots_first(markdown)
     if page.file.src_uri.startswith("notebooks/"):
         return markdown
     return markdown.replace(".ipynb)", ".md)")

@@ -42,13 +42,11 @@ class Outcome:
         mutation: Its name.
         result: ``killed``, ``survived``, or what is wrong with the mutation.
         how: What noticed it, in one line.
-        row: Further cells of its line on the page.
     """
 
     mutation: str
     result: str
     how: str = ""
-    row: tuple[str, ...] = ()
 
 
 class Bridge:
@@ -56,7 +54,6 @@ class Bridge:
 
     title = "tp-ddp-bridge: mutations"
     text = "Each row removes one guard of the package, in a copy, and runs the test that has to fail."
-    columns = ("mutation", "in", "test", "outcome", "how it ended")
 
     def __init__(self, folder: Path) -> None:
         source = repo.packages()["tp-ddp-bridge"].path
@@ -76,19 +73,18 @@ class Bridge:
     def attempt(self, name: str) -> list[Outcome]:
         """Apply a mutation to a copy of the sources and run its tests."""
         mutation = self.mutations[name]
-        cells = (f"`{mutation.file}`", f"`{mutation.tests}`")
         with tempfile.TemporaryDirectory() as folder:
             shutil.copytree(self.package / "src" / "tp_ddp_bridge", Path(folder) / "tp_ddp_bridge")
             file = Path(folder) / "tp_ddp_bridge" / mutation.file
             text = file.read_text()
             if text.count(mutation.old) != 1:
-                return [Outcome(name, f"does not fit: {text.count(mutation.old)} places in {mutation.file}", "", cells)]
+                return [Outcome(name, f"does not fit: {text.count(mutation.old)} places in {mutation.file}")]
             file.write_text(text.replace(mutation.old, mutation.new))
             code, output = self._run_tests(Path(folder), mutation.tests)
         result = {0: "survived", 1: "killed"}.get(code, f"pytest ended with {code}: {output[-300:]}")
         errors = re.findall(r"^\s*(?:E\s+)?((?:[\w.]+Error|Failed|[\w.]+Exception)\b.*)$", output, re.MULTILINE)
         errors = errors or re.findall(r"^\s*E\s+(.+)$", output, re.MULTILINE) or ["the test failed"]
-        return [Outcome(name, result, errors[0].strip()[:110] if code == 1 else "", cells)]
+        return [Outcome(name, result, f"{mutation.tests}: {errors[0].strip()[:110]}" if code == 1 else "")]
 
     def _run_tests(self, source: Path, *tests: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{t}" for t in tests)]
@@ -96,11 +92,6 @@ class Bridge:
         variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=self.package, env=variables, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout
-
-    def rows(self, outcomes: dict[str, list[Outcome]]) -> list[tuple[str, ...]]:
-        """A line for each mutation."""
-        how = {name: tried.how.replace("|", "\\|").replace("`", "'") for name, (tried,) in outcomes.items()}
-        return [(n, *tried.row, tried.result, f"`{how[n]}`" if how[n] else "") for n, (tried,) in outcomes.items()]
 
 
 class Rules:
@@ -110,9 +101,8 @@ class Rules:
     text = (
         "Each row is falsified in every way that changes the plan of a probe (the output on another dim, a\n"
         "reduction missing or exchanged, an input replicated, a shape argument left global, any shard accepted);\n"
-        "`verify` has to refuse it. The last column is the error of the first mutation, with its node."
+        "`verify` has to refuse it."
     )
-    columns = ("row", "probes", "mutations", "killed", "noticed as")
 
     def __init__(self, folder: Path) -> None:
         sys.path.insert(0, str(repo.packages()["dp-partition"].path / "tests"))
@@ -145,17 +135,6 @@ class Rules:
         tried = {change: in_child(each) for change, each in attempts.items()}
         return [Outcome(change, each["result"], each["how"]) for change, each in tried.items() if each["result"]]
 
-    def rows(self, outcomes: dict[str, list[Outcome]]) -> list[tuple[str, ...]]:
-        """A line for each row of the table."""
-        lines = list[tuple[str, ...]]()
-        for row, tried in outcomes.items():
-            alive = [each.mutation for each in tried if each.result != "killed"]
-            survivors = f" (alive: {', '.join(alive)})" if alive else ""
-            how = tried[0].how if tried else NEEDS_CUDA.get(row, "no mutation changes a plan")
-            probes = str(len(self.mutating.using(self.rows_of, row)))
-            lines.append((f"`{row}`", probes, str(len(tried)), f"{len(tried) - len(alive)}{survivors}", how))
-        return lines
-
 
 def in_child(attempt: Callable[[], Any]) -> dict[str, str]:
     """The outcome of an attempt made in a child process."""
@@ -185,8 +164,12 @@ def page(package: Bridge | Rules, outcomes: dict[str, list[Outcome]], command: s
     import torch
 
     lines = [f"# {package.title}", "", package.text, f"Repeat: `{command}`.", "", counts, ""]
-    lines += [f"| {' | '.join(package.columns)} |", "|" + "---|" * len(package.columns)]
-    lines += [f"| {' | '.join(row)} |" for row in package.rows(outcomes)]
+    lines += ["| mutated | killed | how the first was noticed |", "|---|---|---|"]
+    for name, tried in outcomes.items():
+        killed = sum(each.result == "killed" for each in tried)
+        how = tried[0].how if tried else NEEDS_CUDA.get(name, "no mutation changes a plan")
+        cell = how.replace("|", "\\|").replace("`", "'")
+        lines.append(f"| {name} | {killed} of {len(tried)} | `{cell}` |")
     return "\n".join([*lines, "", f"Python {platform.python_version()}, torch {torch.__version__}.", ""])
 
 

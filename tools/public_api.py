@@ -12,7 +12,6 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import griffe
 import repo
@@ -72,19 +71,13 @@ def check(write: bool) -> int:
             LISTS.mkdir(parents=True, exist_ok=True)
             file.write_text(wanted)
         found = file.read_text() if file.exists() else ""
-        lines = list(
-            difflib.unified_diff(found.splitlines(), wanted.splitlines(), "listed", "exported", n=0, lineterm="")
-        )
+        lines = list(difflib.unified_diff(found.splitlines(), wanted.splitlines(), n=0, lineterm=""))
         if lines:
             wrong += 1
-            print(f"{_shown(file)} is not what {package.dist} exports; if that is meant: tools/public_api.py --write")
+            print(f"{file.name} is not what {package.dist} exports; if that is meant: tools/public_api.py --write")
             print("\n".join(lines[2:]))
     print(f"public API: {len(repo.packages())} packages, {wrong} differ from their lists")
     return 1 if wrong else 0
-
-
-def _shown(file: Path) -> str:
-    return str(file.relative_to(repo.ROOT))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,6 @@
 """Prepare a release of one package: new version, changelog by towncrier, tag name. Commits and pushes nothing.
 
 python tools/release.py shard-spec minor        (nox -s release -- shard-spec minor)
-python tools/release.py all 0.1.0 --dry-run     every package, in a scratch clone: commits, tags, wheels of the pin file
 """
 
 from __future__ import annotations
@@ -10,11 +9,8 @@ import argparse
 import datetime
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import repo
-import scratch
 
 
 def release(package: repo.Package, segment: str, day: str) -> None:
@@ -36,38 +32,13 @@ def release(package: repo.Package, segment: str, day: str) -> None:
     print(f"  then: git commit -am 'Release {tag}' && git tag {tag}")
 
 
-def dry_run(version: str, day: str) -> None:
-    """Release every package in a clone of what is committed, then build the newest pin file's wheels from the tags."""
-    with tempfile.TemporaryDirectory() as folder:
-        clone = scratch.Clone(Path(folder))
-        for name in repo.packages():
-            clone.release(name, version, day)
-        build = """
-import sys; sys.path.insert(0, "tools")
-import pathlib, repo, wheelhouse
-pins = sorted((repo.ROOT / "docs" / "pins").glob("*.txt"))[-1]
-for name, version in wheelhouse.read_pins(pins).items():
-    assert repo.tag_name(name, version) in repo.release_tags(name), f"{pins.name}: no tag of {name} {version}"
-for wheel in sorted(wheelhouse.build_for_pins(pins).glob("*.whl")):
-    print(f"{pins.name}: {wheel.name}")
-"""
-        print(clone.git("tag", "--list"))
-        print(clone.python("-c", build))
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("package", choices=[*repo.packages(), "all"])
+    parser.add_argument("package", choices=list(repo.packages()))
     parser.add_argument("segment", help="major, minor, patch, or the version itself (the first release: 0.1.0)")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="default: today")
-    parser.add_argument("--dry-run", action="store_true", help="with all: in a scratch clone, with commits and tags")
     arguments = parser.parse_args(argv)
-    if arguments.dry_run != (arguments.package == "all"):
-        parser.error("`all` goes with --dry-run: each release is its own commit")
-    if arguments.dry_run:
-        dry_run(arguments.segment, arguments.date)
-    else:
-        release(repo.packages()[arguments.package], arguments.segment, arguments.date)
+    release(repo.packages()[arguments.package], arguments.segment, arguments.date)
     return 0
 
 

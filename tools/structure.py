@@ -27,6 +27,11 @@ LIMITS = {"max_lines": "line_budget", "max_exports": "export_budget"}
 # ruff bans what reaches a frame (`.ruff.toml`); it has no pattern for private names of torch, and none for attributes.
 PRIVATE_TORCH = re.compile(r"torch(?:\.[a-z0-9]\w*)*\._")
 FRAMES = re.compile(r"\.f_back\b|\.co_(?:names|consts|code|varnames)\b")
+# ruff's S rules name pickle, marshal, eval, exec and yaml's loaders; these run what a file holds, too.
+UNSAFE = re.compile(
+    r"\b(?:torch|numpy|np|joblib|dill|cloudpickle)\.load|yaml\.(?:unsafe|full)_load|__import__\(|import.*FileSystemReader"
+    r"|trust_remote_code|allow_pickle|weights_only=False"
+)
 OPENERS = re.compile(r"(?:what|whether|where|who|whose|how|which|whoever)\b", re.IGNORECASE)
 
 
@@ -96,6 +101,8 @@ def broken_rules(text: str, source: Path) -> Iterator[str]:
     """Yield what a source does that no source should."""
     for match in FRAMES.finditer(text):
         yield f"{source}: looks at frames or bytecode: {match.group()}"
+    for match in UNSAFE.finditer(text):
+        yield f"{source}: may run what it reads: {match.group()}"
     for node in ast.walk(ast.parse(text)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):

@@ -86,7 +86,8 @@ def all_gather_header(where: Where, payload: bytes, subject: str, state: str = N
     for group in _groups(where):
         mine = rows.to(_message_device(group))
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        _or_dead_peer(functools.partial(dist.all_gather, gathered, mine, group=group), subject, state)
+        with _answered(subject, state):
+            dist.all_gather(gathered, mine, group=group)
         rows = torch.cat(gathered).cpu()  # ranks so far x 64
     return [bytes(row) for row in rows.tolist()]
 
@@ -100,7 +101,8 @@ def all_gather_objects(where: Where, value: Any, subject: str) -> list[Any]:
     values = [value]
     for group in _groups(where):
         rows: list[Any] = [None] * dist.get_world_size(group)
-        _or_dead_peer(functools.partial(dist.all_gather_object, rows, values, group=group), subject)
+        with _answered(subject):
+            dist.all_gather_object(rows, values, group=group)
         values = [one for row in rows for one in row]
     return values
 
@@ -227,9 +229,10 @@ def device_types(backends: str) -> frozenset[str]:
     return frozenset(map(str, dist.BackendConfig(dist.Backend(backends)).get_device_backend_map()))
 
 
-def _or_dead_peer(collective: Callable[[], object], subject: str, state: str = NOTHING_CHANGED) -> None:
+@contextmanager
+def _answered(subject: str, state: str = NOTHING_CHANGED) -> Iterator[None]:
     try:
-        collective()
+        yield
     except RuntimeError as error:
         found = f"{subject}: rank {dist.get_rank()} got no answer while ranks compared what they are about to do"
         raise RuntimeError(f"{found}; another rank died, or made no such call; {state}") from error

@@ -1,8 +1,8 @@
-"""The core of a check by execution: equal random numbers, precision of a run, error measure, counts, verdict.
+"""The core of a check by execution: equal random numbers, precision of a run, error measure, counts.
 
 dp-partition compares a graph with the step's own Python, tp-styles a sharded region with the original one. Both start
 two runs from the same generators (`RandomState`), see how exactly a run computes (`Precision`), measure
-(`relative_error`), count what they compared (`Compared`) and raise on all ranks together (`Verdict`).
+(`relative_error`) and count what they compared (`Compared`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any
 import torch
 
 from ._torch_compat import TorchDispatchMode
-from .consensus import Where, all_gather_objects, joined_problems, ranks_of
-from .problems import Problem
 
 # ---- random numbers and precision -----------------------------------------------------------------------------------
 
@@ -169,7 +167,7 @@ def as_double(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float64)
 
 
-# ---- what was compared, and the verdict -----------------------------------------------------------------------------
+# ---- what was compared ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -191,26 +189,3 @@ class Compared:
 
     def __str__(self) -> str:
         return f"{self.tensors} tensors and {self.gradients} gradients, {self.elements:,} elements"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of a check: problems, or the reason why nothing was compared, or neither."""
-
-    problems: tuple[Problem, ...] = ()
-    unchecked: str = ""
-
-    def agreed(self, where: Where, subject: str) -> Verdict:
-        """Return the verdict of all ranks, equal on each; a collective.
-
-        Args:
-            where: The ranks of the check.
-            subject: The check, for the error if a peer died.
-        """
-        states = all_gather_objects(where, (self.problems, self.unchecked), subject)
-        by_rank = dict(zip(ranks_of(where), states, strict=True))
-        unchecked = [f"rank {rank}: {reason}" for rank, (_, reason) in by_rank.items() if reason]
-        if unchecked and len({reason for _, reason in states}) == 1:
-            unchecked = [self.unchecked]
-        problems = joined_problems({rank: problems for rank, (problems, _) in by_rank.items()})
-        return Verdict(tuple(problems), unchecked[0] if unchecked else "")

@@ -42,7 +42,7 @@ def clip_grad_norm_(
         max_norm: Largest norm that is left unchanged.
         norm_type: As in ``grad_norm``.
         error_if_nonfinite: As in ``grad_norm``.
-        foreach: As in ``grad_norm``.
+        foreach: Accepted as torch does; multi-tensor kernels fall back by themselves where a device has none.
 
     Returns:
         The norm before clipping, a plain 0-dim tensor, equal on all ranks.
@@ -52,16 +52,11 @@ def clip_grad_norm_(
         RuntimeError: As ``grad_norm``.
     """
     unique = _unique(parameters)
-    total = grad_norm(unique, norm_type, error_if_nonfinite, foreach)
+    total = grad_norm(unique, norm_type, error_if_nonfinite)
     factor = (float(max_norm) / (total + 1e-6)).clamp(max=1.0)  # stays on its device: no synchronization
     gradients = [_local(parameter.grad) for parameter in unique if parameter.grad is not None]
     for batch in _by_kind(gradients):
-        scale = factor.to(batch[0].device)
-        if _use_foreach(batch, foreach):
-            foreach_scale(batch, scale)
-        else:
-            for gradient in batch:
-                gradient.mul_(scale)
+        foreach_scale(batch, factor.to(batch[0].device))
     return total
 
 
@@ -71,7 +66,6 @@ def grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
-    foreach: bool | None = None,
 ) -> torch.Tensor:
     """Return the norm of all gradients together, as one process with the full model would compute it.
 
@@ -83,7 +77,6 @@ def grad_norm(
             one that is listed twice counts once.
         norm_type: Order of the norm, above 0; also ``math.inf``.
         error_if_nonfinite: Raise if the norm is not finite (on all ranks alike).
-        foreach: Multi-tensor kernels; default: where all tensors are on the CPU or a GPU.
 
     Returns:
         A plain 0-dim tensor, equal on all ranks.
@@ -112,7 +105,7 @@ def grad_norm(
         # Of the ranks that hold equal elements only the first of each axis contributes. So all ranks add the same
         # numbers, and get the same bits, also where replicas differ by rounding.
         is_first = all(dist.get_rank() == axis[0] for axis in carrier - layout.sharded)
-        terms = _powers(gradients, order, foreach) if is_first else []
+        terms = _powers(gradients, order) if is_first else []
         sums.setdefault(carrier, []).append(_combined([term.to(device, dtype) for term in terms], order, device, dtype))
 
     # Every rank goes through carriers and axes in the order of the parameters: an order by rank numbers would start
@@ -235,16 +228,13 @@ def _counted(parameter: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _powers(gradients: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+def _powers(gradients: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     """Return the sum of ``|g|**order`` of each gradient, or its largest ``|g|``."""
     filled = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     norms: list[torch.Tensor] = []
     for batch in _by_kind(filled):
         dtype = torch.promote_types(torch.float32, batch[0].dtype)
-        if _use_foreach(batch, foreach):
-            norms += foreach_norms(batch, order, dtype)
-        else:
-            norms += [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in batch]
+        norms += foreach_norms(batch, order, dtype)
     return norms if math.isinf(order) else [norm**order for norm in norms]
 
 
@@ -261,7 +251,3 @@ def _by_kind(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         batches.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(batches.values())
-
-
-def _use_foreach(tensors: list[torch.Tensor], foreach: bool | None) -> bool:
-    return foreach if foreach is not None else tensors[0].device.type in ("cpu", "cuda")

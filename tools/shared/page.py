@@ -19,7 +19,6 @@ td.n{white-space:nowrap}code{font-size:12px}pre{overflow-x:auto;background:#f6f8
 .key span:first-child{margin-left:0}.note{color:#5a6475}.bad{color:#a3212d}.scroll{overflow-x:auto}
 svg text{font:12px system-ui,sans-serif;fill:#1d2430}svg .mono{font:11px ui-monospace,monospace}
 svg .soft{fill:#5a6475}svg .in{fill:#fff;font-weight:600;pointer-events:none}svg .end{font-weight:650}
-.axis{stroke:#9aa3b2;stroke-width:.5;stroke-opacity:.6}.mark{stroke:#a3212d;stroke-width:1;stroke-dasharray:3 2}
 @media(prefers-color-scheme:dark){body{background:#14181f;color:#dfe5ee}svg text{fill:#dfe5ee}pre{background:#1b212b}
 th,.note,.cards span{color:#98a3b5}h2,.cards li{border-color:#333c4a}svg .soft{fill:#98a3b5}.bad{color:#ff8590}}
 """

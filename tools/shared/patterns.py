@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from .problems import PlanError, Problem
 
@@ -115,52 +115,31 @@ def _check_glob(glob: str, text: str) -> None:
         raise _bad(text, "an empty segment (two dots in a row, or a dot at an end)")
     if segments.count("**") > _MAX_REPEATS or any(segment.count("*") > _MAX_REPEATS for segment in segments):
         raise _bad(text, f"more than {_MAX_REPEATS} times '**', or '*' in a segment")
-    for segment in segments:
-        try:
-            re.compile(_segment_regex(segment))
-        except re.error as error:
-            raise _bad(text, f"the segment {segment!r} cannot be read: {error}") from None
+    try:
+        re.compile(_glob_regex(glob))
+    except re.error as error:
+        raise _bad(text, f"{glob!r} cannot be read: {error}") from None
 
 
-@lru_cache(maxsize=4096)
-def _segment_regex(segment: str) -> str:
-    parts = []
-    at = 0
-    while at < len(segment):
-        letter = segment[at]
-        if letter == "*":
-            parts.append(r"[^.]*")
-        elif letter == "?":
-            parts.append(r"[^.]")
-        elif letter == "[":
-            closing = segment.find("]", at + 2)
-            if closing < 0:
-                raise re.error("'[' without ']'")
-            letters = segment[at + 1 : closing]
-            negated = letters.startswith(("!", "^"))
-            letters = letters[1:] if negated else letters
-            ranged = re.sub(r"[\\\[\]^&~|]", lambda found: "\\" + found[0], letters)
-            parts.append(f"[{'^.' if negated else ''}{ranged}]")
-            at = closing
-        else:
-            parts.append(re.escape(letter))
-        at += 1
-    return "".join(parts)
+# `**` in a row mean what one means. In front or in the middle it takes its segments with their dots, so that
+# ``**.norm.*`` also matches ``norm.weight``; at the end it takes the dot before.
+_TOKEN = re.compile(r"(?:\*\*\.)+|(?:\.\*\*)+$|\*\*|\*|\?|\[[^.][^.\]]*\]|.", re.DOTALL)
 
 
 def _glob_regex(glob: str) -> str:
-    """``**`` with its dot is optional, so that ``**.norm.*`` also matches ``norm.weight``."""
-    parts = glob.split(".")
-    # `**` in a row mean what one means; two would ask for a dot between nothing and nothing.
-    segments = [part for at, part in enumerate(parts) if part != "**" or parts[at - 1 : at] != ["**"]]
-    if segments == ["**"]:
-        return r".+"  # the root module has no name of segments; only `""` names it
-    regex = ""
-    for at, segment in enumerate(segments):
-        last = at == len(segments) - 1
-        if segment == "**":
-            # In front or in the middle it takes its segments with their dots; at the end it takes the dot before.
-            regex = regex.removesuffix(r"\.") + r"(?:\.[^.]+)*" if last else regex + r"(?:[^.]+\.)*"
-        else:
-            regex += _segment_regex(segment) + ("" if last else r"\.")
-    return regex
+    return "".join(map(_token_regex, _TOKEN.findall(glob)))
+
+
+def _token_regex(token: str) -> str:
+    if token.startswith("**."):
+        return r"(?:[^.]+\.)*"
+    if token.startswith(".**"):
+        return r"(?:\.[^.]+)*"
+    if token == "[":
+        raise re.error("'[' without ']'")
+    if token.startswith("["):
+        negated = token[1] in "!^"
+        letters = re.sub(r"[\\\[\]^&~|]", lambda found: "\\" + found[0], token[1 + negated : -1])
+        return f"[{'^.' if negated else ''}{letters}]"
+    # The root module has no name of segments; only `""` names it.
+    return {"**": r".+", "*": r"[^.]*", "?": r"[^.]"}.get(token) or re.escape(token)

@@ -11,7 +11,8 @@ import check_build
 import pytest
 import repo
 
-FILES = {"x/__init__.py": b"1\n", "x/_shared/problems.py": b"2\n"}
+FILES = {"x/__init__.py": b"1\n", "x/py.typed": b"", "x/_shared/problems.py": b"2\n"}
+INFO = {"x-1.dist-info/licenses/LICENSE": b""}
 
 
 def built(
@@ -22,6 +23,7 @@ def built(
     (folder / "shared" / "problems.py").write_bytes(FILES["x/_shared/problems.py"])
     (folder / "src" / "x").mkdir(parents=True)
     (folder / "src" / "x" / "__init__.py").write_bytes(FILES["x/__init__.py"])
+    (folder / "src" / "x" / "py.typed").touch()
     (folder / "src" / "x" / "_shared").symlink_to("../../shared")
     with zipfile.ZipFile(folder / "x.whl", "w") as archive:
         for name, data in wheel.items():
@@ -39,7 +41,7 @@ def built(
 
 
 def test_complete_files_pass(tmp_path: Path) -> None:
-    assert check_build.source_problems(*built(tmp_path, FILES, FILES)) == []
+    assert check_build.source_problems(*built(tmp_path, FILES | INFO, FILES)) == []
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,7 @@ def test_complete_files_pass(tmp_path: Path) -> None:
         ({"x/__init__.py": b"1\n"}, FILES, "", "x.whl: x/_shared/problems.py is not the tree's"),
         (FILES, {"x/__init__.py": b"1\n"}, "", "x.tar.gz: x/_shared/problems.py is not the tree's"),
         (FILES | {"x/_shared/problems.py": b"3\n"}, FILES, "", "x.whl: x/_shared/problems.py is not the tree's"),
+        (FILES, FILES, "", "x.whl has no .dist-info/licenses/LICENSE"),
         (FILES | {"x/stray.py": b""}, FILES, "", "x.whl: x/stray.py is not the tree's"),
         (FILES, {"x/__init__.py": b"1\n"}, "x/_shared/problems.py", "x.tar.gz: x/_shared/problems.py is a link"),
     ],

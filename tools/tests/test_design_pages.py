@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_defect_of_the_original_data_parallel_graph_has_a_test() -> None:
-    page = (ROOT / "docs" / "design" / "dp-partition.md").read_text()
+    page = (ROOT / "docs" / "design" / "dp-partition-tests.md").read_text()
     tests = ROOT / "packages" / "dp-partition" / "tests"
     named = re.findall(r"`((?:\w+/)?test_\w+)::(test_\w+)`", page)
     assert len(named) > 30

@@ -32,26 +32,15 @@ def test_missing_distribution_is_an_error(pytester: pytest.Pytester) -> None:
     found.stdout.fnmatch_lines(["*'no-such-distribution' is not installed*--without-extras*"])
 
 
-def test_without_extras_lists_what_it_left_out(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        TESTS.replace('"2"', "2").replace("def test_bad_size", "@pytest.mark.extra('x')\n    def test_x")
-    )
-    found = pytester.runpytest_subprocess("--without-extras", "-p", "no:cacheprovider")
-    assert found.ret == 0
-    found.assert_outcomes(passed=1, deselected=3)
-    found.stdout.fnmatch_lines(
-        ["*not run: 3*", "*::test_present: needs pluggy (--without-extras)", "*::test_missing: needs pluggy, no-such*"]
-    )
-
-
 @pytest.mark.extra("pytest-xdist")
-def test_workers_of_xdist_list_it_too(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("workers", [(), ("-n2", "-p", "xdist")], ids=["alone", "xdist"])
+def test_without_extras_lists_what_it_left_out(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
     pytester.makepyfile(
         TESTS.replace('"2"', "2").replace("def test_bad_size", "@pytest.mark.extra('x')\n    def test_x")
     )
-    found = pytester.runpytest_subprocess("-n2", "--without-extras", "-p", "xdist", "-p", "no:cacheprovider")
+    found = pytester.runpytest_subprocess(*workers, "--without-extras", "-p", "no:cacheprovider")
     assert found.ret == 0
-    found.assert_outcomes(passed=1)
+    found.assert_outcomes(passed=1, deselected=0 if workers else 3)
     found.stdout.fnmatch_lines(
         ["*not run: 3*", "*::test_present: needs pluggy (--without-extras)", "*::test_missing: needs pluggy, no-such*"]
     )

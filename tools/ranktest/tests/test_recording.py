@@ -118,20 +118,6 @@ def test_functional_collectives(ranks: Ranks) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_custom_operator(ranks: Ranks) -> None:
-    @torch.library.custom_op("ranktest_tests::total", mutates_args=())
-    def total(x: torch.Tensor) -> torch.Tensor:
-        y = x.clone()
-        dist.all_reduce(y)
-        return y
-
-    with ranks.record() as log:
-        found = total(ones(ranks, 4))
-    assert found.tolist() == [2.0] * 4
-    assert log.ops == ("all_reduce",)
-
-
-@pytest.mark.ranks(2)
 def test_object_collectives_are_recorded_and_gather_is_not(ranks: Ranks) -> None:
     with ranks.record() as log:
         found = [None, None]

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranktest import Ranks
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,12 +18,10 @@ from shared.execution_check import (
     Compared,
     Precision,
     RandomState,
-    Verdict,
     is_random,
     random_state_restored,
     relative_error,
 )
-from shared.problems import Problem
 
 State = dict[str, torch.Tensor]
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
@@ -199,19 +195,6 @@ def test_operators_that_draw() -> None:
     assert is_random(aten.native_dropout.default, (x, 0.5, True), {})
     assert not is_random(aten.native_dropout.default, (x, 0.0, True), {})
     assert not is_random(aten.mm.default, (x, x), {})
-
-
-@pytest.mark.ranks(3)
-def test_all_ranks_have_one_verdict(ranks: Ranks) -> None:
-    mistake = Problem("check-mismatch", "weight", found="off by 1e-2")
-    mine = Verdict((mistake,)) if dist.get_rank() == 1 else Verdict()
-    verdict = mine.agreed(dist.group.WORLD, "the check")
-    assert [str(problem) for problem in verdict.problems] == ["[check-mismatch] weight: on rank 1: off by 1e-2"]
-    assert Verdict((mistake,)).agreed(dist.group.WORLD, "the check").problems == (mistake,)
-    one = Verdict(unchecked="out of memory" if dist.get_rank() == 2 else "").agreed(dist.group.WORLD, "the check")
-    assert one == Verdict(unchecked="rank 2: out of memory")
-    assert Verdict(unchecked="a file").agreed(dist.group.WORLD, "the check") == Verdict(unchecked="a file")
-    assert Verdict().agreed(dist.group.WORLD, "the check") == Verdict()
 
 
 def test_nothing_compared_is_not_equal() -> None:

@@ -86,12 +86,3 @@ def outcome_of(config: pytest.Config, rank: int, problem: BaseException, job: Jo
     else:
         text = str(info.getrepr(style=style, chain=True, truncate_locals=True))
     return Outcome(rank, "failed", text, info.exconly(tryshort=True).splitlines()[0][:300])
-
-
-__all__ = [
-    "make_config",
-    "import_test_module",
-    "apply_warning_filters",
-    "assertion_details",
-    "outcome_of",
-]

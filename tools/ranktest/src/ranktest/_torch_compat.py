@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
-from torch._C._distributed_c10d import ProcessGroup, TCPStore, Work
+import torch.distributed._functional_collectives
+from torch._C._distributed_c10d import ProcessGroup as ProcessGroup
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._C._distributed_c10d import Work as Work
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: Every collective, point-to-point call and barrier passes through an operator of this namespace: `ProcessGroup`'s
 #: methods call it, and its kernels call the backend (gloo, NCCL). Python, DDP's C++ reducer and functional
@@ -121,34 +124,8 @@ def _renamed(module: Any, new: str, old: str) -> Any:
     return getattr(module, new) if hasattr(module, new) else getattr(module, old)
 
 
+functional = torch.distributed._functional_collectives
 all_gather_single = _renamed(torch.distributed, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = _renamed(torch.distributed, "reduce_scatter_single", "reduce_scatter_tensor")
 functional_all_gather_single = _renamed(functional, "all_gather_single", "all_gather_tensor")
 functional_reduce_scatter_single = _renamed(functional, "reduce_scatter_single", "reduce_scatter_tensor")
-
-__all__ = [
-    "all_gather_single",
-    "reduce_scatter_single",
-    "functional",
-    "functional_all_gather_single",
-    "functional_reduce_scatter_single",
-    "NAMESPACE",
-    "ProcessGroup",
-    "Work",
-    "TCPStore",
-    "collective_schemas",
-    "schema_defaults",
-    "put_before_backends",
-    "go_on",
-    "keyset_of",
-    "nccl_version",
-    "use_cuda",
-    "unbox_group",
-    "unbox_work",
-    "box_work",
-    "group_label",
-    "is_gloo",
-    "fake_tensor_mode",
-    "real_tensors",
-    "TorchDispatchMode",
-]

@@ -17,6 +17,8 @@ from pathlib import Path
 LEAST_SHARE = 0.05
 #: How often a window is looked at.
 SAMPLES = 4
+#: Waits count up to so many times the core seconds: threads of a library that wake up for nothing wait as well.
+MOST_WAITS = 20
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -26,7 +28,8 @@ class Rest:
     def __init__(self, window_s: float) -> None:
         self.window_s = window_s
         self.sample_s = window_s / SAMPLES
-        self.samples: deque[dict[int, float]] = deque(maxlen=SAMPLES + 1)
+        self.before: dict[int, tuple[float, float]] | None = None  # process -> its seconds at the last sample
+        self.worked: deque[float] = deque(maxlen=SAMPLES)  # seconds of the busiest rank between two samples
         self.next_at = 0.0
 
     def is_over(self, leaders: list[int]) -> bool:
@@ -35,22 +38,28 @@ class Rest:
         if now < self.next_at:
             return False
         self.next_at = now + self.sample_s
-        seconds = {leader: core_seconds(leader) for leader in leaders}
-        self.samples.append(seconds)
-        if len(self.samples) <= SAMPLES:
-            return False
-        before = self.samples[0]
-        return all(seconds[leader] - before.get(leader, 0.0) < LEAST_SHARE * self.window_s for leader in leaders)
+        processes = [core_seconds(leader) for leader in leaders]
+        if self.before is not None:
+            # By process: a compiler that has ended takes along what it waited, and must not make a rank seem to rest.
+            # Of all ranks that were left then: one that waited for another starts to rest when that one has ended.
+            before, gained = self.before, [0.0]
+            for own in processes:
+                pairs = [(now, before.get(pid, (0.0, 0.0))) for pid, now in own.items()]
+                used = [(max(0.0, now[0] - then[0]), max(0.0, now[1] - then[1])) for now, then in pairs]
+                gained.append(sum(core + min(waited, MOST_WAITS * core) for core, waited in used))
+            self.worked.append(max(gained))
+        self.before = {pid: seconds for own in processes for pid, seconds in own.items()}
+        return len(self.worked) == SAMPLES and sum(self.worked) < LEAST_SHARE * self.window_s
 
 
-def core_seconds(leader: int) -> float:
-    """Seconds that the processes of a group have used a core or waited for one; 0 where there is no `/proc`."""
-    total = 0.0
+def core_seconds(leader: int) -> dict[int, tuple[float, float]]:
+    """Seconds that each process of a group has used a core, and waited for one; none where there is no `/proc`."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == leader:
-                total += sum(map(int, fields[11:15])) / TICKS_PER_S  # its own, and of its children that have ended
+                # Its own, and of its children that have ended; then what its threads waited.
                 waits = [(task / "schedstat").read_text().split()[1] for task in (folder / "task").iterdir()]
-                total += sum(map(int, waits)) / 1e9
-    return total
+                found[int(folder.name)] = sum(map(int, fields[11:15])) / TICKS_PER_S, sum(map(int, waits)) / 1e9
+    return found

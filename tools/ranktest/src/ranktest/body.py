@@ -10,13 +10,13 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ranktest import _pytest_compat as compat
-from ranktest import process, wire
+from ranktest import process
 from ranktest.job import Job, Meeting, Outcome
 
 #: Imported before the first fork, because most bodies would import them.
@@ -88,7 +88,7 @@ def load_module(path: str) -> ModuleType:
     return _modules[path]
 
 
-def become_rank(job: Job, meeting: Meeting, channel: socket.socket) -> NoReturn:
+def become_rank(job: Job, meeting: Meeting, channel: Connection) -> NoReturn:
     """Be one rank of a job in this freshly forked process, answer on `channel`, and end."""
     code = 70
     try:
@@ -98,9 +98,9 @@ def become_rank(job: Job, meeting: Meeting, channel: socket.socket) -> NoReturn:
         stacks = open(os.path.join(job.folder, f"{meeting.rank}.stack"), "w")  # noqa: SIM115 - open until the end
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        wire.send(channel, _outcome(job, meeting))
-        with contextlib.suppress(EOFError):
-            wire.receive(channel)  # stay, sockets open, until every rank has answered
+        channel.send(_outcome(job, meeting))
+        with contextlib.suppress(EOFError, OSError):
+            channel.recv()  # stay, sockets open, until every rank has answered
         code = 0
     except BaseException:
         traceback.print_exc()

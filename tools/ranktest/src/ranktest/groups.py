@@ -28,7 +28,7 @@ def join(job: Job, meeting: Meeting) -> torch.device:
     os.environ.update(RANK=str(meeting.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(device.index or 0))
     bound = None
     if device.type == "cuda":
-        _nccl_environment(job, meeting)
+        _nccl_environment(job)
         compat.use_cuda(device)
         bound = device if "nccl" in job.placement.backend else None
     timeout = timedelta(seconds=job.group_timeout_s)
@@ -52,16 +52,8 @@ def join(job: Job, meeting: Meeting) -> torch.device:
     return device
 
 
-def _nccl_environment(job: Job, meeting: Meeting) -> None:
-    """Flight recorder on; several ranks per device allowed where NCCL can."""
-    for name, value in {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": os.path.join(job.folder, "nccl_trace_rank_"),
-        "TORCH_FR_DUMP_TEMP_FILE": os.path.join(job.folder, "nccl_trace_rank_"),
-    }.items():
-        os.environ.setdefault(name, value)
+def _nccl_environment(job: Job) -> None:
+    """Allow several ranks per device where NCCL can."""
     if job.placement.ranks_per_gpu > 1 and "nccl" in job.placement.backend:
         version = compat.nccl_version()
         if version[:2] < NCCL_MULTI_RANK:

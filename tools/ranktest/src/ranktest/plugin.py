@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import pickle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,17 +95,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "ranks" not in metafunc.fixturenames:
             metafunc.fixturenames.append("ranks")
         metafunc.parametrize("ranks", marker.args, indirect=True, ids=[f"ranks{n}" for n in marker.args])
-
-
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    """Start the server as soon as a file is seen that will need it, while pytest imports the file."""
-    config = parent.config
-    if _POOL in config.stash or config.getoption("collectonly"):
-        return
-    if config.getoption("keyword") or config.getoption("markexpr") or any("::" in arg for arg in config.args):
-        return  # a choice of tests: perhaps none that needs ranks
-    if file_path.suffix == ".py" and b"mark.ranks" in file_path.read_bytes():
-        _pool(config).start()
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from ranktest import supervise, wire
+from ranktest import supervise
 from ranktest.job import Job
 from ranktest.supervise import Child, Member, Report
 
@@ -24,18 +26,14 @@ class Pool:
         self.pytest_args = pytest_args
         self.folder = Path(tempfile.mkdtemp(prefix="ranktest-"))
         self.process: subprocess.Popen[bytes] | None = None
-        self.control: socket.socket | None = None
-        self.starting = False
+        self.control: Connection | None = None
         self.num_jobs = 0
         self.learnt: list[str] = []
-        self.kept = False
 
     # ---- server
     def start(self) -> None:
-        """Start the server; returns at once, the first request waits for it."""
-        if self.process is not None:
-            return
-        ours, theirs = socket.socketpair()
+        """Start the server and wait until it has imported torch."""
+        ours, theirs = Pipe()
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ranktest.server", str(theirs.fileno())],
@@ -46,34 +44,26 @@ class Pool:
                 env=_server_environment(),
             )
         theirs.close()
-        self.control, self.starting = ours, True
-        wire.send(
-            ours,
-            {
-                "do": "start",
-                "sys_path": list(sys.path),
-                "cwd": os.getcwd(),
-                "pytest_args": self.pytest_args,
-            },
-        )
+        self.control = ours
+        start = {"do": "start", "sys_path": list(sys.path), "cwd": os.getcwd(), "pytest_args": self.pytest_args}
+        ours.send(start)
+        ours.recv()
 
-    def ask(self, request: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
         """One request to the server and its answer.
 
         Raises:
             RuntimeError: the server ended; with its log.
         """
-        self.start()
-        assert self.control is not None
         try:
-            if self.starting:
-                wire.receive(self.control)
-                self.starting = False
-            wire.send(self.control, request)
-            if fds is not None:
-                socket.send_fds(self.control, [b"x"], fds)
-            answer: dict[str, Any] = wire.receive(self.control)
-        except (EOFError, BrokenPipeError):
+            if self.control is None:
+                self.start()
+            assert self.control is not None
+            self.control.send(request)
+            for fd in fds:
+                send_handle(self.control, fd, None)  # no process id: a file descriptor
+            answer: dict[str, Any] = self.control.recv()
+        except (EOFError, ConnectionError):
             log = (self.folder / "server.log").read_text(errors="replace")
             self.stop()
             raise RuntimeError(f"the server that ranks are forked from ended:\n{log}") from None
@@ -85,7 +75,7 @@ class Pool:
             self.control.close()
         if self.process is not None:
             try:
-                self.process.wait(0.2 if self.starting else 2)
+                self.process.wait(2)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -94,8 +84,7 @@ class Pool:
     def close(self) -> None:
         """End the server and remove the folder of outputs."""
         self.stop()
-        if not self.kept:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- jobs
     def job_folder(self) -> str:
@@ -114,13 +103,14 @@ class Pool:
         children = self._fork(job)
         folder = Path(job.folder)
         supervise.watch(children, folder, job.rest_s, self._reap)
-        report = Report([child.member for child in children], time.monotonic() - start, supervise.clear(folder))
-        self.kept |= bool(report.kept)
-        self.learnt = list(dict.fromkeys(name for o in report.outcomes for name in o.imported))
+        report = Report([child.member for child in children], time.monotonic() - start)
+        shutil.rmtree(folder, ignore_errors=True)
+        outcomes = [member.outcome for member in report.members if member.outcome is not None]
+        self.learnt = list(dict.fromkeys(name for outcome in outcomes for name in outcome.imported))
         return report
 
     def _fork(self, job: Job) -> list[Child]:
-        pairs = [socket.socketpair() for _ in range(job.world_size)]
+        pairs = [Pipe() for _ in range(job.world_size)]
         pids = self.ask({"do": "fork", "job": job}, [theirs.fileno() for _, theirs in pairs])["pids"]
         for _, theirs in pairs:
             theirs.close()

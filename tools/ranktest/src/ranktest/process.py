@@ -21,16 +21,10 @@ def lead_group() -> None:
 
 
 def kill(pid: int) -> None:
-    """End a process that leads a group, and its group."""
+    """End a process that leads a group, and what is left of its group where it has ended."""
     for end in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             end(pid, signal.SIGKILL)
-
-
-def kill_helpers(pid: int) -> None:
-    """End what is left of the group of a process that has ended."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def send_output_to(file: str) -> None:

@@ -33,9 +33,6 @@ class Ranks:
         self.device = device
         self.backend = backend
 
-    def __repr__(self) -> str:
-        return f"Ranks(rank={self.rank}, world_size={self.world_size}, device={str(self.device)!r})"
-
     def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """A DeviceMesh over all ranks on this rank's kind of device."""
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)

@@ -43,8 +43,6 @@ def describe(report: Report) -> str:
     for member in report.members:
         if member.output.strip():
             lines += ["", _rule(f"rank {member.rank}: output"), member.output.rstrip()]
-    if report.kept:
-        lines += ["", "flight recorder:", *report.kept]
     return "\n".join(lines)
 
 

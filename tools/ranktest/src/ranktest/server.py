@@ -11,16 +11,18 @@ import os
 import socket
 import sys
 import traceback
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any
 
-from ranktest import process, supervise, wire
+from ranktest import process, supervise
 from ranktest.job import Job, Meeting
 
 
 class Server:
     """Forks ranks and keeps an eye on how they end."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: Connection) -> None:
         self.control = control
         self.body: Any = None
 
@@ -75,7 +77,7 @@ class Server:
         if rank != 0:
             os.close(listen_fd)
         meeting = Meeting(rank, port, listen_fd if rank == 0 else None)
-        self.body.become_rank(job, meeting, socket.socket(fileno=channel))
+        self.body.become_rank(job, meeting, Connection(channel))
 
     def reap(self, request: dict[str, Any]) -> dict[str, Any]:
         """Wait for forked ranks and say how each ended (None: it did not, within the time)."""
@@ -85,21 +87,20 @@ class Server:
         """Answer requests until the pytest process is gone."""
         while True:
             try:
-                request = wire.receive(self.control)
-            except EOFError:
+                request = self.control.recv()
+            except (EOFError, OSError):
                 return
             if request["do"] == "fork":
-                _, channels, _, _ = socket.recv_fds(self.control, 1, request["job"].world_size)
-                answer = self.fork(request, list(channels))
+                answer = self.fork(request, [recv_handle(self.control) for _ in range(request["job"].world_size)])
             else:
                 answer = getattr(self, request["do"])(request)
-            wire.send(self.control, answer)
+            self.control.send(answer)
 
 
 def main() -> None:
     """Entry point of `python -m ranktest.server FD`."""
     process.die_with_parent()
-    Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    Server(Connection(int(sys.argv[1]))).serve()
 
 
 if __name__ == "__main__":

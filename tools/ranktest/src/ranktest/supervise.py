@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
-import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from ranktest import process, wire
+from ranktest import process
 from ranktest.activity import Rest
 from ranktest.job import Outcome
 
@@ -52,12 +50,6 @@ class Report:
 
     members: list[Member]
     seconds: float = 0.0
-    kept: list[str] = field(default_factory=list)  # files left for the reader
-
-    @property
-    def outcomes(self) -> list[Outcome]:
-        """Of the ranks that answered."""
-        return [member.outcome for member in self.members if member.outcome is not None]
 
 
 @dataclass
@@ -66,7 +58,7 @@ class Child:
 
     member: Member
     pid: int
-    channel: socket.socket
+    channel: Connection
 
 
 def watch(children: list[Child], folder: Path, rest_s: float, reap: Reap) -> None:
@@ -82,23 +74,21 @@ def watch(children: list[Child], folder: Path, rest_s: float, reap: Reap) -> Non
 
 def _collect(children: list[Child], rest_s: float) -> None:
     failed, deadline, rest = False, time.monotonic() + LIMIT_S, Rest(rest_s)
-    with selectors.DefaultSelector() as selector:
-        for child in children:
-            selector.register(child.channel, selectors.EVENT_READ, child)
-        while selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0 or rest.is_over([key.data.pid for key in selector.get_map().values()]):
-                return
-            for key, _ in selector.select(min(left, rest.sample_s)):
-                child = key.data
-                try:
-                    child.member.outcome = wire.receive(child.channel)
-                except EOFError:
-                    child.member.lost = True
-                selector.unregister(child.channel)
-            if not failed and any(child.member.failed for child in children):
-                failed = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+    waiting = {child.channel: child for child in children}
+    while waiting:
+        left = deadline - time.monotonic()
+        if left <= 0 or rest.is_over([child.pid for child in waiting.values()]):
+            return
+        for channel in wait(list(waiting), min(left, rest.sample_s)):
+            assert isinstance(channel, Connection)
+            child = waiting.pop(channel)
+            try:
+                child.member.outcome = child.channel.recv()
+            except (EOFError, OSError):
+                child.member.lost = True
+        if not failed and any(child.member.failed for child in children):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_S)
 
 
 def _dump_silent(children: list[Child]) -> None:
@@ -117,7 +107,7 @@ def _end(children: list[Child], reap: Reap) -> None:
             process.kill(child.pid)
         else:
             with contextlib.suppress(OSError):
-                wire.send(child.channel, "leave")
+                child.channel.send("leave")
     ended = reap([child.pid for child in children], 3.0)
     left = [pid for pid, code in ended.items() if code is None]
     for pid in left:
@@ -126,7 +116,7 @@ def _end(children: list[Child], reap: Reap) -> None:
         ended.update(reap(left, 3.0))
     for child in children:
         child.member.exit_code = ended[child.pid]
-        process.kill_helpers(child.pid)
+        process.kill(child.pid)
         child.channel.close()
 
 
@@ -135,14 +125,6 @@ def _read(member: Member, folder: Path) -> None:
         file = folder / f"{member.rank}.{kind}"
         if file.exists():
             setattr(member, kind, file.read_text(errors="replace"))
-
-
-def clear(folder: Path) -> list[str]:
-    """Remove a job's folder, unless it holds flight-recorder dumps; returns those."""
-    kept = [str(file) for file in folder.glob("nccl_trace_rank_*")]
-    if not kept:
-        shutil.rmtree(folder, ignore_errors=True)
-    return kept
 
 
 def reap_own(pids: list[int], timeout_s: float) -> dict[int, int | None]:

@@ -22,11 +22,6 @@ def test_raises(ranks: Ranks) -> None:
     dist.barrier()
 
 
-@pytest.mark.ranks(2)
-def test_after_raises(ranks: Ranks) -> None:
-    assert ranks.gather(ranks.rank) == [0, 1]
-
-
 @pytest.mark.ranks(2, timeout=6)
 def test_hangs(ranks: Ranks) -> None:
     if ranks.rank == 1:
@@ -35,14 +30,6 @@ def test_hangs(ranks: Ranks) -> None:
 
 @pytest.mark.ranks(2)
 def test_after_hangs(ranks: Ranks) -> None:
-    assert ranks.gather(ranks.rank) == [0, 1]
-
-
-@pytest.mark.ranks(2, timeout=4)
-def test_works_long(ranks: Ranks) -> None:
-    end = time.monotonic() + 12
-    while ranks.rank == 1 and time.monotonic() < end:
-        pass
     assert ranks.gather(ranks.rank) == [0, 1]
 
 
@@ -124,8 +111,4 @@ def unpicklable() -> object:
 
 @pytest.mark.ranks(2)
 def test_unpicklable(unpicklable: object) -> None:
-    pass
-
-
-def test_plain() -> None:
     pass
